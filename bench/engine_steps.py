@@ -142,7 +142,7 @@ async def run(args: argparse.Namespace) -> None:
 def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, float], context: float) -> Costs:
     """Return measured seconds by batch, by prompt and per token of context in the format of ``pdserve plan``."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    shape = Shape.of(config.model)
+    shape = Shape.of(config.model, config.kv_layout.dtype)
     return Costs(
         model=config.served_model_name,
         gpu=config.device.name,

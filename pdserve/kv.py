@@ -22,6 +22,18 @@ from pdserve.errors import ConfigError
 
 MAX_BLOCKS = 1 << 24  # of a KV cache: a hostile config has blocks of a few bytes, and each costs memory on the host
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_E4M3 = "fp8_e4m3"
+KV_DTYPE_BYTES = DTYPE_BYTES | {FP8_E4M3: 1}
+
+
+class KVScales(msgspec.Struct, frozen=True):
+    """Static scales of a layer's FP8 cache: a stored value times its scale is the key's or value's element."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED = KVScales()
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
@@ -29,14 +41,14 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 
     num_kv_heads: int
     head_dim: int  # elements
-    dtype: str  # a key of DTYPE_BYTES
+    dtype: str  # a key of KV_DTYPE_BYTES; may differ from the dtype that the model computes in
 
     planes: ClassVar[int]
     packed: ClassVar[bool] = False  # stored and logical block differ (compressed, padded): a block is never split
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in KV_DTYPE_BYTES:
+            raise ConfigError(f"KV dtype {self.dtype!r} is not one of {', '.join(KV_DTYPE_BYTES)}")
 
     @property
     def kind(self) -> str:
@@ -45,7 +57,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 
     @property
     def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return KV_DTYPE_BYTES[self.dtype]
 
     @property
     def row_bytes(self) -> int:
@@ -146,6 +158,10 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return self.block_bytes * self.num_blocks
+
+    def with_dtype(self, dtype: str) -> KVLayout:
+        """Return this layout for elements of another dtype."""
+        return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, dtype=dtype))
 
     def resized(self, num_layers: int, num_kv_heads: int) -> KVLayout:
         """Return this layout for another part of the model."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import FP8_E4M3, KVLayout, KVScales, KVShare
 from pdserve.records import KVRegion
 
 _MEMORY_PAGE = 4096  # bytes; registration pins whole memory pages
@@ -22,14 +23,20 @@ class KVCache:
     ``page_rows[l]``   [rows, kernel_block_size * head_dim]: all tokens of a page are row
                        ``(p * num_kv_heads + h) * num_layers * planes + k``
 
-    Row numbers are equal for all layers, so index tensors are built once per step.
+    Row numbers are equal for all layers, so index tensors are built once per step. Rows of an FP8 cache are bytes, as
+    torch cannot index FP8. ``scales[l]`` are the layer's, 1.0 unless the cache is FP8.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device, share: KVShare | None = None) -> None:
-        """``share`` is the rank's part of the model's KV; None means the whole model."""
+    def __init__(
+        self, layout: KVLayout, device: torch.device, share: KVShare | None = None, scales: Sequence[KVScales] = ()
+    ) -> None:
+        """``share`` is the rank's part of the model's KV, None the whole model. ``scales`` has all layers', or none."""
         self.layout = layout
         self.share = share or KVShare.whole(layout)
-        dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.is_fp8 = layout.dtype == FP8_E4M3
+        self.scales = tuple(scales) or (KVScales(),) * layout.num_layers
+        assert len(self.scales) == layout.num_layers
+        dtype: torch.dtype = torch.float8_e4m3fn if self.is_fp8 else getattr(torch, layout.dtype)
         memory = torch.zeros(layout.total_bytes + _MEMORY_PAGE, dtype=torch.uint8, device=device)
         begin = -memory.data_ptr() % _MEMORY_PAGE
         flat = memory[begin : begin + layout.total_bytes].view(dtype)
@@ -37,6 +44,7 @@ class KVCache:
         self.tensor: Tensor = flat.view(layout.shape)
         self.layers = [self.tensor[:, :, layer] for layer in range(layout.num_layers)]
         page, planes = layout.kernel_block_size, layout.spec.planes
+        flat = flat.view(torch.uint8) if self.is_fp8 else flat
         tokens, pages = flat.view(-1, layout.head_dim), flat.view(-1, page * layout.head_dim)
         self.token_rows = [tokens[layer * planes * page :] for layer in range(layout.num_layers)]
         self.page_rows = [pages[layer * planes :] for layer in range(layout.num_layers)]

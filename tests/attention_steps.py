@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig, RopeConfig
-from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
 from runner.attention import AttentionBackend
 from runner.attention.build import build_backend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
@@ -36,6 +36,7 @@ class Shape:
     has_norms: bool = False
     num_pages: int = 160
     spec: AttentionSpec | None = None  # of all layers, in place of ``windows``
+    scales: KVScales | None = None  # of every layer of an FP8 cache; None: the cache has the dtype of the step
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -65,7 +66,9 @@ class Shape:
             block_size=self.page,
             kernel_block_size=self.page,
             num_layers=len(self.windows),
-            spec=FullAttentionSpec(self.kv_heads, self.head_dim, str(dtype).removeprefix("torch.")),
+            spec=FullAttentionSpec(
+                self.kv_heads, self.head_dim, FP8_E4M3 if self.scales else str(dtype).removeprefix("torch.")
+            ),
         )
 
 
@@ -159,7 +162,8 @@ class Side:
     """A back end with its own cache. All caches of a shape begin with the same contents."""
 
     def __init__(self, name: str, shape: Shape, device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
-        self.cache = KVCache(shape.layout(dtype), device)
+        scales = () if shape.scales is None else (shape.scales,) * len(shape.windows)
+        self.cache = KVCache(shape.layout(dtype), device, scales=scales)
         self.reset()
         placement = TensorPlacement(device, dtype, compute)
         self.compute = compute
@@ -171,7 +175,11 @@ class Side:
 
     def reset(self) -> None:
         """Restore the cache's first contents."""
-        self.cache.tensor.normal_(generator=torch.Generator(self.cache.tensor.device).manual_seed(3))
+        cache = self.cache.tensor
+        values = torch.empty(
+            cache.shape, device=cache.device, dtype=torch.float32 if self.cache.is_fp8 else cache.dtype
+        )
+        cache.copy_(values.normal_(generator=torch.Generator(cache.device).manual_seed(3)))
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Return the output of every layer for planned inputs, [tokens, heads * head_dim] each."""
@@ -191,11 +199,37 @@ def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
         return side.run(inputs), side.cache.tensor
 
 
+def fp8_reference(inputs: Inputs, found: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return outputs in float32 over the dequantized cache ``found``, and the cache that should have been stored.
+
+    The reference keeps its keys and values in float32; quantizing and dequantizing them is explicit here.
+    """
+    assert inputs.shape.scales is not None
+    side = Side("torch", replace(inputs.shape, scales=None), inputs.device, torch.float32, torch.float32)
+    cache, scales = side.cache.tensor, inputs.shape.scales
+    factors = torch.tensor([scales.k, scales.v], device=inputs.device)[:, None, None]
+    cache.copy_(cache.to(torch.float8_e4m3fn).float() * factors)  # as all sides begin
+    side.backend.plan(inputs.batch)
+    queries = [
+        side.backend.prepare_and_store(layer, qkv.float(), inputs.rotary, side.norms)
+        for layer, qkv in enumerate(inputs.qkv)
+    ]
+    stored = (cache / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
+    cache.copy_(found.float() * factors)
+    with sdpa_kernel(SDPBackend.MATH) if inputs.device.type == "cuda" else nullcontext():
+        return [side.backend.attend(layer, q) for layer, q in enumerate(queries)], stored
+
+
 def assert_matches_reference(inputs: Inputs, outputs: list[Tensor], cache: Tensor, tolerance: float) -> None:
     """Check that outputs of sequences and the cache agree, and that padding is finite."""
-    expected, expected_cache = reference(inputs)
+    is_fp8 = inputs.shape.scales is not None
+    expected, expected_cache = fp8_reference(inputs, cache) if is_fp8 else reference(inputs)
     tokens = int(inputs.batch.query_starts[-1])
     for ours, theirs in zip(outputs, expected, strict=True):
         assert ours.isfinite().all()
         torch.testing.assert_close(ours[:tokens].float(), theirs[:tokens], atol=tolerance, rtol=tolerance)
+    if is_fp8:  # rotated values may differ in their last bit, and then be rounded to the neighbour
+        differing = int((cache.view(torch.uint8) != expected_cache.view(torch.uint8)).sum())
+        assert differing <= 0.05 * inputs.batch.slots.numel() * cache[0, :, :, :, 0].numel()
+        cache, expected_cache, tolerance = cache.float(), expected_cache.float(), 0.13
     torch.testing.assert_close(cache, expected_cache, atol=tolerance, rtol=tolerance)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.runner_oracle import Decision
-from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 _logging: Any = transformers.utils.logging
@@ -101,6 +102,11 @@ def change_weight(directory: Path, tensor: str) -> None:
         file.write(value)
 
 
+def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors to a checkpoint, in a file of their own."""
+    save_file(tensors, directory / "more.safetensors")
+
+
 def reference_model(path: Path, dtype: str = "float32") -> Any:
     """Return the transformers model of a checkpoint."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -142,15 +148,19 @@ def node_config(
     tp: int = 1,
     stage_layers: tuple[int, ...] | None = None,
     shared_mlps: bool = False,
+    kv_scales: tuple[KVScales, ...] = (),
 ) -> NodeConfig:
-    """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``."""
+    """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
+
+    With ``kv_scales``, one per layer, the KV cache is FP8.
+    """
     model = load_model_config(model_dir, impl)
     layout = KVLayout(
         num_blocks=num_blocks,
         block_size=block_size,
         kernel_block_size=kernel_block_size,
         num_layers=model.num_layers,
-        spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, dtype),
+        spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, FP8_E4M3 if kv_scales else dtype),
     )
     config = NodeConfig(
         model_dir=str(model_dir),
@@ -162,6 +172,7 @@ def node_config(
         max_model_len=max_model_len,
         parallel=choose_parallel_config(model, pp, tp, stage_layers, shared_mlps),
         kv_layout=layout,
+        kv_scales=kv_scales,
         kv_checksum=True,
         measure_kv_memory=False,
         gpu_memory_utilization=0.9,

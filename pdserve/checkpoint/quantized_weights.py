@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pdserve.checkpoint.kv_scales import is_kv_scale
 from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv import DTYPE_BYTES
@@ -104,7 +105,7 @@ _NAMES = {
     AWQ: _Names(".qweight", ".weight", (".scales",), ".qzeros"),
     MXFP4: _Names("_blocks", "", ("_scales",)),
 }
-#: Scales of activations and KV caches, which are not quantized here.
+#: Scales of activations, which are not quantized here, and of KV caches, which kv_scales.py reads.
 _UNUSED = tuple(
     f"{kind}{what}"
     for kind in (".input", ".output", ".activation", "_activation", ".k", ".v", ".q", ".kv")
@@ -127,7 +128,7 @@ def find_weights(
         plain = {
             name: tensor
             for name, tensor in tensors.items()
-            if name not in used and not (rules and name.endswith(_UNUSED))
+            if name not in used and not is_kv_scale(name) and not (rules and name.endswith(_UNUSED))
         }
         _check_rest(plain, quantized, rules)
     except _Mismatch as exc:

@@ -11,6 +11,7 @@ from pdserve.errors import CapacityError, ConfigError
 
 #: Packages that no node with a model can do without; the distribution pdserve-router (deploy/router) lacks them.
 _PACKAGES = ("torch", "safetensors")
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_…
 _SIMULATED = DeviceInfo(kind="simulated", index=0, name="simulated", memory=0)
 
 
@@ -73,5 +74,12 @@ def find_gpus() -> list[DeviceInfo]:
             continue
         driver.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
         driver.cuDeviceGetName(name, len(name), handle)
-        devices.append(DeviceInfo(kind="cuda", index=index, name=name.value.decode(), memory=memory.value))
+        capability = _attribute(driver, handle, _MAJOR), _attribute(driver, handle, _MINOR)
+        devices.append(DeviceInfo("cuda", index, name.value.decode(), memory.value, capability))
     return devices
+
+
+def _attribute(driver: ctypes.CDLL, handle: ctypes.c_int, attribute: int) -> int:
+    value = ctypes.c_int(0)
+    driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+    return value.value

@@ -17,7 +17,7 @@ import msgspec
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
 from pdserve.config.flag_sources import FlagSources
 from pdserve.config.model_config import MODEL_IMPLS
-from pdserve.config.node_config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
+from pdserve.config.node_config import CUDA_GRAPHS, KV_CACHE_DTYPES, LOAD_FORMATS, NodeOptions
 from pdserve.config.pooling import TASKS
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
@@ -250,6 +250,13 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
     "KV cache": (
         _Flag("block_size", "N", "tokens per block (default %(default)s)", positive_int),
         _Flag("kernel_block_size", "N", "tokens per kernel page (default: the largest supported)", positive_int),
+        _Flag(
+            "kv_cache_dtype",
+            "DTYPE",
+            "auto (the model's), or fp8_e4m3 (alias fp8): half the memory and bytes to send, with the scales of the "
+            "checkpoint or 1.0; the same on all nodes",
+            choices=KV_CACHE_DTYPES,
+        ),
         _Flag("kv_cache_memory", "SIZE", "bytes, or a number with K, M, G, KiB, MiB, GiB", parse_size),
         _Flag(
             "kv_checksum",

@@ -10,10 +10,11 @@ from pdserve.config.pooling import PoolingConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.errors import ConfigError
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import FP8_E4M3, KVLayout, KVScales, KVShare
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 LOAD_FORMATS = ("auto", "dummy")
+KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are the same
 CUDA_GRAPHS = ("auto", "on", "off")
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
@@ -39,6 +40,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens
     kv_cache_memory: int | None = None  # bytes
+    kv_cache_dtype: str = "auto"  # auto: the model's dtype; fp8_e4m3 or fp8: 8 bits with a scale per layer
     kv_checksum: str | None = None  # on, off: compare KV read from a peer with its digests; None: on if there is KV
     gpu_memory_utilization: float | None = None  # share of each GPU's memory for this node; None: 0.9
     attention_backend: str = "auto"
@@ -76,6 +78,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     index: int
     name: str
     memory: int  # total bytes
+    capability: tuple[int, int] | None = None  # compute capability of a GPU, where known
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +97,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     rank: int = 0
     kv_layout: KVLayout
+    kv_scales: tuple[KVScales, ...] = ()  # of all layers of the model; empty unless the cache is FP8
     kv_checksum: bool
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
     gpu_memory_utilization: float  # share of each GPU's memory for weights, activations and KV cache together
@@ -126,6 +130,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The layers and KV heads that each rank holds, by rank."""
         return self.parallel.shares(self.model.num_kv_heads)
 
+    @property
+    def rank_kv_scales(self) -> tuple[KVScales, ...]:
+        """The scales of this rank's layers; empty unless the cache is FP8."""
+        return self.kv_scales[self.share.first_layer : self.share.first_layer + self.share.num_layers]
+
     def whole_layout(self, layout: KVLayout) -> KVLayout:
         """Return a rank's layout extended to all layers and heads, which describes the node."""
         return layout.resized(self.model.num_layers, self.model.num_kv_heads)
@@ -154,7 +163,12 @@ def check_options(options: NodeOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
-    for name, allowed in (("engine", ENGINES), ("load_format", LOAD_FORMATS), ("cuda_graphs", CUDA_GRAPHS)):
+    for name, allowed in (
+        ("engine", ENGINES),
+        ("load_format", LOAD_FORMATS),
+        ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ("cuda_graphs", CUDA_GRAPHS),
+    ):
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name} {getattr(options, name)!r} is not one of {', '.join(allowed)}")
     if options.max_waiting < 0:

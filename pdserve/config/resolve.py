@@ -23,6 +23,7 @@ from pdserve.config.attention_backends import (
     find_platform,
 )
 from pdserve.config.hub import resolve_model
+from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
@@ -33,7 +34,7 @@ from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_cos
 from pdserve.config.triton_hosts import try_triton
 from pdserve.config.weight_formats import UNQUANTIZED, storage_rules
 from pdserve.errors import CapacityError, ConfigError
-from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, group_layers
+from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales, group_layers
 from pdserve.request_cost import AUTO_ITL_STEPS
 from pdserve.rpc.timeouts import PeerTiming
 
@@ -65,7 +66,9 @@ def resolve(
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
-    layout = _choose_layout(options, device, model, parallel, dtype, backend, choices)
+    kv_dtype = choose_kv_dtype(options, device, dtype, choices)
+    kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
+    layout = _choose_layout(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
     if options.reads_weights:
         _check_weights(model, model_dir, dtype, choices)
     return NodeConfig(
@@ -78,6 +81,7 @@ def resolve(
         max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
         parallel=parallel,
         kv_layout=layout,
+        kv_scales=kv_scales,
         kv_checksum=options.kv_checksum != "off" and not options.simulated,
         measure_kv_memory=_measures(options, device),
         gpu_memory_utilization=options.memory_share,
@@ -91,7 +95,8 @@ def resolve(
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
         costs=_choose_costs(options, choices),
-        compat_fields=_compat_fields(model, options, layout) | {"task": GENERATE if pooling is None else pooling.task},
+        compat_fields=_compat_fields(model, options, layout, kv_scales)
+        | {"task": GENERATE if pooling is None else pooling.task},
         choices=tuple(choices),
         pooling=pooling,
         triton_problem=platform.triton_problem or "",
@@ -184,16 +189,20 @@ def _choose_layout(
     device: DeviceInfo,
     model: ModelConfig,
     parallel: ParallelConfig,
-    dtype: str,
+    dtypes: tuple[str, str],
     backend: str,
     choices: list[str],
 ) -> KVLayout:
-    """Choose rank 0's layout. All ranks have as many blocks, so the rank with the largest blocks limits the number."""
+    """Choose rank 0's layout. All ranks have as many blocks, so the rank with the largest blocks limits the number.
+
+    ``dtypes`` are the model's and the cache's.
+    """
+    dtype, kv_dtype = dtypes
     page = choose_page_size(options.block_size, options.kernel_block_size, backend)
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
         choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
-    (group,) = group_layers(shard_of(model, parallel.position(0)).kv_cache_specs(dtype))
+    (group,) = group_layers(shard_of(model, parallel.position(0)).kv_cache_specs(kv_dtype))
     one_block = KVLayout(
         num_blocks=1,
         block_size=options.block_size,
@@ -307,7 +316,9 @@ def model_name(model: str) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def _compat_fields(model: ModelConfig, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
+def _compat_fields(
+    model: ModelConfig, options: NodeOptions, layout: KVLayout, kv_scales: tuple[KVScales, ...]
+) -> dict[str, str]:
     """Return the fields that must be equal on both sides of a handoff; ``with_weight_digests`` adds the weights.
 
     A simulated node has no KV to read, so ``weights`` keeps it from being paired with a real one.
@@ -318,6 +329,7 @@ def _compat_fields(model: ModelConfig, options: NodeOptions, layout: KVLayout) -
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
         "weights": "simulated" if options.simulated else "dummy" if not options.reads_weights else "checkpoint",
         "kv_dtype": layout.dtype,
+        "kv_scales": describe_scales(kv_scales),
         "num_layers": str(model.num_layers),
         "num_kv_heads": str(model.num_kv_heads),
         "head_dim": str(layout.head_dim),

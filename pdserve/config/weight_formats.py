@@ -116,7 +116,13 @@ def _mxfp4(options: Mapping[str, Any]) -> Rules:
 def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
     groups = options.get("config_groups")
     sparsity = options.get("sparsity_config") or {}
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
+    if options.get("kv_cache_scheme") and groups is None:  # only the KV cache is quantized
+        groups = {}
+    if (
+        not isinstance(groups, dict)
+        or not all(isinstance(group, dict) for group in groups.values())
+        or not (groups or options.get("kv_cache_scheme"))
+    ):
         raise _Unsupported(f"config_groups {shown(groups)}; it must be an object of groups")
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise _Unsupported(f"sparsity_config {shown(sparsity)}; supported are dense weights")

@@ -37,13 +37,17 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ConfigError("neither MODEL nor --costs is set; name a checkpoint or measured costs")
     shape = None
     if args.model is not None:
-        shape = Shape.of(load_model_config(resolve_model(args.model, weights=False)))
+        shape = Shape.of(load_model_config(resolve_model(args.model, weights=False)), args.kv_cache_dtype)
     if args.costs is None:
         assert shape is not None
         return find_costs(shape, args.gpu, args.pp, args.tp)
     costs = load_costs(args.costs)
     if shape is not None and shape != costs.shape:
         raise ConfigError(f"costs {args.costs} are for {costs.shape}, {args.model} has {shape}; remove one of them")
+    if shape is None and args.kv_cache_dtype != "auto" and costs.shape.kv_cache_dtype == "auto":
+        raise ConfigError(
+            f"costs {args.costs} were not measured with --kv-cache-dtype {args.kv_cache_dtype}; remove it"
+        )
     return costs
 
 

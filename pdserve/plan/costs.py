@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.config.model_config import ModelConfig
 from pdserve.errors import ConfigError
-from pdserve.kv import FullAttentionSpec
+from pdserve.kv import FP8_E4M3, FullAttentionSpec
 
 MEASURED = Path(__file__).parent / "measured"
 
@@ -32,18 +32,23 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     vocab_size: int
     dtype: str
+    kv_cache_dtype: str = "auto"  # auto: that of the model
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Shape:
-        return cls(*(getattr(model, name) for name in cls.__struct_fields__))
+    def of(cls, model: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:
+        """``kv_cache_dtype`` is a value of the flag, or the dtype of a KVLayout."""
+        fields = {name: getattr(model, name) for name in cls.__struct_fields__ if name != "kv_cache_dtype"}
+        return cls(**fields, kv_cache_dtype=FP8_E4M3 if kv_cache_dtype in (FP8_E4M3, "fp8") else "auto")
 
     @property
     def kv_bytes(self) -> int:
         """KV bytes per token, over all layers."""
-        return self.num_layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, self.dtype).page_bytes(1)
+        dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return self.num_layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
 
     def __str__(self) -> str:
-        return f"{self.num_layers} layers of {self.hidden_size}, {self.num_kv_heads} KV heads of {self.head_dim}"
+        cache = "" if self.kv_cache_dtype == "auto" else f", KV cache in {self.kv_cache_dtype}"
+        return f"{self.num_layers} layers of {self.hidden_size}, {self.num_kv_heads} KV heads of {self.head_dim}{cache}"
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

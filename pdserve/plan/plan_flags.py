@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pdserve.config.flags import positive_int
+from pdserve.config.node_config import KV_CACHE_DTYPES
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +15,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument("--gpu", default="h200", metavar="KIND", help="GPU of the measured costs (default %(default)s)")
     nodes.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages of a node (default 1)")
     nodes.add_argument("--tp", type=positive_int, default=1, metavar="N", help="tensor shards of a stage (default 1)")
+    nodes.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="as of the nodes; costs must have been measured with the same (default %(default)s)",
+    )
     nodes.add_argument("--costs", metavar="NAME", help="measured costs: a file, or the name of a bundled one")
     nodes.add_argument(
         "--max-num-seqs", type=positive_int, default=256, metavar="N", help="decoding sequences per node (default 256)"

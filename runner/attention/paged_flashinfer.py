@@ -8,6 +8,10 @@ FA3 multiplies keys in pages at 490 TFLOP/s, fetching them row by row, and conti
 Llama 8B's heads, 2,048 … 8,192 queries; 310 and 420 for eight prompts of 1,024). So the keys of large chunks are first
 copied out of their pages, layer by layer, at the speed of memory: copy and attention take 0.83 to 0.9 of the time. For
 few queries, or with a sliding window, the copy costs more than it saves.
+
+FlashInfer 0.6.13 has no FA3 kernel for 16-bit queries and FP8 keys (``is_fa3_backend_supported``). So keys of an FP8
+cache are dequantized while they are copied, from fewer queries on. Other chunks go to the Triton kernel, which
+dequantizes them itself.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 
 _QUERIES_PER_KEY = 1024  # least average for which gathering keys saves time
+_QUERIES_PER_FP8_KEY = 128  # an estimate: the alternative is the Triton kernel, not FA3 in pages
 _SHARE_FOR_KEYS = 256  # gathered keys take at most this part of the device's memory
 
 
@@ -54,10 +59,14 @@ class PagedFlashInferAttention(PagedTritonAttention):
         sizes = Sizes(config.num_heads, layout.num_kv_heads, layout.head_dim, self._page, placement.dtype)
         # Kernels of a step run one after the other, so they can share the memory between their two phases.
         workspace = sizes.workspace(device)
-        self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in set(config.attention)}
+        self._is_fp8, self._queries_per_key = cache.is_fp8, _QUERIES_PER_FP8_KEY if cache.is_fp8 else _QUERIES_PER_KEY
+        # Layers with a window never gather, so with an FP8 cache they have no kernel here.
+        specs = {spec for spec in config.attention if not (cache.is_fp8 and spec.window)}
+        self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in specs}
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
-        capacity = min(max_num_keys, room * layout.num_layers // layout.bytes_per_token) if gathers else 0
+        bytes_per_key = 2 * layout.num_kv_heads * layout.head_dim * placement.dtype.itemsize  # of one layer
+        capacity = min(max_num_keys, room // bytes_per_key) if gathers else 0
         self._gathered = GatheredKeys(capacity, layout.num_kv_heads, layout.head_dim, placement.dtype, device)
         self._chunks: _Chunks | None = None
 
@@ -74,6 +83,9 @@ class PagedFlashInferAttention(PagedTritonAttention):
         np.cumsum(-(-batch.seq_lens // self._page), out=page_starts[1:])
         seq_lens = batch.seq_lens[first:]
         key_starts = self._gathered.plan(batch, first)
+        pays = int(key_starts[-1]) <= self._gathered.capacity and self._pays(lengths[first:], seq_lens)
+        if self._is_fp8 and not pays:
+            return
         host = Rows(
             query_starts=torch.from_numpy(batch.query_starts[first:] - begin),
             page_starts=torch.from_numpy(page_starts[first:]),
@@ -81,7 +93,6 @@ class PagedFlashInferAttention(PagedTritonAttention):
             seq_lens=torch.from_numpy(seq_lens),
             num_tokens=end - begin,
         )
-        pays = int(key_starts[-1]) <= self._gathered.capacity and _pays(lengths[first:], seq_lens)
         for kernel in self._kernels.values():
             kernel.plan(host, gather=pays and kernel.gains_by_gathering)
         if not all(kernel.gathers for kernel in self._kernels.values()):
@@ -95,22 +106,21 @@ class PagedFlashInferAttention(PagedTritonAttention):
         )
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        chunks = self._chunks
-        if chunks is None:
+        chunks, kernel = self._chunks, self._kernels.get(self._specs[layer])
+        if chunks is None or kernel is None:
             return super().attend(layer, q)
-        cache, kernel = self._layers[layer], self._kernels[self._specs[layer]]
+        cache = self._layers[layer]
         out = torch.empty_like(q)
         if chunks.has_singles:
             self._decode(layer, q, cache, self._step.batch, out, several=False)
         queries, results = q[chunks.tokens], out[chunks.tokens]
         if kernel.gathers:
-            kernel.run_gathered(queries, *self._gathered.gather(cache), results)
+            kernel.run_gathered(queries, *self._gathered.gather(cache, self._scales[layer]), results)
         else:
             kernel.run_paged(queries, cache, chunks.pages, results)
         return out.view(out.shape[0], -1)
 
-
-def _pays(lengths: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> bool:
-    """Whether enough queries see the keys of these sequences that gathering them saves time."""
-    keys = seq_lens.astype(np.int64)
-    return bool((lengths * keys).sum() >= _QUERIES_PER_KEY * keys.sum())
+    def _pays(self, lengths: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> bool:
+        """Whether enough queries see the keys of these sequences that gathering them saves time."""
+        keys = seq_lens.astype(np.int64)
+        return bool((lengths * keys).sum() >= self._queries_per_key * keys.sum())

@@ -23,7 +23,7 @@ from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
-from runner.kernels.reference import apply_rotary, expand_cos_sin, rms_norm
+from runner.kernels.reference import apply_rotary, dequantize_fp8, expand_cos_sin, quantize_fp8, rms_norm
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 
@@ -94,6 +94,7 @@ class PagedTorchAttention(AttentionBackend):
         self._head_rows = head_rows  # [num_kv_heads]
         kv_head_rows = np.concatenate((head_rows, head_rows + 1))  # K of all heads, V of all heads
         self._slot_rows = kv_head_rows * self._page  # [2 * num_kv_heads]
+        self._fp8_scales = _Fp8Scales(cache) if cache.is_fp8 else None
         self._norms: dict[int, _FusedNorms] = {}
         self._bands: dict[int | None, _BandMask] = {}
         self._cos_sin: tuple[Tensor, Tensor] | None = None  # expanded for this step by its first layer
@@ -135,7 +136,11 @@ class PagedTorchAttention(AttentionBackend):
         both = torch.cat((k, v), dim=1)
         if self._stored is not None:
             both = both[self._stored]
-        rows = both.to(self._kv_dtype).view(-1, self._head_dim)
+        if self._fp8_scales is not None:
+            rows = quantize_fp8(both, self._fp8_scales.inverse[layer]).view(torch.uint8)
+        else:
+            rows = both.to(self._kv_dtype)
+        rows = rows.view(-1, self._head_dim)
         self._cache.token_rows[layer].index_copy_(0, self._slots, rows)
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -242,8 +247,12 @@ class PagedTorchAttention(AttentionBackend):
 
     def _gather(self, layer: int, pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [size, num_kv_heads, tokens, head_dim], in the compute dtype."""
-        gathered = self._cache.page_rows[layer].index_select(0, pages).to(self._placement.dtype)
+        gathered = self._cache.page_rows[layer].index_select(0, pages).view(self._kv_dtype)
         both = gathered.view(2, size, self._kv_heads, -1, self._head_dim)
+        if self._fp8_scales is not None:
+            both = dequantize_fp8(both, self._fp8_scales.planes[layer], self._placement.dtype)
+        else:
+            both = both.to(self._placement.dtype)
         keys, values = both.unbind()
         return keys, values
 
@@ -266,6 +275,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpe
         scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[-2]]
     return weights.to(v.dtype) @ v
+
+
+class _Fp8Scales:
+    """Scales of a cache's layers in the shapes that the two conversions need, float32."""
+
+    def __init__(self, cache: KVCache) -> None:
+        heads, device = cache.layout.num_kv_heads, cache.tensor.device
+        inverse = [[1.0 / scales.k] * heads + [1.0 / scales.v] * heads for scales in cache.scales]
+        self.inverse = torch.tensor(inverse, device=device)[:, :, None]  # [layers, K heads and V heads, 1]
+        planes = torch.tensor([[scales.k, scales.v] for scales in cache.scales], device=device)
+        self.planes = planes[:, :, None, None, None, None]  # [layers, 2 (K, V), 1, 1, 1, 1]
 
 
 class _FusedNorms:

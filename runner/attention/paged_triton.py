@@ -39,10 +39,10 @@ class PagedTritonAttention(AttentionBackend):
     def __init__(self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int) -> None:
         layout = cache.layout
         assert fits_triton(layout.head_dim), layout.head_dim
-        self._layers = cache.layers
+        self._layers, self._scales = cache.layers, cache.scales
         self._specs, self._heads = config.attention, config.num_heads
         self._tiles = choose_tiles(config.num_heads // layout.num_kv_heads, layout.head_dim, placement)
-        self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device)
+        self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device, cache.scales)
         self._current: _Step | None = None
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
@@ -54,10 +54,11 @@ class PagedTritonAttention(AttentionBackend):
             self._current = _Step(batch, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
-        return rope_store(qkv, self._heads, rotary, norms, self._step.batch.slots, self._layers[layer])
+        slots, cache = self._step.batch.slots, self._layers[layer]
+        return rope_store(qkv, self._heads, rotary, norms, slots, cache, self._scales[layer])
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        store_kv(k, v, self._step.batch.slots, self._layers[layer])
+        store_kv(k, v, self._step.batch.slots, self._layers[layer], self._scales[layer])
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         step, cache = self._step, self._layers[layer]
@@ -65,7 +66,7 @@ class PagedTritonAttention(AttentionBackend):
         if step.has_few:
             self._decode(layer, q, cache, step.batch, out, step.has_several)
         if step.has_chunks:
-            prefill_attention(q, cache, step.batch, self._specs[layer], self._tiles, out)
+            prefill_attention(q, cache, step.batch, self._specs[layer], self._tiles, out, self._scales[layer])
         return out.view(out.shape[0], -1)
 
     @property

@@ -15,6 +15,7 @@ last program of a sequence merges its parts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -22,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.config.model_config import ModelConfig
+from pdserve.kv import KVScales
 from runner.batch import AttentionBatch
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
@@ -134,7 +136,8 @@ def _decode_attention_kernel(
     results,  # [parts, KV_HEADS, BLOCK_ROWS, HEAD_DIM] float32: of sequences with several parts, before the merge
     weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32: log2 of the sum of exp that each stands for
     done,  # [rows, KV_HEADS] int32: how many parts are, zero before and after
-    scale,  # of scores, times log2(e)
+    scale,  # of scores, times log2(e) and the scale of keys in an FP8 cache
+    v_scale,  # of values in an FP8 cache
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -205,6 +208,8 @@ def _decode_attention_kernel(
 
     total = tl.maximum(total, 1.0)  # the top score counts as 1; less only without keys
     result = result / total[:, None]
+    if cache.dtype.element_ty == tl.float8e4nv:
+        result = result * v_scale
     at_out = out + heads[:, None] * HEAD_DIM + columns[None, :]
     if num_parts == 1:
         tl.store(at_out, result.to(out.dtype.element_ty), mask=known[:, None])
@@ -225,13 +230,23 @@ def _decode_attention_kernel(
 class SplitDecode:
     """Attention of a batch's sequences with one token or a few; at most ``max_seqs`` of them."""
 
-    def __init__(self, config: ModelConfig, tiles: AttentionTiles, max_seqs: int, device: torch.device) -> None:
-        """``config`` is the rank's part of the model."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        tiles: AttentionTiles,
+        max_seqs: int,
+        device: torch.device,
+        scales: Sequence[KVScales],
+    ) -> None:
+        """``config`` is the rank's part of the model; ``scales`` has those of each layer, 1.0 without an FP8 cache."""
         self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         self._group = config.num_heads // config.num_kv_heads
         self._tiles = tiles
         self._windows = [spec.window for spec in config.attention]
-        self._scales = [spec.scale * math.log2(math.e) for spec in config.attention]
+        # Keys of an FP8 cache are multiplied as they are stored: their scale is a factor of all scores.
+        pairs = zip(config.attention, scales, strict=True)
+        self._scales = [spec.scale * math.log2(math.e) * of_layer.k for spec, of_layer in pairs]
+        self._v_scales = [of_layer.v for of_layer in scales]
         at_a_time = _PROGRAMS_PER_PROCESSOR * tiles.processors
         self._at_a_time = max(at_a_time // self._kv_heads, 1)  # programs per head of keys
         self._max_seqs = max_seqs
@@ -269,6 +284,7 @@ class SplitDecode:
             self._weights,
             self._done,
             self._scales[layer],
+            self._v_scales[layer],
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,

@@ -1,4 +1,7 @@
-"""Copy keys and values of sequences out of their pages, token after token, for kernels that read whole tiles."""
+"""Copy keys and values of sequences out of their pages, token after token, for kernels that read whole tiles.
+
+Those of an FP8 cache are dequantized on the way.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.kv import UNSCALED, KVScales
 from runner.batch import AttentionBatch
+from runner.kernels.fp8 import from_cache
 
 TILE = 128  # tokens; each sequence begins at a multiple, and the rest of its last tile is zero
 _ROW_CHUNK = 256
@@ -27,6 +32,8 @@ def _gather_kernel(
     keys,  # out [KV_HEADS, …, HEAD_DIM], heads target_stride apart
     values,
     target_stride,
+    k_scale,  # of an FP8 cache
+    v_scale,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -50,8 +57,8 @@ def _gather_kernel(
         k = tl.load(cache + at[:, None] + dims, mask=held[:, None], other=0.0)
         v = tl.load(cache + v_stride + at[:, None] + dims, mask=held[:, None], other=0.0)
         target = head * target_stride + ((start + tokens) * HEAD_DIM)[:, None] + dims
-        tl.store(keys + target, k)
-        tl.store(values + target, v)
+        tl.store(keys + target, from_cache(k, k_scale, keys.dtype.element_ty))
+        tl.store(values + target, from_cache(v, v_scale, values.dtype.element_ty))
 
 
 class GatheredKeys:
@@ -75,10 +82,11 @@ class GatheredKeys:
         self._longest, self._total = int(seq_lens.max()), int(starts[-1])
         return starts
 
-    def gather(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, cache: Tensor, scales: KVScales = UNSCALED) -> tuple[Tensor, Tensor]:
         """Return keys and values of the planned sequences, [tokens, kv_heads, head_dim] each, until the next call.
 
-        cache: a layer's view [pages, kv_heads, 2, page_size, head_dim]; head_dim a power of two.
+        cache: a layer's view [pages, kv_heads, 2, page_size, head_dim]; head_dim a power of two. ``scales`` are those
+        of an FP8 cache.
         """
         _, kv_heads, _, page_size, head_dim = cache.shape
         assert self._total <= self.capacity
@@ -93,6 +101,8 @@ class GatheredKeys:
             keys,
             values,
             keys.stride(0),
+            scales.k,
+            scales.v,
             HEAD_DIM=head_dim,
             PAGE_SIZE=page_size,
             TILE=TILE,

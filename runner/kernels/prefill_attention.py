@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.config.attention_spec import AttentionSpec
+from pdserve.kv import UNSCALED, KVScales
 from runner.batch import AttentionBatch
 from runner.kernels.tiles import AttentionTiles
 
@@ -96,7 +97,8 @@ def _prefill_attention_kernel(
     query_starts,  # [rows + 1] int32
     seq_lens,  # [rows] int32
     out,  # out [tokens, KV_HEADS * GROUP, HEAD_DIM]
-    scale,  # of scores, times log2(e)
+    scale,  # of scores, times log2(e) and the scale of keys in an FP8 cache
+    v_scale,  # of values in an FP8 cache
     rows,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -147,15 +149,24 @@ def _prefill_attention_kernel(
         scale, HEAD_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
     )  # fmt: skip
     result = result / tl.maximum(total, 1.0)[:, None]  # the top score counts as 1; less only if no key is stored
+    if cache.dtype.element_ty == tl.float8e4nv:
+        result = result * v_scale
     tl.store(out + heads[:, None] * HEAD_DIM + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
-    q: Tensor, cache: Tensor, batch: AttentionBatch, spec: AttentionSpec, tiles: AttentionTiles, out: Tensor
+    q: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    tiles: AttentionTiles,
+    out: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Write the attention output of queries ``q`` to ``out``, for sequences with more than ``tiles.few`` tokens.
 
     Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
+    ``scales`` are those of an FP8 cache, whose keys and values are multiplied as they are stored.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     rows = batch.device_seq_lens.shape[0]
@@ -168,7 +179,8 @@ def prefill_attention(
         batch.device_query_starts,
         batch.device_seq_lens,
         out,
-        spec.scale * math.log2(math.e),
+        spec.scale * math.log2(math.e) * scales.k,
+        scales.v,
         rows,
         KV_HEADS=kv_heads,
         GROUP=q.shape[1] // kv_heads,

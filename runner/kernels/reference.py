@@ -10,6 +10,8 @@ from torch import Tensor
 
 from runner.batch import RotaryCosSin
 
+FP8_MAX = 448.0  # of E4M3 without infinities (arXiv 2209.05433)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32 (arXiv 1910.07467).
@@ -40,6 +42,16 @@ def expand_cos_sin(rotary: RotaryCosSin, dtype: torch.dtype) -> tuple[Tensor, Te
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads x [tokens, heads, head_dim], whose first half pairs with its second; see ``expand_cos_sin``."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def quantize_fp8(x: Tensor, inverse_scale: Tensor) -> Tensor:
+    """Return x * inverse_scale in E4M3; values beyond its range saturate. The factor broadcasts, in float32."""
+    return (x.float() * inverse_scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def dequantize_fp8(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values * scale, multiplied in float32. ``scale`` broadcasts."""
+    return (values.float() * scale).to(dtype)
 
 
 def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:

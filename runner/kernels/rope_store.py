@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kv import UNSCALED, KVScales
 from runner.batch import HeadNorms, RotaryCosSin
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
+from runner.kernels.fp8 import to_cache
 
 _BLOCK = 1024  # values per program, in whole heads
 
@@ -23,6 +25,7 @@ def _store_rotated(
     eps,
     target,  # of the first head; the others are target_stride apart
     target_stride,
+    inverse_scale,  # of an FP8 target
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -42,20 +45,28 @@ def _store_rotated(
     cosine = tl.load(cos + columns)
     sine = tl.load(sin + columns)
     at = target + heads * target_stride + columns
-    tl.store(at, (left * cosine - right * sine).to(target.dtype.element_ty), mask=mask)
-    tl.store(at + HALF, (right * cosine + left * sine).to(target.dtype.element_ty), mask=mask)
+    tl.store(at, to_cache(left * cosine - right * sine, inverse_scale, target.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, to_cache(right * cosine + left * sine, inverse_scale, target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _store_plain(
-    source, first_head, num_heads, target, target_stride, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr
+    source,
+    first_head,
+    num_heads,
+    target,
+    target_stride,
+    inverse_scale,  # of an FP8 target
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
     """Copy up to BLOCK_HEADS heads."""
     heads = (first_head + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     columns = tl.arange(0, HEAD_DIM)[None, :]
     mask = heads < num_heads
     values = tl.load(source + heads * HEAD_DIM + columns, mask=mask, other=0.0)
-    tl.store(target + heads * target_stride + columns, values.to(target.dtype.element_ty), mask=mask)
+    values = to_cache(values, inverse_scale, target.dtype.element_ty)
+    tl.store(target + heads * target_stride + columns, values, mask=mask)
 
 
 @triton.jit
@@ -73,6 +84,8 @@ def _rope_store_kernel(
     page_stride,
     head_stride,
     v_stride,  # from K to V
+    k_inverse,  # 1 / scale of an FP8 cache
+    v_inverse,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -99,23 +112,30 @@ def _rope_store_kernel(
     v = k + v_stride
     if block < Q_BLOCKS:
         _store_rotated(queries, block * BLOCK_HEADS, HEADS, cos, sin, q_weight, eps,
-                      q + token * HEADS * HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_HEADS, HAS_NORMS)  # fmt: skip
+                      q + token * HEADS * HEAD_DIM, HEAD_DIM, 1.0, HEAD_DIM, BLOCK_HEADS, HAS_NORMS)  # fmt: skip
     elif block < Q_BLOCKS + KV_BLOCKS:
         first = (block - Q_BLOCKS) * BLOCK_HEADS
         _store_rotated(keys, first, num_stored, cos, sin, k_weight, eps,
-                      k, head_stride, HEAD_DIM, BLOCK_HEADS, HAS_NORMS)  # fmt: skip
+                      k, head_stride, k_inverse, HEAD_DIM, BLOCK_HEADS, HAS_NORMS)  # fmt: skip
     else:
         first = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_HEADS
-        _store_plain(values, first, num_stored, v, head_stride, HEAD_DIM, BLOCK_HEADS)
+        _store_plain(values, first, num_stored, v, head_stride, v_inverse, HEAD_DIM, BLOCK_HEADS)
 
 
 def rope_store(
-    qkv: Tensor, num_heads: int, rotary: RotaryCosSin, norms: HeadNorms | None, slots: Tensor, cache: Tensor
+    qkv: Tensor,
+    num_heads: int,
+    rotary: RotaryCosSin,
+    norms: HeadNorms | None,
+    slots: Tensor,
+    cache: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Return query heads [tokens, num_heads, head_dim], normed and rotated; store such keys, and values, in the cache.
 
     qkv [tokens, (num_heads + 2 * num_kv_heads) * head_dim]; head_dim a power of two, at least 16. slots [tokens] int64:
     page * page_size + offset, -1 to store nothing. cache: a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
+    ``scales`` are those of an FP8 cache.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     tokens = qkv.shape[0]
@@ -138,6 +158,8 @@ def rope_store(
         q,
         cache,
         *cache.stride()[:3],
+        1.0 / scales.k,
+        1.0 / scales.v,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,

@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kv import UNSCALED, KVScales
+from runner.kernels.fp8 import to_cache
+
 _BLOCK = 1024  # values per program, in whole heads
 
 
@@ -22,6 +25,8 @@ def _store_kv_kernel(
     page_stride,
     head_stride,
     v_stride,  # from K to V
+    k_inverse,  # 1 / scale of an FP8 cache
+    v_inverse,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -37,15 +42,15 @@ def _store_kv_kernel(
     target = cache + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * HEAD_DIM + heads * head_stride + columns
     keys = tl.load(k + token * k_token_stride + heads * k_head_stride + columns, mask=mask, other=0.0)
     values = tl.load(v + token * v_token_stride + heads * v_head_stride + columns, mask=mask, other=0.0)
-    tl.store(target, keys.to(cache.dtype.element_ty), mask=mask)
-    tl.store(target + v_stride, values.to(cache.dtype.element_ty), mask=mask)
+    tl.store(target, to_cache(keys, k_inverse, cache.dtype.element_ty), mask=mask)
+    tl.store(target + v_stride, to_cache(values, v_inverse, cache.dtype.element_ty), mask=mask)
 
 
-def store_kv(k: Tensor, v: Tensor, slots: Tensor, cache: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, slots: Tensor, cache: Tensor, scales: KVScales = UNSCALED) -> None:
     """Store k and v [tokens, num_kv_heads, head_dim]; slots [tokens] int64, -1 to store nothing.
 
     Tokens and heads may lie at any stride. cache: a layer's view [pages, num_kv_heads, 2, page_size, head_dim];
-    head_dim a power of two.
+    head_dim a power of two. ``scales`` are those of an FP8 cache.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     assert k.stride(2) == v.stride(2) == 1
@@ -59,6 +64,8 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, cache: Tensor) -> None:
         slots,
         cache,
         *cache.stride()[:3],
+        1.0 / scales.k,
+        1.0 / scales.v,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,

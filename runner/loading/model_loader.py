@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from pdserve.checkpoint.kv_scales import read_kv_scales
+from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import CheckpointError, ConfigError, PdserveError
+from pdserve.kv import UNSCALED
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.fused_experts import split_experts
 from runner.loading.memory import check_room
@@ -61,11 +64,21 @@ class LoadedModel:
         """Read another checkpoint of the same architecture and shape. No step may be in flight.
 
         On a GPU the weights keep their addresses, so captured graphs stay right. Raises CheckpointError; the weights
-        are then a mixture, and the only remedy is another reload.
+        are then a mixture, and the only remedy is another reload. Scales of an FP8 KV cache must stay.
         """
+        self._check_kv_scales(Path(model_dir))
         if self.device.type == "cpu":
             self.decoder = self._build()  # packed weights cannot be filled again
         self._load(model_dir, lambda fraction: None)
+
+    def _check_kv_scales(self, model_dir: Path) -> None:
+        """Raise CheckpointError unless another checkpoint has the scales that kernels and cached blocks have."""
+        config = self._config
+        if not config.kv_scales or config.load_format == "dummy":
+            return
+        found = read_kv_scales(read_headers(model_dir), config.model.num_layers)
+        if (found or (UNSCALED,) * config.model.num_layers) != config.kv_scales:
+            raise CheckpointError(f"{model_dir} has other scales of the FP8 KV cache; start the node again with it")
 
     @torch.inference_mode()
     def _build(self) -> Decoder | TransformersDecoder:
@@ -108,5 +121,6 @@ class LoadedModel:
         if problem:
             raise refusal or ConfigError(problem)
         reference = partial(decoder.eager_logits, path, weights)
-        error = check_exactness(decoder, reference, self._config.kv_layout, self.placement)
+        layout = self._config.kv_layout.with_dtype(self._config.dtype)  # without the error of an FP8 cache
+        error = check_exactness(decoder, reference, layout, self.placement)
         _log.info("%s of transformers equals its eager forward within %.1e", decoder.config.architecture, error)

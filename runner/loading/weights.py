@@ -15,6 +15,7 @@ from typing import Any
 import safetensors
 import torch
 
+from pdserve.checkpoint.kv_scales import is_kv_scale
 from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.model_config import NATIVE, ModelConfig
@@ -70,7 +71,7 @@ def open_weights(
             stored: dict[str, Any] = {}
             for path, tensors in headers.items():
                 file = files.enter_context(safetensors.safe_open(path, framework="pt"))
-                stored.update((name, file.get_slice(name)) for name in tensors)
+                stored.update((name, file.get_slice(name)) for name in tensors if not is_kv_scale(name))
             rules = storage_rules(model.weight_format, model.quantization)
             if rules is None:
                 yield _named_as_causal(stored, model)

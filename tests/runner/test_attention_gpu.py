@@ -16,6 +16,8 @@ import torch
 from attention_steps import Inputs, Shape, Side, assert_matches_reference, make_inputs
 from torch import Tensor
 
+from pdserve.kv import KVScales
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -32,10 +34,23 @@ TRITON_HALF = pytest.param("triton", torch.float16, id="triton-float16")
 FLASHINFER = pytest.param("flashinfer", torch.bfloat16, id="flashinfer-bfloat16", marks=needs_flashinfer)
 FLASHINFER_HALF = pytest.param("flashinfer", torch.float16, id="flashinfer-float16", marks=needs_flashinfer)
 
+FP8_SCALES = KVScales(0.02, 0.03)
+
 SHAPES = {
     "llama-8b": Shape(heads=32, kv_heads=8, head_dim=128, page=64, num_pages=600),
     "qwen3-0.6b": Shape(heads=16, kv_heads=8, head_dim=128, page=16, has_norms=True, num_pages=600),
     "windows": Shape(heads=8, kv_heads=2, head_dim=128, page=16, windows=(None, 100, 1000), num_pages=600),
+    "fp8": Shape(heads=32, kv_heads=8, head_dim=128, page=64, num_pages=600, scales=FP8_SCALES),
+    "fp8-windows": Shape(
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        page=16,
+        has_norms=True,
+        windows=(None, 100),
+        num_pages=600,
+        scales=FP8_SCALES,
+    ),
 }
 OTHER_HEADS = {
     "multi-head-64": Shape(heads=8, kv_heads=8, head_dim=64, page=32, num_pages=600),
@@ -112,7 +127,7 @@ def capture(side: Side, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, list[Tens
     return graph, outputs
 
 
-@pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows"])
+@pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows", "fp8", "fp8-windows"])
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
 def test_captured_graphs_are_exact_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
     sizes = {rows: make_inputs(SHAPES[shape], [(5, 1)] * rows, "cuda", dtype) for rows in (40, 8, 1)}
@@ -129,7 +144,7 @@ def test_captured_graphs_are_exact_for_other_lengths(name: str, dtype: torch.dty
         assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows"])
+@pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows", "fp8", "fp8-windows"])
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
 def test_captured_graphs_with_chunks_are_exact_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
     inputs = make_inputs(SHAPES[shape], [(5, 25), *[(5, 1)] * 7], "cuda", dtype)

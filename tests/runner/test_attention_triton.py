@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_steps import Shape, Side, assert_matches_reference, make_inputs
+
+from pdserve.kv import KVScales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -47,6 +51,42 @@ def test_every_shape_and_step_equals_the_reference_in_float32(shape: str, step: 
 @pytest.mark.parametrize("step", ["one", "decodes"])
 def test_padded_rows_store_nothing_and_stay_finite(step: str) -> None:
     check(SHAPES["windows"], STEPS[step], torch.float32, 2e-5, padding=3)
+
+
+def check_fp8(backend: str, shape: Shape, sequences: list[tuple[int, int]]) -> None:
+    """Scales are no powers of two; those of values are so small that many saturate."""
+    shape = replace(shape, scales=KVScales(0.013, 0.0021))
+    inputs = make_inputs(shape, sequences, DEVICE, torch.float32, padding=1)
+    side = Side(backend, shape, inputs.device, torch.float32, torch.float32)
+    side.backend.plan(inputs.batch)
+    assert_matches_reference(inputs, side.run(inputs), side.cache.tensor, 2e-5)
+    assert side.cache.tensor.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_an_fp8_cache_equals_explicit_quantization(backend: str) -> None:
+    check_fp8(backend, SHAPES["pairs"], [(20, 1), (3, 12)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_and_step_equals_explicit_quantization(shape: str, step: str) -> None:
+    check_fp8("triton", SHAPES[shape], STEPS[step])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rotated_heads_are_stored_in_fp8(backend: str) -> None:
+    shape = replace(SHAPES["pairs"], scales=KVScales(0.02, 0.03))
+    inputs = make_inputs(shape, [(5, 9), (0, 1)], DEVICE, torch.float32)
+    side = Side(backend, shape, inputs.device, torch.float32, torch.float32)
+    k, v = (torch.randn(10, shape.kv_heads, shape.head_dim, device=DEVICE) for _ in range(2))
+    side.backend.plan(inputs.batch)
+    side.backend.store(0, k, v)
+    pages, rows = inputs.batch.slots // shape.page, inputs.batch.slots % shape.page
+    for plane, (values, scale) in enumerate(((k, 0.02), (v, 0.03))):
+        found = side.cache.layers[0][pages, :, plane, rows]
+        assert torch.equal(found.float(), (values / scale).to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
+from pdserve.kv import UNSCALED, KVScales
 from runner.batch import HeadNorms, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.embedding import embed
@@ -145,9 +146,9 @@ def test_page_lists_of_many_rows_and_long_sequences() -> None:
     assert lists.pages[2 : 2 + 1026].tolist() == inputs.batch.page_table[2, :1026].tolist()
 
 
-@pytest.mark.parametrize("page", [16, 64])
-def test_gathered_keys_are_contiguous_and_zero_padded(page: int) -> None:
-    shape = Shape(page=page, kv_heads=2, head_dim=16, windows=(None, None), num_pages=60)
+@pytest.mark.parametrize(("page", "scales"), [(16, None), (64, None), (16, KVScales(0.02, 0.3))])
+def test_gathered_keys_are_contiguous_and_zero_padded(page: int, scales: KVScales | None) -> None:
+    shape = Shape(page=page, kv_heads=2, head_dim=16, windows=(None, None), num_pages=60, scales=scales)
     lens = [TILE + 5, 0, 3 * TILE, 1, 40]
     inputs = make_inputs(shape, [(length, 0) for length in lens], str(DEVICE), torch.float32)
     cache = KVCache(shape.layout(torch.float32), DEVICE)
@@ -156,15 +157,17 @@ def test_gathered_keys_are_contiguous_and_zero_padded(page: int) -> None:
     expected: list[tuple[Tensor, Tensor]] = []
     for row, length in enumerate(lens):
         k, v = (random(length, 2, 16, dtype=torch.float32, seed=2 * row + kv) for kv in range(2))
+        if scales is not None:
+            k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
         for token in range(length):
             at = int(inputs.batch.page_table[row, token // page])
             layer[at, :, 0, token % page], layer[at, :, 1, token % page] = k[token], v[token]
-        expected.append((k, v))
+        expected.append((k, v) if scales is None else (k.float() * scales.k, v.float() * scales.v))
     gathered = GatheredKeys(1000, 2, 16, torch.float32, DEVICE)
     starts = gathered.plan(inputs.batch, 0)
     assert starts.tolist() == [0, 2 * TILE, 2 * TILE, 5 * TILE, 6 * TILE, 7 * TILE]
     for _ in range(2):  # results of an earlier call must not matter
-        for side, tensor in enumerate(gathered.gather(layer)):
+        for side, tensor in enumerate(gathered.gather(layer, scales or UNSCALED)):
             wanted = torch.zeros(7 * TILE, 2, 16, device=DEVICE)
             for start, tokens in zip(starts, expected, strict=False):
                 wanted[start : start + len(tokens[side])] = tokens[side]

@@ -1,0 +1,64 @@
+"""Choose the dtype of the KV cache, and the scales of an FP8 cache."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from pdserve.checkpoint.kv_scales import read_kv_scales
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.config.model_config import ModelConfig
+from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.errors import ConfigError, shown
+from pdserve.kv import FP8_E4M3, UNSCALED, KVScales
+
+_LEAST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs that convert to and from E4M3
+#: The scheme of compressed-tensors that is an FP8 cache with static scales.
+_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def choose_kv_dtype(options: NodeOptions, device: DeviceInfo, dtype: str, choices: list[str]) -> str:
+    """Return the dtype of the cache for a model served in ``dtype``."""
+    if options.kv_cache_dtype == "auto":
+        choices.append(f"kv_cache_dtype={dtype}: the model's")
+        return dtype
+    if device.capability is not None and device.capability < _LEAST_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype {options.kv_cache_dtype}: {device.name} has compute capability "
+            f"{'.'.join(map(str, device.capability))}, FP8 needs {'.'.join(map(str, _LEAST_CAPABILITY))} (Ada, Hopper) "
+            "or newer; use auto"
+        )
+    return FP8_E4M3
+
+
+def choose_kv_scales(
+    options: NodeOptions, model_dir: Path, model: ModelConfig, kv_dtype: str, choices: list[str]
+) -> tuple[KVScales, ...]:
+    """Return the scales of the model's layers: the checkpoint's, else 1.0; empty unless the cache is FP8."""
+    if kv_dtype != FP8_E4M3:
+        return ()
+    scheme = model.quantization.get("kv_cache_scheme") or {}
+    unlike = [name for name, value in _SCHEME.items() if isinstance(scheme, dict) and scheme.get(name, value) != value]
+    if not isinstance(scheme, dict) or unlike:
+        raise ConfigError(
+            f"kv_cache_dtype {options.kv_cache_dtype}: the checkpoint's kv_cache_scheme is {shown(scheme)}; supported "
+            f"is {_SCHEME}. Use auto"
+        )
+    scales = read_kv_scales(read_headers(model_dir), model.num_layers) if options.reads_weights else ()
+    source = "the checkpoint's" if scales else "the checkpoint has none"
+    scales = scales or (UNSCALED,) * model.num_layers
+    choices.append(f"kv_scales={describe_scales(scales)}: {source}")
+    return scales
+
+
+def describe_scales(scales: tuple[KVScales, ...]) -> str:
+    """Return a text that differs for unlike scales: "none" without an FP8 cache, else their range and digest."""
+    if not scales:
+        return "none"
+    if set(scales) == {UNSCALED}:
+        return "1.0"
+    k, v = [each.k for each in scales], [each.v for each in scales]
+    digest = hashlib.sha256(msgspec.json.encode(scales)).hexdigest()[:8]
+    return f"k {min(k):.4g} … {max(k):.4g}, v {min(v):.4g} … {max(v):.4g} in {len(scales)} layers ({digest})"

@@ -1,0 +1,39 @@
+"""Conversion of keys and values to and from the dtype of a cache. ``reference.py`` has the same in torch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from runner.kernels.reference import FP8_MAX
+
+_FP8 = tl.constexpr(tl.float8e4nv)
+_MAX = tl.constexpr(FP8_MAX)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _round_to_e4m3(values):
+    """Round float32 to the nearest value of E4M3, ties to even."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # leaves three bits of the mantissa
+    subnormal = (values + 24576.0) - 24576.0  # multiples of 2^-9
+    return tl.where(tl.abs(values) < 0.015625, subnormal, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def to_cache(values, inverse_scale, DTYPE: tl.constexpr):
+    """Return values in DTYPE. Only an FP8 cache has a scale; its values saturate."""
+    if DTYPE == _FP8:
+        values = tl.maximum(tl.minimum(values.to(tl.float32) * inverse_scale, _MAX), -_MAX)
+        if _INTERPRETED:  # Triton 3.9's interpreter loses the carry of a mantissa that is rounded up
+            values = _round_to_e4m3(values)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def from_cache(values, scale, DTYPE: tl.constexpr):
+    """Return values in DTYPE, those of an FP8 cache times their scale."""
+    if values.dtype == _FP8:
+        values = values.to(tl.float32) * scale
+    return values.to(DTYPE)
