@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kv import FP8_E4M3, KVLayout, KVScales, KVShare
+from pdserve.kv import FP8_E4M3, UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.records import KVRegion
 
 _MEMORY_PAGE = 4096  # bytes; registration pins whole memory pages
@@ -34,7 +34,7 @@ class KVCache:
         self.layout = layout
         self.share = share or KVShare.whole(layout)
         self.is_fp8 = layout.dtype == FP8_E4M3
-        self.scales = tuple(scales) or (KVScales(),) * layout.num_layers
+        self.scales = tuple(scales) or (UNSCALED,) * layout.num_layers
         assert len(self.scales) == layout.num_layers
         dtype: torch.dtype = torch.float8_e4m3fn if self.is_fp8 else getattr(torch, layout.dtype)
         memory = torch.zeros(layout.total_bytes + _MEMORY_PAGE, dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from runner.base import BaseModelRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU Triton's interpreter runs V2's kernels
 LAYERS = 2
+NO_TENSORS: Mapping[str, Tensor] = {}
 SCALES = (KVScales(0.03125, 0.0625), KVScales(0.02, 0.07))
 PROMPT = [(7 * index) % 120 + 3 for index in range(45)]
 SELF_ATTN = "model.layers.{}.self_attn"
@@ -33,14 +35,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=LAYERS)
 
 
-def with_scales(path: Path, k: str, v: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+def with_scales(
+    path: Path, k: str, v: str, dtype: torch.dtype = torch.float32, overrides: Mapping[str, Tensor] = NO_TENSORS
+) -> Path:
     """Write a checkpoint that has scales by these names behind the prefix of the layer's attention."""
     made = make_checkpoint(path, "qwen3", num_hidden_layers=LAYERS)
     tensors = {}
     for layer, scales in enumerate(SCALES):
         tensors[f"{SELF_ATTN.format(layer)}.{k}"] = torch.tensor(scales.k, dtype=dtype)
         tensors[f"{SELF_ATTN.format(layer)}.{v}"] = torch.tensor([scales.v], dtype=dtype)
-    add_tensors(made, tensors | overrides)
+    add_tensors(made, {**tensors, **overrides})
     return made
 
 
@@ -101,7 +105,7 @@ def test_without_scales_they_are_one(checkpoint: Path) -> None:
 def test_impossible_scales_are_refused(tensor: Tensor, error: str, tmp_path: Path) -> None:
     name = f"{SELF_ATTN.format(1)}.k_scale"
     with pytest.raises(CheckpointError, match=error):
-        resolved(with_scales(tmp_path, "k_scale", "v_scale", **{name: tensor}))
+        resolved(with_scales(tmp_path, "k_scale", "v_scale", overrides={name: tensor}))
 
 
 def test_a_layer_without_its_scale_is_refused(tmp_path: Path) -> None:
