@@ -1,4 +1,4 @@
-"""Choose the dtype of the KV cache, and the scales of an FP8 cache."""
+"""Choose the dtype of the KV cache, and the scales of an FP8 KV cache."""
 
 from __future__ import annotations
 

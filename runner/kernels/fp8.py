@@ -1,4 +1,4 @@
-"""Conversion of keys and values to and from the dtype of a cache. ``reference.py`` has the same in torch."""
+"""Conversion of keys and values for an FP8 KV cache. ``reference.py`` has the same in torch."""
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ import re
 import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.cli import main
 from pdserve.errors import ConfigError
-from pdserve.plan.costs import MEASURED, costs_as_toml, load_costs, rising
+from pdserve.plan.costs import MEASURED, costs_as_toml, find_costs, load_costs, rising
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -50,6 +51,19 @@ def test_broken_costs_file_is_refused(change: str, message: str, tmp_path: Path)
     file.write_text(change + "\n" + re.sub(rf"^{re.escape(name)} = .*\n", "", text, flags=re.M))
     with pytest.raises(ConfigError, match=message):
         load_costs(str(file))
+
+
+def test_costs_of_an_fp8_cache_are_those_measured_with_it() -> None:
+    plain = load_costs("h200-llama-8b").shape
+    quantized = msgspec.structs.replace(plain, kv_cache_dtype="fp8_e4m3")
+    assert quantized.kv_bytes * 2 == plain.kv_bytes
+    with pytest.raises(ConfigError, match=r"no measured costs for .*, KV cache in fp8_e4m3 on h200"):
+        find_costs(quantized, "h200", 1, 1)
+
+
+def test_costs_without_an_fp8_cache_are_refused_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--costs", "h200-llama-8b", "--rate", "1", "--kv-cache-dtype", "fp8"]) == 2
+    assert "h200-llama-8b were not measured with --kv-cache-dtype fp8" in capsys.readouterr().err
 
 
 def test_plan_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,11 @@ def test_an_fp8_cache_takes_a_quarter_of_float32(checkpoint: Path) -> None:
     assert quantized.kv_layout.num_blocks == plain.kv_layout.num_blocks * 4
 
 
+def test_a_stage_has_the_scales_of_its_layers(checkpoint: Path) -> None:
+    config = node_config(checkpoint, pp=LAYERS, kv_scales=SCALES)
+    assert [config.for_rank(rank, config.device).rank_kv_scales for rank in range(LAYERS)] == [SCALES[:1], SCALES[1:]]
+
+
 def test_peers_of_unlike_dtypes_or_scales_differ_by_name(checkpoint: Path, tmp_path: Path) -> None:
     plain, ones, scaled = (
         each.compat_fields
