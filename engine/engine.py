@@ -21,6 +21,7 @@ class Engine:
         self._pipeline = StepPipeline(ranks)
         self._channel = channel
         self._stopped = False
+        self._looks_between_layers = ranks.call_between_layers(self._apply_done)
 
     def run(self) -> None:
         """Serve until a Shutdown. Raises ChannelClosed when the frontend has ended."""
@@ -42,11 +43,17 @@ class Engine:
         """One iteration: plan, load KV, execute, apply the step that is due, emit."""
         plan = self._scheduler.plan()
         self._emit()  # reservations and refusals do not wait for the device
-        if self._pipeline.delays_results(plan):
+        if not self._looks_between_layers and self._pipeline.delays_results(plan):
             self._apply(self._pipeline.take_oldest())
         self._pipeline.launch(plan)
         self._scheduler.prepare()
         result = self._pipeline.take(plan)
+        if result is not None:
+            self._apply(result)
+
+    def _apply_done(self) -> None:
+        """Apply a step whose result has arrived while the next one is launched layer by layer."""
+        result = self._pipeline.take_done()
         if result is not None:
             self._apply(result)
 

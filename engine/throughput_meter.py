@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pdserve.request_cost import LinearCost, Throughput
 
@@ -90,23 +90,35 @@ class ChunkFit:
         self._products = self._keep * self._products + tokens * np.outer(terms, terms)
         self._sums = self._keep * self._sums + tokens * seconds * terms
 
-    @property
-    def cost(self) -> ChunkCost:
-        """The fitted cost; all zeros while there are no points."""
+    def cost(self, most_hidden: float) -> ChunkCost:
+        """Return the fitted cost with at most so many hidden seconds; all zeros while there are no points."""
         products = self._products + np.diag(self._products.diagonal() * (0.0, _RIDGE, _RIDGE))
-        measured = [each for each in range(3) if products[each, each]]
         best, least = np.zeros(3), 0.0
-        for count in range(len(measured), 0, -1):
-            for used in map(list, combinations(measured, count)):
-                terms = np.zeros(3)
-                terms[used] = np.linalg.solve(products[np.ix_(used, used)], self._sums[used])
+        for hidden in (None, 0.0, most_hidden):
+            for used in ([0, 1], [0], [1]):
+                terms = _solved(products, self._sums, used, hidden)
                 error = float(terms @ products @ terms - 2.0 * terms @ self._sums)
-                if (terms >= 0.0).all() and error < least:
+                if (terms >= 0.0).all() and terms[2] <= most_hidden and error < least:
                     best, least = terms, error
-            if count == len(measured) and least:
-                break  # the best without bounds is within them
+            if hidden is None and least and best.all():
+                break  # no bound matters
         token, slope, hidden = best.tolist()
         return ChunkCost(LinearCost(token / _SCALE, slope / _SCALE**2), hidden)
+
+
+def _solved(
+    products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64], used: list[int], hidden: float | None
+) -> npt.NDArray[np.float64]:
+    """Return the best terms of which ``used`` are not zero; the last one is ``hidden``, or free if that is None."""
+    terms = np.zeros(3)
+    if hidden is None:
+        used = [*used, 2]
+    else:
+        terms[2] = hidden
+    used = [each for each in used if products[each, each]]
+    if used:
+        terms[used] = np.linalg.solve(products[np.ix_(used, used)], (sums - products @ terms)[used])
+    return terms
 
 
 class ThroughputMeter:
@@ -144,7 +156,7 @@ class ThroughputMeter:
                 self._chunks.add(prompt_tokens, context, min(max(added, expected / _ODD), expected * _ODD))
             else:
                 self._chunks.add(prompt_tokens, context, added)
-            self._chunk = self._chunks.cost
+            self._chunk = self._chunks.cost(line.base)
         return added
 
     @property

@@ -18,6 +18,9 @@ class PendingStep(Protocol):
         All KV of the step is then in the cache, also if it sampled nothing: peers may read it, its blocks be reused.
         """
 
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+
 
 class ModelRunner(Protocol):
     """Owns the weights, the KV cache and the state of running sequences on one rank."""
@@ -40,6 +43,12 @@ class ModelRunner(Protocol):
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step. A plan without scheduled sequences only updates state."""
+
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        """Call ``call`` between the layers of each forward pass that is launched layer by layer; it launches nothing.
+
+        Return False, and never call it, if launches take no time that matters.
+        """
 
     def reload_weights(self, model_dir: str) -> None:
         """Read another checkpoint of the same architecture and shape; no step may be in flight.

@@ -109,6 +109,9 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             part.after_step()
         return StepWithParts(step, parts)
 
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        return False
+
     def reload_weights(self, model_dir: str) -> None:
         self._model.reload(model_dir)
 

@@ -22,6 +22,9 @@ class FinishedStep:
             self.computed.synchronize()
         return self.output
 
+    def done(self) -> bool:
+        return self.computed is None or self.computed.query()
+
 
 def step_without_samples(step: int, device: torch.device) -> FinishedStep:
     """Return the step whose forward pass was just launched on ``device``."""

@@ -12,7 +12,7 @@ import math
 import struct
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdserve.config.node_config import NodeConfig
@@ -36,6 +36,9 @@ class SimulatedStep:
 
     output: StepOutput
     ends_at: float
+
+    def done(self) -> bool:
+        return time.monotonic() >= self.ends_at
 
     def result(self) -> StepOutput:
         time.sleep(max(0.0, self.ends_at - time.monotonic()))
@@ -71,6 +74,9 @@ class SimulatedRunner:
         self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan.scheduled)
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
         return SimulatedStep(StepOutput(plan.step, samples, prompt_logprobs=scored), self._busy_until)
+
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        return False
 
     def reload_weights(self, model_dir: str) -> None:
         """Do nothing: there are no weights."""

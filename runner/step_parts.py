@@ -68,6 +68,9 @@ class StepWithParts:
     step: PendingStep
     parts: Sequence[StepPart[Any]]
 
+    def done(self) -> bool:
+        return self.step.done()
+
     def result(self) -> StepOutput:
         output = self.step.result()
         for part in self.parts:

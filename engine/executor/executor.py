@@ -51,6 +51,13 @@ class Executor:
         with self._others.reporting_own_failure():
             return partial(self._take, plan, self._rank.launch(plan))
 
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        """Do nothing: a step is done once the other ranks have answered, which comes by messages."""
+        return False
+
+    def oldest_is_done(self) -> bool:
+        return False
+
     def _take(self, plan: StepPlan, own: Pending) -> ModelRunnerOutput:
         """Wait for every rank: only then all KV of the step is in the caches."""
         with self._others.reporting_own_failure():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
@@ -12,7 +12,7 @@ from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
 
-#: A launched step: called once, it waits for the step's tokens, then polls connectors.
+#: A launched step: called once, in the order of launches, it waits for the step's tokens, then polls connectors.
 Pending = Callable[[], ModelRunnerOutput]
 
 
@@ -33,6 +33,12 @@ class Ranks(Protocol):
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step."""
 
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        """See ModelRunner. ``oldest_is_done`` then tells whether the result of an earlier step is there."""
+
+    def oldest_is_done(self) -> bool:
+        """Whether the result of the oldest step in flight would not wait; False if this is not known."""
+
     def announce_shutdown(self) -> None:
         """Tell the other ranks to exit. Without, they take the end of this process for a failure."""
 
@@ -50,6 +56,7 @@ class Rank:
         self.runner_seconds = 0.0
         self._runner = runner
         self._connector = connector
+        self._in_flight: deque[PendingStep] = deque()
 
     def waiting_for(self) -> str:
         return ""
@@ -60,11 +67,18 @@ class Rank:
         start = time.perf_counter()
         step = self._runner.launch(plan)
         self.runner_seconds += time.perf_counter() - start
-        return partial(self._take, step)
+        self._in_flight.append(step)
+        return self._take
 
-    def _take(self, step: PendingStep) -> ModelRunnerOutput:
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        return self._runner.call_between_layers(call)
+
+    def oldest_is_done(self) -> bool:
+        return bool(self._in_flight) and self._in_flight[0].done()
+
+    def _take(self) -> ModelRunnerOutput:
         start = time.perf_counter()
-        output = step.result()
+        output = self._in_flight.popleft().result()
         self.runner_seconds += time.perf_counter() - start
         return ModelRunnerOutput(output, self._connector.poll())
 

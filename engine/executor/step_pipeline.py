@@ -56,6 +56,10 @@ class StepPipeline:
             return None
         return self.take_oldest()
 
+    def take_done(self) -> tuple[StepPlan, ModelRunnerOutput] | None:
+        """Return the oldest step with its output if its result is there."""
+        return self.take_oldest() if self._in_flight and self._ranks.oldest_is_done() else None
+
     def take_oldest(self) -> tuple[StepPlan, ModelRunnerOutput]:
         """Wait for the oldest step."""
         oldest, pending, launched_at = self._in_flight.popleft()

@@ -6,7 +6,7 @@ With d the measured time of a step that only decodes and S the longest step with
     prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each chunk
 
 So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/5 times as long as alone. The default S is
-6.7 d of a single sequence. Beside few sequences that makes 1.4, or 1.2 where a step with prompts hides the read of the
+6.4 d of a single sequence. Beside few sequences that makes 1.4, or 1.2 where a step with prompts hides the read of the
 weights. The median gap is then d: there are a few more pauses than chunks. Beside many sequences S stays as it is, and
 pauses become rare.
 

@@ -8,7 +8,7 @@ made, and ``checkpoint_name`` where its tensors have other names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -181,6 +181,7 @@ class Decoder:
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self._norm = RMSNorm(self.context) if position.is_last else None
         self._head = ParallelLMHead(self.context) if position.is_last else None
+        self.between_layers: Callable[[], None] | None = None
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, placement.device)
 
     @property
@@ -237,6 +238,8 @@ class Decoder:
         for layer, next_norm in zip(others, self._next_norms, strict=True):
             x, residual = layer(x, residual, rotary, backend)
             x = next_norm.add(x, residual)
+            if self.between_layers is not None:
+                self.between_layers()
         if output_tokens is not None and not len(output_tokens):
             last.attention.store(x, rotary, backend)
             return x[:0]

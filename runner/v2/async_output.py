@@ -23,6 +23,9 @@ class AsyncOutput:
     arrived: torch.cuda.Event | None  # None if the device is the host
     source: SamplerOutput  # on the device; kept alive until the copy is complete
 
+    def done(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
     def result(self) -> StepOutput:
         if self.arrived is not None:
             self.arrived.synchronize()

@@ -14,6 +14,7 @@ from pdserve.records import StepPlan
 from runner.base import BaseModelRunner
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.step import take_samples_kernel
+from runner.models.decoder import Decoder
 from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
 from runner.v2.device_sampler import DeviceSampler
@@ -53,6 +54,14 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         if self._stages.tokens_in is not None:
             features.append(DeviceReturnedTokens(self._stages.tokens_in, self._sequences, self._state, writes))
         return features
+
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        """On GPUs only: on a CPU a launch is the computation."""
+        decoder = self._model.decoder
+        if self._device.type != "cuda" or not isinstance(decoder, Decoder):
+            return False
+        decoder.between_layers = call
+        return True
 
     @torch.inference_mode()
     def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:

@@ -25,6 +25,16 @@ def test_next_step_is_launched_before_the_last_result_is_taken(depth: int, overl
     node.close()
 
 
+def test_result_that_arrives_during_a_launch_is_emitted_then() -> None:
+    node = Node(16, 2, layered=True)
+    node.submit(0, [1, 2, 3], SamplingParams(max_tokens=10), Mode.LOCAL)
+    node.run()
+    assert node.tokens[0, 0] == reference([1, 2, 3], 0, 10)
+    assert node.runner.behind.count(1) == 9, "each step is launched behind another one"
+    assert node.runner.num_overlapped == 0, "no result waits until a launch has ended"
+    node.close()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_connector_orders_are_carried_out_without_tokens_to_compute(depth: int) -> None:
     """Also while the last step is in flight, a read is ordered and its end reported."""

@@ -27,6 +27,7 @@ from pdserve.records import SamplingParams
     pauses=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 7), st.booleans()), max_size=40),
     num_blocks=st.integers(12, 40),
     max_num_seqs=st.integers(1, 8),
+    layered=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_paused_requests_are_exact(
@@ -35,9 +36,10 @@ def test_paused_requests_are_exact(
     pauses: list[tuple[int, int, bool]],
     num_blocks: int,
     max_num_seqs: int,
+    layered: bool,
 ) -> None:
     """Pause and resume at any step, with chunked prompts, n choices, and too few slots or blocks."""
-    node = Node(num_blocks, *depth, max_num_seqs=max_num_seqs)
+    node = Node(num_blocks, *depth, max_num_seqs=max_num_seqs, layered=layered)
     expected: dict[tuple[int, int], list[int]] = {}
     ranks = {}
     for rid, (length, max_tokens, n, shared, scored) in enumerate(requests):

@@ -29,6 +29,7 @@ PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
     ),
     num_blocks=st.integers(12, 40),
     itl_target=st.sampled_from([0.0, None, 0.02]),
+    layered=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_local_requests_are_exact_under_preemption(
@@ -36,13 +37,20 @@ def test_local_requests_are_exact_under_preemption(
     requests: list[tuple[int, int, int, bool, int, int, int]],
     num_blocks: int,
     itl_target: float | None,
+    layered: bool,
 ) -> None:
     """Chunked prefill, shared prefixes, n choices, stops, too few blocks: every choice gets the reference's tokens.
 
     Log-probabilities of a prompt token are sent exactly once.
     """
     costs = SimulatedCosts(prompt_token=2e-3)
-    node = Node(num_blocks, *depth, itl_target=itl_target, seconds=lambda plan: costs.of_step(plan.scheduled))
+    node = Node(
+        num_blocks,
+        *depth,
+        itl_target=itl_target,
+        layered=layered,
+        seconds=lambda plan: costs.of_step(plan.scheduled),
+    )
     expected, ranks = {}, {}
     for rid, (length, max_tokens, n, shared, stop_at, priority, scored) in enumerate(requests):
         prompt = [7 if shared else rid] * length

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -74,6 +75,9 @@ class ToyStep:
     digests: tuple[DigestOrder, ...]
     targets: list[Targets]
 
+    def done(self) -> bool:
+        return True
+
     def result(self) -> StepOutput:
         return self.runner.compute(self)
 
@@ -81,7 +85,12 @@ class ToyStep:
 class ToyRunner:
     """A ModelRunner over host memory; K holds token ids, V their positions."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_in_flight: int = 1, stages: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_in_flight: int = 1, stages: int = 1, layered: bool = False
+    ) -> None:
+        """``layered``: launches take long enough for results of earlier steps to arrive meanwhile."""
+        self._layered = layered
+        self._between_layers: Callable[[], None] = lambda: None
         self.max_in_flight = max_in_flight
         self.stages = stages
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
@@ -136,8 +145,14 @@ class ToyRunner:
             self._targets.add(new)
         self._check_stages(plan)
         step = ToyStep(self, plan.step, tuple(self._take_in(plan)), plan.digests, self._targets.take(plan.scheduled))
+        self._between_layers()
         self._in_flight.append(step)
         return step
+
+    def call_between_layers(self, call: Callable[[], None]) -> bool:
+        if self._layered:
+            self._between_layers = call
+        return self._layered
 
     def compute(self, step: ToyStep) -> StepOutput:
         """Compute a step. Later steps see its samples at once, as on a device."""

@@ -70,6 +70,7 @@ class Node:
         itl_target: float | None = 0.0,
         seconds: Callable[[StepPlan], float] | None = None,
         kv_checksum: bool = False,
+        layered: bool = False,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
     ) -> None:
@@ -93,7 +94,7 @@ class Node:
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages)
+        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered)
         self.connector = connector or LocalConnector(self.epoch)
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = Rank(self.runner, self.connector)

@@ -16,7 +16,7 @@ from stepper import Stepper
 
 import runner
 from pdserve.errors import CapacityError
-from pdserve.protocols import ModelRunner
+from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import DigestOrder, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
 from runner.step_parts import StepWithParts
@@ -64,6 +64,25 @@ def test_result_waits_for_the_kv_of_a_step_that_samples_nothing(checkpoint: Path
     assert version == "V1" or not torch.cuda.current_stream().query()  # V1 may wait as early as in its launch
     pending.result()
     assert torch.cuda.current_stream().query()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_results_arrive_while_a_long_step_is_launched(checkpoint: Path) -> None:
+    model_runner = build_runner(checkpoint, "V2", device=DEVICE)
+    calls: list[bool] = []
+    earlier: list[PendingStep] = []
+    assert model_runner.call_between_layers(lambda: calls.append(earlier[-1].done()))
+    new = NewSequence(0, pack_tokens(prompt_of(900)), 900, 0, tuple(range(60)), SamplingParams(max_tokens=1))
+    earlier.append(model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 16, 0),))))
+    earlier[0].result()
+    assert earlier[0].done()
+    torch.cuda._sleep(1 << 28)
+    earlier.append(model_runner.launch(StepPlan(1, scheduled=(ScheduledSequence(0, 600, 0),))))
+    assert calls == [True]
+    assert not earlier[1].done()
+    earlier[1].result()
+    assert earlier[1].done()
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(build: Build) -> None:
