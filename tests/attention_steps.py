@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.model_config import ModelConfig, RopeConfig
+from pdserve.config.model_config import ModelConfig
+from pdserve.config.rope import RopeConfig
 from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
 from runner.attention import AttentionBackend
 from runner.attention.build import build_backend

@@ -24,7 +24,7 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -54,6 +54,28 @@ _CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.MixtralForCausalLM,
         {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 16},
+    ),
 }
 
 
@@ -78,7 +100,8 @@ def make_checkpoint(
     config.dtype = dtype
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+        for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 parameter.copy_(1.0 + 0.2 * noise)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pdserve.config.config_fields import ConfigFields
-from pdserve.config.moe import MoEConfig, mixtral, qwen3_moe
+from pdserve.config.moe import MoEConfig, glm4_moe, minimax_m2, mixtral, qwen3_moe
 from pdserve.errors import shown
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
@@ -53,6 +53,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     module: str  # runner.models.<module> has the class, named like the architecture
     defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
     windows: Callable[[ConfigFields, int], Windows] = full_attention
+    partial_rotary: bool = False  # whether it may rotate only the first part of each head
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_by_default: bool = False  # figures show V2 exact and faster than V1
 
@@ -95,5 +96,32 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         windows=same_window,
         moe=mixtral,
+    ),
+    "Glm4MoeForCausalLM": DecoderFamily(
+        module="glm4_moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 128,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+        },
+        partial_rotary=True,
+        moe=glm4_moe,
+    ),
+    "MiniMaxM2ForCausalLM": DecoderFamily(
+        module="minimax_m2",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+            "rope_theta": 5e6,
+        },
+        partial_rotary=True,
+        moe=minimax_m2,
     ),
 }

@@ -13,21 +13,13 @@ from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.any_decoder import read_heads, read_positions, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.config_fields import LARGEST, REMEDY, ConfigFields
+from pdserve.config.config_fields import REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
 from pdserve.config.moe import MoEConfig
+from pdserve.config.rope import RopeConfig, read_rope
 from pdserve.config.weight_formats import SUPPORTED_DTYPES, UNQUANTIZED, read_weight_format, storage_rules
 from pdserve.errors import shown
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
-
-
-class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding: ``rope_type`` is default, linear, dynamic, yarn or llama3; ``params`` holds its numbers."""
-
-    theta: float
-    rope_type: str = "default"
-    params: dict[str, Any] = {}
-
 
 NATIVE, TRANSFORMERS = "native", "transformers"
 MODEL_IMPLS = ("auto", NATIVE, TRANSFORMERS)
@@ -62,6 +54,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     impl: str = NATIVE  # or TRANSFORMERS
     num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
     moe: MoEConfig | None = None  # None: dense, or not native
+    use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
+    num_nextn_layers: int = 0  # layers behind the last that predict further tokens; they are not loaded
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -73,29 +67,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return (FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype),) * self.num_layers
 
 
-# Rope types with the numbers that each needs beside theta.
-_ROPE_PARAMS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (),  # a missing factor follows from the two lengths
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-# Smallest and largest value of each number of rope parameters; others are not used.
-_ROPE_BOUNDS: dict[str, tuple[float, float]] = {
-    "rope_theta": (2, 1e15),
-    "factor": (1e-3, 1e6),
-    "low_freq_factor": (1e-6, 1e6),
-    "high_freq_factor": (1e-6, 1e6),
-    "original_max_position_embeddings": (1, LARGEST["original_max_position_embeddings"]),
-    "beta_fast": (1e-3, 1e6),
-    "beta_slow": (1e-3, 1e6),
-    "mscale": (0, 1e3),
-    "mscale_all_dim": (0, 1e3),
-    "attention_factor": (1e-6, 1e3),
-}
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
-_OTHER_BOUNDS = (-1e15, 1e15)
 _MAX_EOS_TOKENS = 64
 
 
@@ -125,9 +97,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
-    rope = _rope(fields, fields.integer("max_position_embeddings"))
-    if rope.rope_type == "dynamic" and head_dim < 4:
-        raise fields.error(f"head_dim {head_dim} is too small for rope type 'dynamic'; it needs at least 4")
+    rope = read_rope(fields, fields.integer("max_position_embeddings"), head_dim, family.partial_rotary)
     vocab_size = fields.integer("vocab_size")
     return ModelConfig(
         architecture=architecture,
@@ -152,6 +122,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
         moe=None if family.moe is None else family.moe(fields, num_layers),
+        use_qk_norm=fields.flag("use_qk_norm"),
+        num_nextn_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
     )
 
 
@@ -214,47 +186,6 @@ def _check_activation(fields: ConfigFields) -> None:
 
 def _dtype(fields: ConfigFields) -> str:
     return fields.choice("dtype", fields.get("dtype", fields.get("torch_dtype", "float32")), SUPPORTED_DTYPES)
-
-
-def _rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig:
-    """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling`` (4; "type" is older)."""
-    params = _rope_params(fields)
-    rope_type = params.pop("rope_type", params.get("type", "default"))
-    params.pop("type", None)
-    fields.choice("rope type", rope_type, tuple(_ROPE_PARAMS))
-    theta = params.pop("rope_theta", None) or fields.get("rope_theta", 10_000.0)
-    partial = params.pop("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise fields.error(f"has partial_rotary_factor {shown(partial)}; supported is 1.0. {REMEDY}")
-    trained = fields.get("original_max_position_embeddings")
-    if rope_type == "dynamic":
-        params["original_max_position_embeddings"] = max_position_embeddings
-    elif rope_type in ("yarn", "llama3"):
-        params.setdefault("original_max_position_embeddings", max_position_embeddings)
-        if trained is not None:
-            params["original_max_position_embeddings"] = trained
-    for name in _ROPE_PARAMS[rope_type]:
-        if name not in params:
-            raise fields.error(f"has rope type {rope_type!r} without {name!r}. {REMEDY}")
-    for name, value in [*params.items(), ("rope_theta", theta)]:
-        if name in _ROPE_BOUNDS or not isinstance(value, bool):
-            fields.check_number(name, value, *_ROPE_BOUNDS.get(name, _OTHER_BOUNDS))
-    if rope_type == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
-        raise fields.error(f"has a high_freq_factor that is not above low_freq_factor. {REMEDY}")
-    if rope_type == "yarn":
-        params.setdefault("factor", max_position_embeddings / params["original_max_position_embeddings"])
-    return RopeConfig(theta=float(theta), rope_type=rope_type, params=params)
-
-
-def _rope_params(fields: ConfigFields) -> dict[str, Any]:
-    """Return the parameters without nulls. They may be nested per layer type, if all are equal."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise fields.error(f"has rope_parameters = {shown(given)}; it must be an object. {REMEDY}")
-    nested = [value for value in given.values() if isinstance(value, dict)]
-    if any(value != nested[0] for value in nested):
-        raise fields.error("has different rope_parameters per layer type; supported is one set for all layers")
-    return {name: value for name, value in (nested[0] if nested else given).items() if value is not None}
 
 
 def _eos_token_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:

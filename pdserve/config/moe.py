@@ -54,6 +54,30 @@ def mixtral(fields: ConfigFields, num_layers: int) -> MoEConfig:
     return _checked(fields, MoEConfig(**_sizes(fields, "intermediate_size")))
 
 
+def glm4_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    sizes = _sizes(fields, "moe_intermediate_size")
+    return _checked(
+        fields,
+        MoEConfig(
+            **sizes,
+            shared_intermediate_size=sizes["intermediate_size"] * fields.integer("n_shared_experts", 1, least=0),
+            scoring="sigmoid",
+            renormalize=fields.flag("norm_topk_prob"),
+            has_correction_bias=True,
+            num_expert_group=fields.integer("n_group", 1),
+            topk_group=fields.integer("topk_group", 1),
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0, 1e-6, 1e6),
+            dense_layers=tuple(range(min(fields.integer("first_k_dense_replace", 1, least=0), num_layers))),
+        ),
+    )
+
+
+def minimax_m2(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    fields.choice("scoring_func", fields.get("scoring_func", "sigmoid"), ("sigmoid",))
+    sizes = _sizes(fields, "intermediate_size")
+    return _checked(fields, MoEConfig(**sizes, scoring="sigmoid", has_correction_bias=True))
+
+
 def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:
     names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 saves another one than 4
     count = next((name for name in names if fields.get(name) is not None), names[0])

@@ -53,7 +53,7 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
             memory.normal_(0.0, _DUMMY_DEVIATION, generator=generator)
         else:
             full = memory.new_empty(shard.full_shape).normal_(0.0, _DUMMY_DEVIATION, generator=generator)
-            memory.copy_(full[shard.index])
+            memory.copy_(shard.part_of(full))
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def _check_tensor(model_dir: Path, name: str, shard: WeightShard, source: Any) -
 
 def _fill(model_dir: Path, name: str, shard: WeightShard, source: Any) -> None:
     """Copy the shard's part of ``source``."""
-    part, memory = source[shard.index], shard.memory
+    part, memory = shard.part_of(source), shard.memory
     if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
         raise _wrong_dtype(model_dir, name, source.get_dtype(), memory)
     memory.copy_(part)

@@ -24,7 +24,7 @@ from runner.models.layers.context import ModelContext
 from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
-from runner.models.layers.rotary import RotaryEmbedding
+from runner.models.layers.rotary import RotaryEmbedding, rotary_order
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
 from runner.placement import TensorPlacement
@@ -63,11 +63,13 @@ class Attention:
         config, position = context.config, context.position
         self._layer = layer
         share = position.parallel.shares(config.num_kv_heads)[position.rank]
-        heads = ShardRange.even(config.num_heads * config.head_dim, position)
-        kv_heads = ShardRange(*(n * config.head_dim for n in (share.first_head, share.num_heads, share.total_heads)))
+        self.heads = heads = ShardRange.even(config.num_heads * config.head_dim, position)
+        counts = share.first_head, share.num_heads, share.total_heads
+        self.kv_heads = kv_heads = ShardRange(*(count * config.head_dim for count in counts))
         outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         self._qkv = MergedColumnParallelLinear(context, config.hidden_size, outputs, qkv_bias)
         self._out = RowParallelLinear(context, "o_proj", heads, config.hidden_size, out_bias)
+        self._order = rotary_order(config.rope, config.head_dim)
         self._norms: HeadNorms | None = None
         if head_norms:
             q_weight = torch.empty(config.head_dim, device=context.placement.device, dtype=context.placement.dtype)
@@ -86,8 +88,14 @@ class Attention:
         return self._out.apply(attended)
 
     def weight_shards(self) -> WeightShards:
-        yield from self._qkv.weight_shards()
+        for name, shard in self._qkv.weight_shards():
+            yield name, shard if name.startswith("v_proj") else replace(shard, order=self._order)
         yield from self._out.weight_shards()
+        for name, weight in self.norm_weights():
+            yield name, replace(weight, order=self._order)
+
+    def norm_weights(self) -> WeightShards:
+        """Yield the weights of the norms of queries and keys."""
         if self._norms is not None:
             yield "q_norm.weight", WeightShard.full(self._norms.q_weight)
             yield "k_norm.weight", WeightShard.full(self._norms.k_weight)
@@ -173,7 +181,7 @@ class Decoder:
         position = self.context.position
         self._parallel = parallel
         self._first_layer = position.layers.start
-        self._other_layers = set(range(config.num_layers)).difference(position.layers)
+        self._other_layers = set(range(config.num_layers + config.num_nextn_layers)).difference(position.layers)
         self._embedding = VocabParallelEmbedding(self.context) if position.is_first else None
         self.layers = [self.make_layer(layer) for layer in range(len(position.layers))]
         before = self._first_layer - 1

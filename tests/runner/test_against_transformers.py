@@ -102,6 +102,23 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
     ),
     "mixtral": ("mixtral", {}, (16, 16), (1, 17, 300)),
     "mixtral-fused": ("mixtral", {"sliding_window": 20, "fused": True}, (48, 16), (47, 90)),
+    "glm4-moe": ("glm4_moe", {}, (16, 16), (1, 17, 300)),
+    "glm4-moe-yarn-fused": (
+        "glm4_moe",
+        {
+            "use_qk_norm": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "fused": True,
+            "num_mtp_layers": 1,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
+            "max_position_embeddings": 256,
+        },
+        (16, 16),
+        (33, 200),
+    ),
+    "minimax-m2": ("minimax_m2", {}, (16, 16), (1, 17, 300)),
+    "minimax-m2-fused": ("minimax_m2", {"fused": True, "num_key_value_heads": 1}, (48, 16), (47, 90)),
     "qwen3-yarn-attention-factor": (
         "qwen3",
         {"rope_parameters": {**YARN, "attention_factor": 0.7}, "max_position_embeddings": 256},
@@ -177,7 +194,7 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         ("mistral", {"sliding_window": 20}),
         ("qwen2", {}),
         ("qwen3", {"num_key_value_heads": 1}),
-        ("qwen3_moe", {}),
+        ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(

@@ -103,6 +103,16 @@ def test_integer_weights_are_refused(checkpoint: Path) -> None:
         build(checkpoint)
 
 
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "glm4_moe", num_hidden_layers=1, num_mtp_layers=1)
+    rewrite(directory, lambda tensors: tensors.update({"model.layers.1.eh_proj.weight": torch.zeros(4, 8)}))
+    build(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.eh_proj\.weight has no place"):
+        build(directory)
+
+
 def test_computed_buffers_in_a_checkpoint_are_skipped(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(128, 64)}

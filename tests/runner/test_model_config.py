@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from checkpoints import FAMILIES, make_checkpoint
 
-from pdserve.config.model_config import ModelConfig, RopeConfig, load_model_config
+from pdserve.config.model_config import ModelConfig, load_model_config
+from pdserve.config.rope import RopeConfig
 from pdserve.errors import CheckpointError
 
 LLAMA: dict[str, Any] = {
@@ -25,6 +26,13 @@ LLAMA: dict[str, Any] = {
 }
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
 QWEN = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
 
 
 def load(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -110,6 +118,9 @@ def scaled(**rope: Any) -> dict[str, Any]:
         (scaled(rope_type="linear", factor="2"), "factor = '2'.*must be a number"),
         ({"rope_parameters": [1]}, r"rope_parameters = \[1\]; it must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; supported is 1.0"),
+        (GLM | {"partial_rotary_factor": 0.01}, "rotates 0 values of heads of 16"),
+        (GLM | {"topk_group": 3, "n_group": 2}, "keeps 3 of 2 groups of 8 experts"),
+        (GLM | {"num_experts_per_tok": 9}, "chooses 9 of 8 experts per token"),
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
     ],
 )

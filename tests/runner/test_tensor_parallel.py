@@ -30,9 +30,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 2}),
     "mixtral": ("mixtral", {"num_hidden_layers": 2}),
+    "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),
+    "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
-FEW = [("llama", "V1", 2), ("llama-tied", "V1", 2), ("mistral", "V1", 2), ("qwen3", "V2", 2), ("qwen3-moe", "V1", 2)]
+FEW = [(name, "V1", 2) for name in ("llama", "llama-tied", "mistral", "qwen3-moe", "glm4-moe", "minimax-m2")]
+FEW.append(("qwen3", "V2", 2))
 
 
 def case_of(directory: Path, version: str, tp: int) -> Case:

@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.config.model_config import RopeConfig
+from pdserve.config.rope import RopeConfig
 from runner.batch import RotaryCosSin
 
 
@@ -20,8 +21,10 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> None:
         self._rope = rope
-        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        inv_freq, self._attention_factor = inverse_frequencies(rope, head_dim)
+        rotated = rope.rotary_dim or head_dim
+        self._unrotated = (head_dim - rotated) // 2  # pairs
+        self._exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+        inv_freq, self._attention_factor = inverse_frequencies(rope, rotated)
         self.depends_on_length = rope.rope_type == "dynamic"
         positions = torch.arange(0 if self.depends_on_length else max_positions, device=device)
         # [max_positions, head_dim]: cos, then sin
@@ -41,12 +44,15 @@ class RotaryEmbedding:
         return RotaryCosSin(cos, sin)
 
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both [tokens, head_dim / 2], from inverse frequencies that broadcast against them."""
+        """Return both [tokens, head_dim / 2], from inverse frequencies of rotated pairs that broadcast against them."""
         angles = positions[:, None].float() * inv_freq
-        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        if self._unrotated:  # by an angle of 0
+            return F.pad(cos, (0, self._unrotated), value=1.0), F.pad(sin, (0, self._unrotated))
+        return cos, sin
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
-        """Return inverse frequencies [tokens, head_dim / 2]: theta grows with the length beyond the trained one."""
+        """Return inverse frequencies [tokens, rotated / 2]: theta grows with the length beyond the trained one."""
         trained = self._rope.params["original_max_position_embeddings"]
         factor = self._rope.params["factor"]
         dim = 2 * self._exponents.shape[0]
@@ -54,6 +60,19 @@ class RotaryEmbedding:
         theta = self._rope.theta * stretch ** (dim / (dim - 2))
         inv_freq: Tensor = 1.0 / theta[:, None] ** self._exponents
         return inv_freq
+
+
+def rotary_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
+    """Return the order in which a head's values [head_dim] stand in memory, if only the first of them are rotated.
+
+    Value i is rotated with value i + rotary_dim / 2. In this order it is rotated with the value at i + head_dim / 2, as
+    in models that rotate whole heads; the values that are not rotated form pairs of angle 0. Scores of attention stay
+    equal, because queries and keys have the same order. None: the order of the checkpoint.
+    """
+    if not rope.rotary_dim:
+        return None
+    rotated, others = torch.arange(rope.rotary_dim).chunk(2), torch.arange(rope.rotary_dim, head_dim).chunk(2)
+    return torch.cat((rotated[0], others[0], rotated[1], others[1]))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

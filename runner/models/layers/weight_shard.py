@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -40,6 +40,7 @@ class WeightShard:
     full_shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
+    order: Tensor | None = None  # of the rows of each head in memory, on the CPU; None: that of the full tensor
 
     @classmethod
     def full(cls, memory: Tensor) -> WeightShard:
@@ -49,6 +50,14 @@ class WeightShard:
     def index(self) -> tuple[slice, ...]:
         """Index of the part in the full tensor."""
         return (slice(None),) * self.dim + (slice(self.start, self.start + self.memory.shape[self.dim]),)
+
+    def part_of(self, full: Any) -> Tensor:
+        """Return what ``memory`` holds of a full tensor or slice of safetensors."""
+        part: Tensor = full[self.index]
+        if self.order is None:
+            return part
+        heads = part.reshape(-1, len(self.order), *part.shape[1:])
+        return heads[:, self.order.to(part.device)].reshape(part.shape)
 
 
 WeightShards = Iterator[tuple[str, WeightShard]]  # with the tensor's name in the checkpoint
