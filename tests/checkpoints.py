@@ -17,6 +17,7 @@ from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.quantized_layers import keep_quantized
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
 from pdserve.rpc.timeouts import DEFAULT_TIMING
@@ -177,7 +178,8 @@ def node_config(
 
     With ``kv_scales``, one per layer, the KV cache is FP8.
     """
-    model = load_model_config(model_dir, impl)
+    decision = Decision(runner=runner, reasons=("test",))
+    model = keep_quantized(load_model_config(model_dir, impl), decision)
     layout = KVLayout(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -200,7 +202,7 @@ def node_config(
         measure_kv_memory=False,
         gpu_memory_utilization=0.9,
         attention_backend=attention_backend,
-        decision=Decision(runner=runner, reasons=("test",)),
+        decision=decision,
         cuda_graphs=runner == "V2" and device == "cuda",
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,

@@ -78,8 +78,10 @@ class CheckpointWeights(NamedTuple):
         shapes = [tensor.shape for tensor in self.plain.values()] + [each.shape for each in self.quantized.values()]
         return sum(map(prod, shapes))
 
-    def memory_cost(self, weight_format: str, dtype: str) -> str:
-        """Say what dequantizing costs in memory, on all ranks together."""
+    def memory_cost(self, weight_format: str, dtype: str, kept: bool = False) -> str:
+        """Say what the weights take in memory, on all ranks together; ``kept``: linear layers as they are stored."""
+        if kept:
+            return f"{weight_format}, kept as stored: {self.stored_bytes / 2**30:.2f} GiB"
         in_memory = self.num_weights * DTYPE_BYTES[dtype]
         return (
             f"{weight_format}, dequantized when loaded: {self.stored_bytes / 2**30:.2f} GiB stored take "

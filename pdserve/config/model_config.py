@@ -15,9 +15,17 @@ from pdserve.config.any_decoder import read_heads, read_positions, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.config_fields import REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
+from pdserve.config.kept_weights import kept_format
 from pdserve.config.moe import MoEConfig
 from pdserve.config.rope import RopeConfig, read_rope
-from pdserve.config.weight_formats import SUPPORTED_DTYPES, UNQUANTIZED, read_weight_format, storage_rules
+from pdserve.config.weight_formats import (
+    SUPPORTED_DTYPES,
+    UNQUANTIZED,
+    WEIGHT_FORMATS,
+    WeightFormat,
+    read_weight_format,
+    storage_rules,
+)
 from pdserve.errors import shown
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
 
@@ -50,12 +58,19 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention: tuple[AttentionSpec, ...] = ()  # per layer
     weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
+    keeps_quantized: bool = False  # weights stay quantized in memory; else they are dequantized when loaded
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
     impl: str = NATIVE  # or TRANSFORMERS
     num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
     moe: MoEConfig | None = None  # None: dense, or not native
     use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens; they are not loaded
+
+    @property
+    def linear_format(self) -> WeightFormat:
+        """Return the format of linear layers in memory."""
+        kept = kept_format(self.weight_format, self.quantization) if self.keeps_quantized else None
+        return kept or WEIGHT_FORMATS[self.weight_format]
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:

@@ -26,7 +26,6 @@ import msgspec
 
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.moe import MoEConfig
-from pdserve.config.weight_formats import WEIGHT_FORMATS
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
 
@@ -191,7 +190,7 @@ def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
     if model.num_weights:
         return _library_parameters(model, position) * DTYPE_BYTES[dtype]
     linear, tables = _linear_and_table_parameters(model, position)
-    return int(linear * WEIGHT_FORMATS[model.weight_format].bytes_per_weight(dtype)) + tables * DTYPE_BYTES[dtype]
+    return int(linear * model.linear_format.bytes_per_weight(dtype)) + tables * DTYPE_BYTES[dtype]
 
 
 def _library_parameters(model: ModelConfig, position: RankPosition) -> int:

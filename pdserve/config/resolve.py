@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.checkpoint.quantized_weights import find_weights
+from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.weight_digests import group_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import (
@@ -29,6 +29,7 @@ from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
 from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
+from pdserve.config.quantized_layers import keep_quantized, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.triton_hosts import try_triton
@@ -62,15 +63,18 @@ def resolve(
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
-    decision = _choose_runner(options, platform, model, backend, pooling, environ.get(VARIABLE))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
+    weights = _find_weights(model, model_dir) if options.reads_weights else None
+    problem = kept_problem(model, parallel, weights.plain if weights else ())
+    decision = _choose_runner(options, platform, model, backend, pooling, problem, environ.get(VARIABLE))
+    compat_model, model = model, keep_quantized(model, decision)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
     kv_dtype = choose_kv_dtype(options, device, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
     layout = _choose_layout(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
-    if options.reads_weights:
-        _check_weights(model, model_dir, dtype, choices)
+    if weights is not None and weights.quantized:
+        choices.append(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
     return NodeConfig(
         model_dir=str(model_dir),
         model=model,
@@ -95,7 +99,7 @@ def resolve(
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
         costs=_choose_costs(options, choices),
-        compat_fields=_compat_fields(model, options, layout, kv_scales)
+        compat_fields=_compat_fields(compat_model, options, layout, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},
         choices=tuple(choices),
         pooling=pooling,
@@ -158,6 +162,7 @@ def _choose_runner(
     model: ModelConfig,
     backend: str,
     pooling: PoolingConfig | None,
+    quantization_problem: str,
     variable: str | None,
 ) -> Decision:
     if options.simulated:
@@ -172,6 +177,7 @@ def _choose_runner(
         cuda_graphs=options.cuda_graphs,
         runner_type=GENERATE if pooling is None else pooling.task,
         quantization=None if model.weight_format == UNQUANTIZED else model.weight_format,
+        quantization_problem=quantization_problem,
     )
     return decide(facts, variable)
 
@@ -299,15 +305,11 @@ def _choose_itl_target(options: NodeOptions, choices: list[str]) -> float | None
     return None
 
 
-def _check_weights(model: ModelConfig, model_dir: Path, dtype: str, choices: list[str]) -> None:
+def _find_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | None:
     """Read the headers of the weights, so that broken files are found before anything starts."""
     headers = read_headers(model_dir)
     rules = storage_rules(model.weight_format, model.quantization)
-    if rules is None:
-        return
-    weights = find_weights(model_dir, headers, rules)
-    if rules:
-        choices.append(f"weights={weights.memory_cost(model.weight_format, dtype)}")
+    return None if rules is None else find_weights(model_dir, headers, rules)
 
 
 def model_name(model: str) -> str:

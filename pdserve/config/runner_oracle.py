@@ -35,6 +35,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: str  # as configured: auto, on or off
     runner_type: str = "generate"
     quantization: str | None = None  # its method
+    quantization_problem: str = ""  # why V2 cannot keep the weights quantized
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -101,8 +102,14 @@ _V2_MODELS = (
     ),
     Lack(
         "quantization",
-        lambda facts: facts.quantization is not None,
-        "V2 runs unquantized weights; these are {facts.quantization}",
+        lambda facts: bool(facts.quantization_problem),
+        "{facts.quantization_problem}",
+    ),
+    Lack(
+        "quantization",
+        lambda facts: facts.quantization is not None and not facts.quantization_problem,
+        "V2 is the default for unquantized weights only; these are {facts.quantization}",
+        default_only=True,
     ),
 )
 _V2_PLATFORM = (

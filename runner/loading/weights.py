@@ -18,11 +18,13 @@ import torch
 from pdserve.checkpoint.kv_scales import is_kv_scale
 from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.weight_files import read_headers
+from pdserve.config.kept_weights import is_linear
 from pdserve.config.model_config import NATIVE, ModelConfig
 from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.dequantize import DequantizedSlice, is_padding_bias
+from runner.models.quantization.row_scales import RowScales
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ _FLOATS = ("F64", "F32", "BF16", "F16")  # their names in safetensors
 _EMBEDDING = "embed_tokens.weight"  # of a body
 
 _DUMMY_DEVIATION = 0.02
+_DUMMY_FP8_DEVIATION = 64.0  # of FP8 values before their scale; they end at 448
 
 
 def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
@@ -49,7 +52,12 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
             continue
         key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4)
         generator = torch.Generator(memory.device).manual_seed(int.from_bytes(key.digest(), "little"))
-        if memory.shape == shard.full_shape:
+        if name.endswith("_scale"):
+            memory.fill_(_DUMMY_DEVIATION / _DUMMY_FP8_DEVIATION)
+        elif memory.dtype not in _CONVERTIBLE:
+            full = torch.empty(shard.full_shape, dtype=torch.float32, device=memory.device)
+            memory.copy_(shard.part_of(full.normal_(0.0, _DUMMY_FP8_DEVIATION, generator=generator)))
+        elif memory.shape == shard.full_shape:
             memory.normal_(0.0, _DUMMY_DEVIATION, generator=generator)
         else:
             full = memory.new_empty(shard.full_shape).normal_(0.0, _DUMMY_DEVIATION, generator=generator)
@@ -62,7 +70,8 @@ def open_weights(
 ) -> Iterator[dict[str, Any]]:
     """Yield a slice of safetensors for each weight, which reads nothing before it is indexed.
 
-    Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own. Raises
+    Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own or
+    ``model`` keeps them: then X.weight is as stored, and X.weight_scale has a row for each output. Raises
     CheckpointError, also for what cannot be read in the body.
     """
     headers = read_headers(model_dir)
@@ -78,13 +87,16 @@ def open_weights(
                 return
             weights = find_weights(model_dir, headers, rules)
             if rules:
-                cost = weights.memory_cost(model.weight_format, str(dtype).removeprefix("torch."))
+                name_of_dtype = str(dtype).removeprefix("torch.")
+                cost = weights.memory_cost(model.weight_format, name_of_dtype, model.keeps_quantized)
                 _log.info("weights are %s", cost)
             plain = {name: stored[name] for name in weights.plain}
-            quantized = {
-                name: DequantizedSlice(name, weight, stored, device, dtype)
-                for name, weight in weights.quantized.items()
-            }
+            quantized: dict[str, Any] = {}
+            for name, weight in weights.quantized.items():
+                if model.keeps_quantized and is_linear(name):
+                    quantized |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
+                else:
+                    quantized[name] = DequantizedSlice(name, weight, stored, device, dtype)
             yield _named_as_causal(plain | quantized, model)
         except (OSError, safetensors.SafetensorError) as exc:
             raise CheckpointError(

@@ -26,7 +26,7 @@ V2, V1 = RUNNERS
 BEYOND_V2: list[tuple[str, dict[str, Any], str]] = [
     ("model implementation", {"model_impl": "transformers"}, "native layers"),
     ("runner type", {"runner_type": "embed"}, "embed"),
-    ("quantization", {"quantization": "awq"}, "awq"),
+    ("quantization", {"quantization": "awq", "quantization_problem": "these are awq"}, "awq"),
     ("Triton kernels", {"platform": GPU_WITHOUT_TRITON}, "not installed"),
     ("dynamic rope scaling", {"rope_type": "dynamic"}, "length of the sequence"),
     ("attention backend torch", {"attention_backend": "torch"}, "on the host"),

@@ -11,6 +11,7 @@ from any_models import small_config
 
 from pdserve.config.attention_backends import Platform
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.parallel import weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CheckpointError, ConfigError
@@ -78,14 +79,23 @@ def test_other_architectures_run_on_v1_for_named_reasons(model_type: str, tmp_pa
         assert any(found.startswith(reason) for found in config.decision.reasons)
 
 
-def test_quantized_native_families_run_on_v1_and_not_on_a_forced_v2(tmp_path: Path) -> None:
+def test_a_native_family_in_fp8_is_dequantized_on_v1_and_kept_on_a_forced_v2(tmp_path: Path) -> None:
     quantized: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    config = resolved(tmp_path, "llama", **quantized)
-    reason = "quantization: V2 runs unquantized weights; these are fp8"
+    config, forced = (resolved(tmp_path / str(value), "llama", value, **quantized) for value in (None, "1"))
     assert (config.model.impl, config.decision.runner) == ("native", "V1")
+    reason = "quantization: V2 is the default for unquantized weights only; these are fp8"
     assert reason in config.decision.reasons
-    with pytest.raises(ConfigError, match=f"V2 cannot run this: {reason}"):
-        resolved(tmp_path, "llama", "1", **quantized)
+    assert (forced.decision.runner, forced.model.keeps_quantized) == ("V2", True)
+    assert forced.compat_fields == config.compat_fields
+    tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size  # bytes
+    dequantized, kept = (weight_bytes(each.model, each.position, "float32") - tables for each in (config, forced))
+    assert kept == int(dequantized / 4 * 1.001)
+
+
+def test_v2_refuses_to_dequantize_other_formats(tmp_path: Path) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    with pytest.raises(ConfigError, match="quantization: V2 runs unquantized and FP8 weights; these are awq"):
+        resolved(tmp_path, "llama", "1", quantization_config=awq)
 
 
 @pytest.mark.parametrize("model_type", REASONS)

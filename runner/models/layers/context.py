@@ -34,7 +34,7 @@ class ModelContext:
             from runner.models.layers.triton_ops import TritonPointwiseOps
 
             ops = TritonPointwiseOps
-        methods = linear_method_class(config.weight_format), experts_method_class(config.weight_format)
+        methods = linear_method_class(config.linear_format), experts_method_class(config.linear_format)
         return cls(config, parallel, placement, ops(config.rms_norm_eps, parallel), *methods)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pdserve.config.weight_formats import WEIGHT_FORMATS
+from pdserve.config.weight_formats import WeightFormat
 from runner.batch import Routing
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.placement import TensorPlacement
@@ -95,15 +95,15 @@ class ExpertsMethod(ABC):
         """
 
 
-def linear_method_class(weight_format: str) -> type[LinearMethod]:
+def linear_method_class(weight_format: WeightFormat) -> type[LinearMethod]:
     """Import the linear method of a weight format."""
-    method: type[LinearMethod] = _imported(WEIGHT_FORMATS[weight_format].linear_method)
+    method: type[LinearMethod] = _imported(weight_format.linear_method)
     return method
 
 
-def experts_method_class(weight_format: str) -> type[ExpertsMethod]:
+def experts_method_class(weight_format: WeightFormat) -> type[ExpertsMethod]:
     """Import the experts method of a weight format."""
-    method: type[ExpertsMethod] = _imported(WEIGHT_FORMATS[weight_format].experts_method)
+    method: type[ExpertsMethod] = _imported(weight_format.experts_method)
     return method
 
 

@@ -1,0 +1,186 @@
+"""Products of FP8 weights (E4M3), and activations quantized for them.
+
+A weight has scales [out_features / ROW_BLOCK, in_features / GROUP]: per output (ROW_BLOCK 1, GROUP all inputs), or per
+block of 128 x 128. Activations have scales [tokens, in_features / GROUP], chosen from their largest values.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
+
+_E4M3_MAX = tl.constexpr(448.0)
+_LEAST_SCALE = tl.constexpr(1e-12)  # of activations that are all zero
+_ROWS = 4  # of a weight per program of ``gemv``
+_CHUNK = 2048  # values of a row that a program of ``gemv`` reads at a time
+
+
+@triton.jit
+def _quantize_kernel(x, values, scales, IN: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """Grid (tokens, groups). Reads a group twice unless it fits in CHUNK; the second time from cache."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    columns = tl.arange(0, CHUNK)
+    at = row * IN + group * GROUP
+    top = tl.zeros((CHUNK,), tl.float32)
+    for begin in range(0, GROUP, CHUNK):
+        part = tl.load(x + at + begin + columns, mask=begin + columns < GROUP, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(part))
+    scale = tl.maximum(tl.max(top, axis=0) / _E4M3_MAX, _LEAST_SCALE)
+    tl.store(scales + row * (IN // GROUP) + group, scale)
+    for begin in range(0, GROUP, CHUNK):
+        inside = begin + columns < GROUP
+        part = tl.load(x + at + begin + columns, mask=inside, other=0.0).to(tl.float32) / scale
+        part = tl.minimum(tl.maximum(part, -_E4M3_MAX), _E4M3_MAX)
+        tl.store(values + at + begin + columns, part.to(values.dtype.element_ty), mask=inside)
+
+
+def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return x [tokens, size] as E4M3 values of that shape and scales [tokens, size / group] float32."""
+    assert x.is_contiguous()
+    tokens, size = x.shape
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(tokens, size // group, dtype=torch.float32, device=x.device)
+    chunk = min(triton.next_power_of_2(group), 4096)
+    warps = 1 if chunk <= 128 else 8
+    _quantize_kernel[(tokens, size // group)](x, values, scales, IN=size, GROUP=group, CHUNK=chunk, num_warps=warps)
+    return values, scales
+
+
+@triton.jit
+def _gemv_kernel(
+    x,
+    weight,
+    scales,
+    y,
+    out_features,
+    IN: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a row; 1: the scale is applied to the sum
+    WIDTH: tl.constexpr,  # of a group
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # groups, or parts of the only one
+    PDL: tl.constexpr,
+):
+    """y[n] = sum over k of weight[n, k] * scale[n, k] * x[k], in float32. A program per ROWS outputs."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    known = row < out_features
+    part = tl.arange(0, AT_ONCE)
+    column = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    at = weight + row[:, None, None].to(tl.int64) * IN + column[None, :, :]
+    at_scales = scales + (row // ROW_BLOCK)[:, None] * GROUPS
+    total = tl.zeros((ROWS, AT_ONCE, WIDTH), tl.float32)
+    wait_for_predecessor(PDL)
+    for begin in range(0, IN, AT_ONCE * WIDTH):
+        inside = begin + column < IN
+        mask = known[:, None, None] & inside[None, :, :]
+        weights = tl.load(at + begin, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + begin + column, mask=inside, other=0.0).to(tl.float32)
+        if GROUPS > 1:
+            group = begin // WIDTH + part
+            held = known[:, None] & (group < GROUPS)[None, :]
+            weights = weights * tl.load(at_scales + group[None, :], mask=held, other=0.0)[:, :, None]
+        total += weights * values[None, :, :]
+    result = tl.sum(tl.sum(total, axis=2), axis=1)
+    if GROUPS == 1:
+        result = result * tl.load(scales + row // ROW_BLOCK, mask=known, other=0.0)
+    tl.store(y + row, result.to(y.dtype.element_ty), mask=known)
+
+
+def gemv(x: Tensor, weight: Tensor, scales: Tensor, row_block: int, group: int) -> Tensor:
+    """Return x Wᵀ [1, out_features] of x [1, in_features]; a ``group`` of several is a power of two."""
+    out_features, in_features = weight.shape
+    groups = scales.shape[1]
+    width = group if groups > 1 else 128
+    y = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
+    _gemv_kernel[(triton.cdiv(out_features, _ROWS),)](
+        x,
+        weight,
+        scales,
+        y,
+        out_features,
+        IN=in_features,
+        ROW_BLOCK=row_block,
+        GROUPS=groups,
+        WIDTH=width,
+        ROWS=_ROWS,
+        AT_ONCE=_CHUNK // width,
+        num_warps=4,
+        **pdl_options(y),
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _block_matmul_kernel(
+    x,  # [tokens, IN] E4M3
+    x_scales,  # [tokens, IN / GROUP] float32
+    weight,  # [OUT, IN] E4M3
+    scales,  # [OUT / ROW_BLOCK, IN / GROUP] float32
+    y,  # [tokens, OUT]
+    tokens,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    TOGETHER: tl.constexpr,  # tiles of tokens whose programs run together, so that they share weights in cache
+):
+    """Grid (tiles). The sum of each group is scaled in float32."""
+    tile = tl.program_id(0)
+    across = tl.cdiv(OUT, BLOCK_OUT)
+    down = tl.cdiv(tokens, BLOCK_TOKENS)
+    first = tile // (TOGETHER * across) * TOGETHER
+    height = tl.minimum(down - first, TOGETHER)
+    rows = ((first + tile % (TOGETHER * across) % height) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
+    columns = tile % (TOGETHER * across) // height * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inner = tl.arange(0, GROUP)
+    known, held = rows < tokens, columns < OUT
+    at_x = x + rows[:, None] * IN + inner[None, :]
+    at_weight = weight + columns[None, :].to(tl.int64) * IN + inner[:, None]
+    at_x_scales = x_scales + rows * (IN // GROUP)
+    at_scales = scales + columns // ROW_BLOCK * (IN // GROUP)
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_OUT), tl.float32)
+    for group in range(IN // GROUP):
+        a = tl.load(at_x + group * GROUP, mask=known[:, None], other=0.0)
+        b = tl.load(at_weight + group * GROUP, mask=held[None, :], other=0.0)
+        a_scale = tl.load(at_x_scales + group, mask=known, other=0.0)
+        b_scale = tl.load(at_scales + group, mask=held, other=0.0)
+        total += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+    place = y + rows[:, None] * OUT + columns[None, :]
+    tl.store(place, total.to(y.dtype.element_ty), mask=known[:, None] & held[None, :])
+
+
+def block_matmul(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, row_block: int, group: int) -> Tensor:
+    """Return bfloat16 [tokens, out_features] of quantized x [tokens, in_features] with the same groups."""
+    tokens, (out_features, in_features) = x.shape[0], weight.shape
+    if tokens <= 32:  # the time to read the weight: enough programs for all processors
+        block_tokens, block_out, warps, stages = 16 if tokens <= 16 else 32, 32, 4, 5
+    elif tokens <= 64:
+        block_tokens, block_out, warps, stages = 64, 64, 4, 4
+    else:
+        block_tokens, block_out, warps, stages = 128, 128, 8, 3
+    y = torch.empty(tokens, out_features, dtype=torch.bfloat16, device=x.device)
+    _block_matmul_kernel[(triton.cdiv(tokens, block_tokens) * triton.cdiv(out_features, block_out),)](
+        x,
+        x_scales,
+        weight,
+        scales,
+        y,
+        tokens,
+        OUT=out_features,
+        IN=in_features,
+        ROW_BLOCK=row_block,
+        GROUP=group,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_OUT=block_out,
+        TOGETHER=16,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return y

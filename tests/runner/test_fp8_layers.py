@@ -1,0 +1,180 @@
+"""FP8 weights that V2 keeps in memory: exact where they are dequantized for each use, close where Hopper multiplies."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
+from quantized_checkpoints import FORMATS, quantize
+from safetensors.torch import load_file, save_file
+from stepper import Stepper
+from torch import Tensor
+
+import runner
+from pdserve.config.model_config import load_model_config
+from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.quantized_layers import kept_problem
+from runner.kernels import fp8_products
+from runner.models.layers.weight_shard import ShardRange
+from runner.models.quantization.fp8 import E4M3, Fp8LinearMethod
+from runner.placement import TensorPlacement
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 192, "intermediate_size": 320}
+PROMPT = list(range(5, 40))
+
+kept_formats = pytest.mark.parametrize(
+    "name", ["fp8 blocks", "fp8 tensor", "compressed fp8 rows", "compressed fp8 blocks"]
+)
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+@kept_formats
+def test_tokens_on_v2_are_those_of_the_dequantized_model(name: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    config = node_config(quantized, runner="V2", attention_backend="triton", device=DEVICE.type, num_blocks=8)
+    model_runner = runner.build(config, lambda stage, fraction: None)
+    decoder: Any = model_runner.model.decoder  # type: ignore[attr-defined]
+    assert decoder.layers[0].attention._qkv._linear.weight.dtype == E4M3
+    (result,) = Stepper(model_runner).generate([PROMPT], 4)
+    assert result.output == reference_greedy(reference_model(plain), PROMPT, 4)
+
+
+def load(
+    config: dict[str, Any], stored: dict[str, Tensor], weights: list[Tensor], part: slice, placement: TensorPlacement
+) -> Fp8LinearMethod:
+    """Merge projections with the same stored tensors' names, each with the ``part`` of its outputs."""
+    sizes = [len(range(*part.indices(weight.shape[0]))) for weight in weights]
+    linear = Fp8LinearMethod(weights[0].shape[1], sum(sizes), False, placement, config)
+    fill(linear, stored, weights, part)
+    return linear
+
+
+def fill(linear: Fp8LinearMethod, stored: dict[str, Tensor], weights: list[Tensor], part: slice) -> None:
+    first = 0
+    for index, weight in enumerate(weights):
+        rows = range(*part.indices(weight.shape[0]))
+        outputs = ShardRange(rows.start, len(rows), weight.shape[0])
+        for key, shard in linear.weight_shards(first, outputs, ShardRange.full(weight.shape[1])):
+            source = stored[f"{index}.{key}"]
+            assert source.shape == shard.full_shape
+            shard.memory.copy_(source[shard.index])
+        first += len(rows)
+    linear.process_weights_after_loading()
+
+
+def in_rows(stored: dict[str, Tensor], index: int, block: int) -> dict[str, Tensor]:
+    """Return stored tensors as they are filled: with a row of scales for each output."""
+    weight = next(tensor for key, tensor in stored.items() if key.endswith(".weight"))
+    scales = next(tensor for key, tensor in stored.items() if "_scale" in key and "input" not in key).float()
+    scales = scales.reshape(-1, scales.shape[-1] if scales.dim() else 1)
+    rows = scales.repeat_interleave(block if len(scales) < len(weight) else 1, 0)
+    return {f"{index}.weight": weight, f"{index}.weight_scale": rows.expand(len(weight), -1)[: len(weight)]}
+
+
+@pytest.mark.parametrize(("name", "block"), [("fp8 blocks", 128), ("compressed fp8 rows", 1), ("fp8 tensor", 1)])
+@pytest.mark.parametrize("part", [slice(0, 100), slice(100, 256), slice(128, 256)])
+def test_merged_shards_may_cut_blocks_of_outputs(name: str, block: int, part: slice) -> None:
+    config, quantizer = FORMATS[name]
+    weights, stored, expected = [random(256, 200, seed=1), random(300, 200, seed=2)], {}, []
+    for index, weight in enumerate(weights):
+        tensors, dequantized = quantizer("m", weight)
+        stored |= in_rows(tensors, index, block)
+        expected.append(dequantized[part])
+    placement = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
+    linear = load(config, stored, weights, part, placement)
+    x = random(3, 200, seed=3)
+    torch.testing.assert_close(linear.apply(x), x @ torch.cat(expected).t(), rtol=0, atol=1e-5)
+    assert len(linear.scales) == sum(map(len, expected)) // math.gcd(block, *map(len, expected), part.start)
+    fill(linear, stored, weights, part)  # a reload
+    assert torch.equal(linear.dequantized(torch.float32), torch.cat(expected))
+
+
+def quantized_weight(rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return E4M3 values and scales [rows / block, columns / block] of a random weight; block 1: per row."""
+    scales = torch.rand(-(-rows // block), columns // block if block > 1 else 1).add_(0.5).mul_(1e-3)
+    return random(rows, columns, seed=4).mul_(100).to(E4M3).to(DEVICE), scales.to(DEVICE)
+
+
+def dequantized(values: Tensor, scales: Tensor) -> Tensor:
+    """Return float32 of values and scales, which may be per row and group."""
+    rows, columns = (-(-size // count) for size, count in zip(values.shape, scales.shape, strict=True))
+    block = rows if len(scales) < len(values) else 1
+    spread = scales.repeat_interleave(128 if block > 1 else 1, 0).repeat_interleave(columns, 1)
+    return values.float() * spread[: len(values), : values.shape[1]]
+
+
+@pytest.mark.parametrize(("size", "group"), [(256, 256), (384, 128), (4224, 4224)])
+def test_quantized_activations_err_by_half_a_step(size: int, group: int) -> None:
+    x = random(3, size).to(DEVICE, torch.bfloat16)
+    x[1] = 0
+    values, scales = fp8_products.quantize(x, group)
+    assert values.dtype == E4M3
+    error = (dequantized(values, scales) - x.float()).abs()
+    step = torch.maximum(x.float().abs() / 8, scales.repeat_interleave(group, 1) * 2**-9)  # 3 bits after the first
+    assert (error <= step / 2 * 1.01).all()
+
+
+@pytest.mark.parametrize(("rows", "columns", "block"), [(70, 256, 1), (70, 200, 1), (200, 384, 128)])
+def test_gemv_of_fp8_weights(rows: int, columns: int, block: int) -> None:
+    weight, scales = quantized_weight(rows, columns, block)
+    x = random(1, columns, seed=5).to(DEVICE)
+    found = fp8_products.gemv(x, weight, scales, block, columns if block == 1 else block)
+    torch.testing.assert_close(found, x @ dequantized(weight, scales).t(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [2, 20, 50, 130])
+def test_block_products_equal_those_of_the_dequantized_numbers(tokens: int) -> None:
+    weight, scales = quantized_weight(200, 256, 128)
+    x, x_scales = fp8_products.quantize(random(tokens, 256, seed=6).to(DEVICE), 128)
+    found = fp8_products.block_matmul(x, x_scales, weight, scales, 128, 128).float()
+    expected = dequantized(x, x_scales) @ dequantized(weight, scales).t()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "block"), [("fp8 blocks", 128), ("compressed fp8 rows", 1), ("fp8 tensor", 1)])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64, 300])
+def test_products_on_hopper_err_by_the_rounding_of_activations(name: str, block: int, tokens: int) -> None:
+    config, quantizer = FORMATS[name]
+    weight = random(768, 1024)
+    tensors, expected = quantizer("m", weight)
+    placement = TensorPlacement(torch.device("cuda"), torch.bfloat16, torch.bfloat16, use_triton=True)
+    linear = load(config, in_rows(tensors, 0, block), [weight], slice(None), placement)
+    assert linear._products is not None
+    x = random(tokens, 1024, seed=7).to("cuda", torch.bfloat16)
+    exact = x.float() @ expected.cuda().t()
+    error = (linear.apply(x).float() - exact).norm() / exact.norm()
+    assert error < (0.005 if tokens == 1 else 0.04)
+    addresses = linear.weight.data_ptr(), linear._products.scales.data_ptr()
+    fill(linear, in_rows(tensors, 0, block), [weight], slice(None))
+    assert addresses == (linear.weight.data_ptr(), linear._products.scales.data_ptr())
+
+
+def test_tensor_shards_that_cut_scale_blocks_are_refused(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
+    model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))
+    assert kept_problem(model, choose_parallel_config(model, pp=2, tp=1)) == ""
+    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=2))
+    assert problem == "tp 2 gives o_proj 64 inputs per shard, which cuts its scale blocks of 128"
+
+
+def test_a_linear_layer_that_is_left_out_is_named(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(quantized / "model.safetensors")
+    tensors[name] = load_file(plain / "model.safetensors")[name]
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    model = load_model_config(quantized)
+    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=1), [name, "model.norm.weight"])
+    assert problem == f"V2 needs all linear layers in fp8, but {name} is stored unquantized"
