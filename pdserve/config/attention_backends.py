@@ -69,10 +69,7 @@ def problems(
     """Return why a backend cannot serve layers of these specs, dtype and head size here; empty if it can."""
     if backend == "torch":
         return []
-    found = [
-        None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores",
-        None if not any(spec.has_sinks for spec in specs) else "it has no attention sinks",
-    ]
+    found = [None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores"]
     if backend == "triton":
         found += [
             platform.triton_problem,

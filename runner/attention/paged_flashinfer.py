@@ -47,7 +47,7 @@ class _Chunks:
 
 
 class PagedFlashInferAttention(PagedTritonAttention):
-    """Supports grouped queries and sliding windows in bfloat16 and float16."""
+    """Supports grouped queries and sliding windows in bfloat16 and float16. Layers with sinks are left to Triton."""
 
     def __init__(
         self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
@@ -60,8 +60,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
         # Kernels of a step run one after the other, so they can share the memory between their two phases.
         workspace = sizes.workspace(device)
         self._is_fp8, self._queries_per_key = cache.is_fp8, _QUERIES_PER_FP8_KEY if cache.is_fp8 else _QUERIES_PER_KEY
-        # Layers with a window never gather, so with an FP8 cache they have no kernel here.
-        specs = {spec for spec in config.attention if not (cache.is_fp8 and spec.window)}
+        # Layers with a window never gather, so with an FP8 cache they have no kernel here; nor have layers with sinks.
+        specs = {spec for spec in config.attention if not (spec.has_sinks or (cache.is_fp8 and spec.window))}
         self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in specs}
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
@@ -75,7 +75,7 @@ class PagedFlashInferAttention(PagedTritonAttention):
         self._chunks = None
         lengths = np.diff(batch.query_starts)
         longer = np.flatnonzero(lengths != 1)
-        if graph or not len(longer):
+        if graph or not len(longer) or not self._kernels:
             return
         first, rows = int(longer[0]), len(lengths)
         begin, end = int(batch.query_starts[first]), int(batch.query_starts[-1])
@@ -108,7 +108,7 @@ class PagedFlashInferAttention(PagedTritonAttention):
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         chunks, kernel = self._chunks, self._kernels.get(self._specs[layer])
         if chunks is None or kernel is None:
-            return super().attend(layer, q)
+            return super().attend(layer, q, sinks)
         cache = self._layers[layer]
         out = torch.empty_like(q)
         if chunks.has_singles:

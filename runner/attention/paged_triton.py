@@ -34,7 +34,7 @@ class _Step:
 
 
 class PagedTritonAttention(AttentionBackend):
-    """Supports grouped queries and sliding windows. head_dim is a power of two of at least 16."""
+    """Supports grouped queries, sliding windows and sinks. head_dim is a power of two of at least 16."""
 
     def __init__(self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int) -> None:
         layout = cache.layout
@@ -64,9 +64,10 @@ class PagedTritonAttention(AttentionBackend):
         step, cache = self._step, self._layers[layer]
         out = torch.empty_like(q)
         if step.has_few:
-            self._decode(layer, q, cache, step.batch, out, step.has_several)
+            self._decode(layer, q, cache, step.batch, out, step.has_several, sinks)
         if step.has_chunks:
-            prefill_attention(q, cache, step.batch, self._specs[layer], self._tiles, out, self._scales[layer])
+            scales = self._scales[layer]
+            prefill_attention(q, cache, step.batch, self._specs[layer], self._tiles, out, scales, sinks)
         return out.view(out.shape[0], -1)
 
     @property

@@ -1,7 +1,7 @@
 """Triton kernels, each with the torch code it is tested against.
 
     forward pass           norm.py, activation.py, embedding.py, gemv.py, rope_store.py, store_kv.py, all_reduce.py
-    attention              decode_attention.py, prefill_attention.py, tiles.py (how they cut work on a device)
+    attention              decode_attention.py, prefill_attention.py, sinks.py, tiles.py (how they cut work on a device)
     mixtures of experts    routing.py, grouped_gemm.py, expert_reference.py (plain torch)
     FlashInfer's inputs    pages.py, gather.py
     V2's state             step.py

@@ -26,6 +26,7 @@ from pdserve.config.model_config import ModelConfig
 from pdserve.kv import KVScales
 from runner.batch import AttentionBatch
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
+from runner.kernels.sinks import sinks_of_rows
 from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 2  # one computes while the other waits for memory
@@ -94,6 +95,8 @@ def _merge_parts(
     weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32, log2; -inf where none of a part's keys are seen
     first,  # [BLOCK_ROWS]: offsets of the weights of the sequence's first part
     num_parts,
+    top,  # [BLOCK_ROWS], log2: of the sinks, or -inf
+    total,  # [BLOCK_ROWS]: 1 of the sinks, or 0
     known,  # [BLOCK_ROWS]
     columns,
     KV_HEADS: tl.constexpr,
@@ -104,8 +107,6 @@ def _merge_parts(
 
     Loads bypass the multiprocessor's own cache, which may hold a line from before another program wrote it.
     """
-    top = tl.full(known.shape, float("-inf"), tl.float32)
-    total = tl.zeros(known.shape, tl.float32)
     merged = tl.zeros((known.shape[0], HEAD_DIM), tl.float32)
     for part in range(num_parts):
         theirs = first + part * KV_HEADS * BLOCK_ROWS
@@ -136,6 +137,7 @@ def _decode_attention_kernel(
     results,  # [parts, KV_HEADS, BLOCK_ROWS, HEAD_DIM] float32: of sequences with several parts, before the merge
     weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32: log2 of the sum of exp that each stands for
     done,  # [rows, KV_HEADS] int32: how many parts are, zero before and after
+    sinks,  # [KV_HEADS * GROUP] scores without a value, read if HAS_SINKS
     scale,  # of scores, times log2(e) and the scale of keys in an FP8 cache
     v_scale,  # of values in an FP8 cache
     KV_HEADS: tl.constexpr,
@@ -143,6 +145,7 @@ def _decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
+    HAS_SINKS: tl.constexpr,
     SEVERAL: tl.constexpr,  # whether sequences may have several tokens
     BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
     BLOCK_ROWS: tl.constexpr,  # queries as a product of matrices takes them: tokens, of each the query heads
@@ -176,9 +179,15 @@ def _decode_attention_kernel(
     keys_of_head = cache + kv_head * head_stride
     pages = page_table + row * page_table_stride
 
-    top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    first_top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    first_total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    top, total = first_top, first_total
     result = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
+    if HAS_SINKS:
+        first_top, first_total = sinks_of_rows(sinks + kv_head * GROUP, members % BLOCK_GROUP, GROUP)
+        alone = num_parts == 1  # several parts have one sink together, in the merge
+        top = tl.where(alone, first_top, top)
+        total = tl.where(alone, first_total, total)
     for block in range(begin, end, BLOCK_KEYS):
         keys = block + tl.arange(0, BLOCK_KEYS)
         seen = keys < end
@@ -223,7 +232,10 @@ def _decode_attention_kernel(
             tl.debug_barrier()
             tl.store(counter, 0)
             first = (first_of_row * KV_HEADS + kv_head) * BLOCK_ROWS + members
-            merged = _merge_parts(results, weights, first, num_parts, known, columns, KV_HEADS, HEAD_DIM, BLOCK_ROWS)
+            merged = _merge_parts(
+                results, weights, first, num_parts, first_top, first_total, known, columns,
+                KV_HEADS, HEAD_DIM, BLOCK_ROWS,
+            )  # fmt: skip
             tl.store(at_out, merged.to(out.dtype.element_ty), mask=known[:, None])
 
 
@@ -261,11 +273,14 @@ class SplitDecode:
         self._weights = torch.empty(most, rows, dtype=torch.float32, device=device)
         self._done = ints(max_seqs, self._kv_heads)
 
-    def __call__(self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, several: bool) -> None:
+    def __call__(
+        self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, several: bool,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Write the attention output of queries ``q`` to ``out``; both [tokens, num_heads, head_dim].
 
         Covers sequences with one token, and if ``several`` also those with up to ``AttentionTiles.few``. ``cache`` is
-        the layer's view. The first layer with a window cuts the sequences for the later ones.
+        the layer's view, ``sinks`` [num_heads]. The first layer with a window cuts the sequences for the later ones.
         """
         window = self._windows[layer]
         rows = batch.device_seq_lens.shape[0]
@@ -283,6 +298,7 @@ class SplitDecode:
             self._results,
             self._weights,
             self._done,
+            q if sinks is None else sinks,
             self._scales[layer],
             self._v_scales[layer],
             KV_HEADS=self._kv_heads,
@@ -290,6 +306,7 @@ class SplitDecode:
             HEAD_DIM=self._head_dim,
             PAGE_SIZE=cache.shape[3],
             WINDOW=window or 0,
+            HAS_SINKS=sinks is not None,
             SEVERAL=several,
             **self._tiles.decode,
             **pdl_options(out),

@@ -11,6 +11,7 @@ from torch import Tensor
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.kv import UNSCALED, KVScales
 from runner.batch import AttentionBatch
+from runner.kernels.sinks import sinks_of_rows
 from runner.kernels.tiles import AttentionTiles
 
 
@@ -97,6 +98,7 @@ def _prefill_attention_kernel(
     query_starts,  # [rows + 1] int32
     seq_lens,  # [rows] int32
     out,  # out [tokens, KV_HEADS * GROUP, HEAD_DIM]
+    sinks,  # [KV_HEADS * GROUP] scores without a value, read if HAS_SINKS
     scale,  # of scores, times log2(e) and the scale of keys in an FP8 cache
     v_scale,  # of values in an FP8 cache
     rows,
@@ -105,6 +107,7 @@ def _prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
+    HAS_SINKS: tl.constexpr,
     FEW: tl.constexpr,  # sequences with at most so many queries are skipped
     BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
     BLOCK_QUERIES: tl.constexpr,
@@ -133,6 +136,8 @@ def _prefill_attention_kernel(
 
     top = tl.full((BLOCK_QUERIES * BLOCK_GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES * BLOCK_GROUP,), tl.float32)
+    if HAS_SINKS:
+        top, total = sinks_of_rows(sinks + kv_head * GROUP, members % BLOCK_GROUP, GROUP)
     result = tl.zeros((BLOCK_QUERIES * BLOCK_GROUP, HEAD_DIM), tl.float32)
     first_position = seq_len - num_queries + first
     end = tl.minimum(first_position + BLOCK_QUERIES, seq_len)
@@ -162,11 +167,13 @@ def prefill_attention(
     tiles: AttentionTiles,
     out: Tensor,
     scales: KVScales = UNSCALED,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the attention output of queries ``q`` to ``out``, for sequences with more than ``tiles.few`` tokens.
 
     Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
     ``scales`` are those of an FP8 cache, whose keys and values are multiplied as they are stored.
+    ``sinks`` [num_heads] are given where the spec has them.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     rows = batch.device_seq_lens.shape[0]
@@ -179,6 +186,7 @@ def prefill_attention(
         batch.device_query_starts,
         batch.device_seq_lens,
         out,
+        q if sinks is None else sinks,
         spec.scale * math.log2(math.e) * scales.k,
         scales.v,
         rows,
@@ -187,6 +195,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         WINDOW=spec.window or 0,
+        HAS_SINKS=sinks is not None,
         FEW=tiles.few,
         **tiles.prefill,
     )

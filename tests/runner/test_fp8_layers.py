@@ -42,7 +42,7 @@ def test_tokens_on_v2_are_those_of_the_dequantized_model(name: str, tmp_path: Pa
     quantized = quantize(plain, tmp_path / "quantized", name)
     config = node_config(quantized, runner="V2", attention_backend="triton", device=DEVICE.type, num_blocks=8)
     model_runner = runner.build(config, lambda stage, fraction: None)
-    decoder: Any = model_runner.model.decoder  # type: ignore[attr-defined]
+    decoder: Any = model_runner._model.decoder  # type: ignore[attr-defined]
     assert decoder.layers[0].attention._qkv._linear.weight.dtype == E4M3
     (result,) = Stepper(model_runner).generate([PROMPT], 4)
     assert result.output == reference_greedy(reference_model(plain), PROMPT, 4)
