@@ -47,6 +47,36 @@ _LLAMA: dict[str, Any] = {
     "rope_theta": 500000.0,
 }
 
+_LLAMA_8B = _LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+# FP8 as compressed-tensors writes it (per output, dynamic per token), and as DeepSeek and Qwen do (blocks).
+_FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+_FP8_CHANNELS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": _FP8 | {"strategy": "channel", "dynamic": False},
+            "input_activations": _FP8 | {"strategy": "token", "dynamic": True},
+        }
+    },
+}
+_FP8_BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-27m": _QWEN3
     | {
@@ -92,14 +122,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000,
     },
-    "llama-8b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    "llama-8b": _LLAMA_8B,
+    "llama-8b-fp8": _LLAMA_8B | {"quantization_config": _FP8_CHANNELS},
+    "llama-8b-fp8-blocks": _LLAMA_8B | {"quantization_config": _FP8_BLOCKS},
     "llama-70b": _LLAMA
     | {
         "hidden_size": 8192,
@@ -147,7 +172,10 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of config.json")
     args = parser.parse_args()
     changes = {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)}
-    make(args.directory, SHAPES[args.shape] | changes, weights=not args.config_only)
+    config = SHAPES[args.shape] | changes
+    if "quantization_config" in config and not args.config_only:
+        parser.error("quantized shapes are written with --config-only")
+    make(args.directory, config, weights=not args.config_only)
 
 
 if __name__ == "__main__":

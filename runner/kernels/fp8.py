@@ -1,4 +1,4 @@
-"""Conversion of keys and values for an FP8 KV cache. ``reference.py`` has the same in torch."""
+"""Conversion to FP8, and of keys and values for an FP8 KV cache. ``reference.py`` has the latter in torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ def _round_to_e4m3(values):
 
 
 @triton.jit
+def to_e4m3(values):
+    """Return the nearest values of E4M3 to float32 values, which saturate."""
+    values = tl.maximum(tl.minimum(values, _MAX), -_MAX)
+    if _INTERPRETED:  # Triton 3.9's interpreter loses the carry of a mantissa that is rounded up
+        values = _round_to_e4m3(values)
+    return values.to(_FP8)
+
+
+@triton.jit
 def to_cache(values, inverse_scale, DTYPE: tl.constexpr):
     """Return values in DTYPE. Only an FP8 cache has a scale; its values saturate."""
     if DTYPE == _FP8:
-        values = tl.maximum(tl.minimum(values.to(tl.float32) * inverse_scale, _MAX), -_MAX)
-        if _INTERPRETED:  # Triton 3.9's interpreter loses the carry of a mantissa that is rounded up
-            values = _round_to_e4m3(values)
+        values = to_e4m3(values.to(tl.float32) * inverse_scale)
     return values.to(DTYPE)
 
 

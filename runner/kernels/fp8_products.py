@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
+from runner.kernels.fp8 import to_e4m3
+from runner.kernels.reference import FP8_MAX
 
-_E4M3_MAX = tl.constexpr(448.0)
+_E4M3_MAX = tl.constexpr(FP8_MAX)
 _LEAST_SCALE = tl.constexpr(1e-12)  # of activations that are all zero
 _ROWS = 4  # of a weight per program of ``gemv``
 _CHUNK = 2048  # values of a row that a program of ``gemv`` reads at a time
@@ -34,9 +36,8 @@ def _quantize_kernel(x, values, scales, IN: tl.constexpr, GROUP: tl.constexpr, C
     tl.store(scales + row * (IN // GROUP) + group, scale)
     for begin in range(0, GROUP, CHUNK):
         inside = begin + columns < GROUP
-        part = tl.load(x + at + begin + columns, mask=inside, other=0.0).to(tl.float32) / scale
-        part = tl.minimum(tl.maximum(part, -_E4M3_MAX), _E4M3_MAX)
-        tl.store(values + at + begin + columns, part.to(values.dtype.element_ty), mask=inside)
+        part = tl.load(x + at + begin + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(values + at + begin + columns, to_e4m3(part / scale), mask=inside)
 
 
 def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

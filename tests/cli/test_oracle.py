@@ -108,7 +108,7 @@ def test_v2_needs_triton(platform: Platform, usable: bool, word: str) -> None:
 
 def test_the_tests_cover_every_lack_of_v2() -> None:
     assert {name for name, _, _ in BEYOND_V2} == names_of(V2)
-    assert names_of(V2, default_only=True) == {"architecture"}
+    assert names_of(V2, default_only=True) == {"architecture", "quantization"}
 
 
 @pytest.mark.parametrize(("name", "changes", "word"), BEYOND_V2)
