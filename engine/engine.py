@@ -21,7 +21,7 @@ class Engine:
         self._pipeline = StepPipeline(ranks)
         self._channel = channel
         self._stopped = False
-        self._looks_between_layers = ranks.call_between_layers(self._apply_done)
+        self._looks_between_layers = ranks.call_between_layers(lambda: self._apply(self._pipeline.take_done()))
 
     def run(self) -> None:
         """Serve until a Shutdown. Raises ChannelClosed when the frontend has ended."""
@@ -47,19 +47,12 @@ class Engine:
             self._apply(self._pipeline.take_oldest())
         self._pipeline.launch(plan)
         self._scheduler.prepare()
-        result = self._pipeline.take(plan)
-        if result is not None:
-            self._apply(result)
+        self._apply(self._pipeline.take(plan))
 
-    def _apply_done(self) -> None:
-        """Apply a step whose result has arrived while the next one is launched layer by layer."""
-        result = self._pipeline.take_done()
+    def _apply(self, result: tuple[StepPlan, ModelRunnerOutput] | None) -> None:
         if result is not None:
-            self._apply(result)
-
-    def _apply(self, result: tuple[StepPlan, ModelRunnerOutput]) -> None:
-        self._scheduler.apply(*result, self._pipeline.step_seconds)
-        self._emit()
+            self._scheduler.apply(*result, self._pipeline.step_seconds)
+            self._emit()
 
     def handle(self, commands: list[messages.ToEngine]) -> None:
         """Carry out commands in order."""
