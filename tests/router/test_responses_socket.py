@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from pdserve.api_keys import key_entry, new_key
@@ -218,5 +218,5 @@ def _refuses(router: RouterProcess, headers: dict[str, str]) -> bool:
     try:
         with socket(router, additional_headers=headers):
             return False
-    except (OSError, InvalidStatus, EOFError, ConnectionClosed):
+    except (OSError, InvalidHandshake, EOFError, ConnectionClosed):
         return True
