@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UnsetType
 
 from router.completions_api.json_pieces import json_chunks, json_pieces, lazy_numbers
 from router.completions_api.response_objects import (
@@ -45,7 +44,7 @@ class FinishedChoice(msgspec.Struct):
     choice: Choice
     prompt: int
     text: str
-    token_ids: list[int] | UnsetType
+    token_ids: list[int] | None
     logprobs: list[LogprobTable] | None
     message: ChatMessage | None = None
 

@@ -70,9 +70,9 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     stop_reason: StopReason  # vLLM's extension; None for EOS
     matched_stop: StopReason  # SGLang's extension
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None  # vLLM's, as the next two
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Struct):
@@ -126,7 +126,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     stop_reason: StopReason
     matched_stop: StopReason
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None
 
 
 class ChatCompletion(Struct):
@@ -136,8 +136,8 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"]
     usage: UsageInfo
     choices: list[ChatChoice]
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TokenNames(Protocol):

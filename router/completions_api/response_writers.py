@@ -11,7 +11,7 @@ from io import StringIO
 from itertools import chain
 from typing import Any
 
-from msgspec import UNSET
+import msgspec
 
 from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
@@ -210,7 +210,7 @@ class FullResponse(ChoicesResponse, BodyResponse):
             choice,
             prompt,
             self._echo_text(choice.index) + self._texts[choice.index].getvalue(),
-            lazy_numbers(choice.token_ids) if self._return_token_ids else UNSET,
+            lazy_numbers(choice.token_ids) if self._return_token_ids else None,
             [*echo, self._logprobs[choice.index]] if self._num_logprobs >= 0 else None,
         )
 
@@ -258,20 +258,26 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         if self._echo or self._return_token_ids:
             self.write_large(partial(self._opening, index))
         else:
-            self._chunks += self._encoder.first_chunk(index, None, self._usage)
+            self._chunks += self._encoder.first_chunk(index, None, self._usage_before)
 
     def _opening(self, index: int) -> Iterator[bytes]:
         prompt = self._prompt_of(index)
         prompt_ids = self.jobs[prompt].prompt.unpacked() if self._return_token_ids else None
-        yield from self._encoder.first_chunk(index, prompt_ids, self._usage)
+        yield from self._encoder.first_chunk(index, prompt_ids, self._usage_before)
         text, table = self._echo_text(index), self._echo_logprobs(prompt)
         if text or table:
-            yield from self._encoder.echo_chunk(index, text, table, self._usage)
+            yield from self._encoder.echo_chunk(index, text, table, self._usage_before)
 
     @property
     def _usage(self) -> Usage | None:
         """The usage so far, for each chunk; None: chunks have none."""
         return self.generation.usage if self._continuous_usage else None
+
+    @property
+    def _usage_before(self) -> Usage | None:
+        """The same for chunks before a choice's first token."""
+        usage = self._usage
+        return None if usage is None else msgspec.structs.replace(usage, completion_tokens=0, reasoning_tokens=0)
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
         usage = self._usage

@@ -138,7 +138,9 @@ class StreamedMessage(MessageResponse, EventStreamResponse):
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if not self.started:
-            self._event("message_start", message=self._message([], None, None))
+            message = self._message([], None, None)
+            message.usage.output_tokens = 0  # the first token is in a block after this event
+            self._event("message_start", message=message)
             self._event("ping")
             self._start()
         super().on_delta(choice, text, output)

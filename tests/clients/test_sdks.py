@@ -16,9 +16,20 @@ COMMANDS: dict[str, list[str | Path]] = {
     "openai-node": ["node", "--test", PROGRAMS / "openai_sdk.cjs"],
     "langchain": ["python", PROGRAMS / "langchain_chat.py"],
     "litellm": ["python", PROGRAMS / "litellm_chat.py"],
+    "instructor": ["python", PROGRAMS / "instructor_sdk.py"],
+    "openai-agents": ["python", PROGRAMS / "openai_agents.py"],
+    "pydantic-ai": ["python", PROGRAMS / "pydantic_ai_agents.py"],
+    "ai-sdk": ["node", "--test", PROGRAMS / "ai_sdk.cjs"],
 }
+# The SDK keeps its connections, so all tests have one event loop. Our own conftest.py cannot be imported there.
+STANDARD = ["pytest", "-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
+STANDARD += [word for kind in ("test", "fixture") for word in ("-o", f"asyncio_default_{kind}_loop_scope=session")]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_sdk_program_passes(name: str, service: Service) -> None:
     Environment(name).run(COMMANDS[name], service.variables)
+
+
+def test_standard_tests_of_langchain_pass(service: Service) -> None:
+    Environment("langchain").run([*STANDARD, PROGRAMS / "langchain_standard.py"], service.variables)

@@ -208,6 +208,13 @@ def test_text_parts_are_joined() -> None:
     assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "a b"
 
 
+@pytest.mark.parametrize("text", ['{"a": "b', "[1]", "{]"])
+def test_broken_arguments_of_the_model_come_back_as_an_object(text: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    (message,) = check_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": text}
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [

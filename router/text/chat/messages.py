@@ -48,7 +48,10 @@ def _checked(message: Message, where: str) -> Message:
 
 
 def _call(call: Any, where: str) -> Message:
-    """Return the call with its arguments as an object, for templates; clients send JSON in a string."""
+    """Return the call with its arguments as an object, for templates; clients send JSON in a string.
+
+    A string that is no JSON object becomes Anthropic's INVALID_JSON: agents send back what the model wrote.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must have a function with a name", where)
@@ -58,9 +61,10 @@ def _call(call: Any, where: str) -> Message:
     if isinstance(arguments, str):
         check_json(arguments.encode(), 0)
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as exc:
-            raise RequestError(f"{field} is not valid JSON: {exc}", field) from exc
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            parsed = arguments
+        arguments = parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
     if not isinstance(arguments, dict | None):
         raise RequestError(f"{field} must be a JSON object", field)
     return {**call, "type": "function", "function": {**function, "arguments": arguments or {}}}
