@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
+from pdserve.config.model_config import TRANSFORMERS
 from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
 
@@ -31,17 +35,17 @@ def _build_simulated(config: NodeConfig, progress: Progress, rendezvous: str | s
 
 
 def _build_v1(config: NodeConfig, progress: Progress, rendezvous: str | socket.socket) -> ModelRunner:
-    _limit_thread_spinning(config)
-    from runner.distributed.parallel_state import ParallelState
-    from runner.v1.runner import RunnerV1
+    with _importing_torch(config):
+        from runner.distributed.parallel_state import ParallelState
+        from runner.v1.runner import RunnerV1
 
     return RunnerV1(config, ParallelState(config.position, config.device, rendezvous), progress)
 
 
 def _build_v2(config: NodeConfig, progress: Progress, rendezvous: str | socket.socket) -> ModelRunner:
-    _limit_thread_spinning(config)
-    from runner.distributed.parallel_state import ParallelState
-    from runner.v2.runner import RunnerV2
+    with _importing_torch(config):
+        from runner.distributed.parallel_state import ParallelState
+        from runner.v2.runner import RunnerV2
 
     return RunnerV2(config, ParallelState(config.position, config.device, rendezvous), progress)
 
@@ -52,6 +56,26 @@ FACTORIES: dict[str, Callable[[NodeConfig, Progress, str | socket.socket], Model
     "V2": _build_v2,
     "simulated": _build_simulated,
 }
+
+
+@contextlib.contextmanager
+def _importing_torch(config: NodeConfig) -> Iterator[None]:
+    """Prepare the first import of torch, and of transformers if the model needs it.
+
+    The collector waits, and never searches the million objects of these modules: that took a sixth of a node's start.
+    """
+    _limit_thread_spinning(config)
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        if config.model.impl == TRANSFORMERS:
+            import runner.models.from_transformers.decoder  # noqa: F401
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _limit_thread_spinning(config: NodeConfig) -> None:
