@@ -34,6 +34,7 @@ class DecodeRole:
         for source in settings.prefill:
             check_source(source)
         self.uses_connector = bool(settings.prefill)
+        self.hands_off_all = settings.handoff_min_tokens == 0
         self._settings = settings
         self._metrics = DecodeMetrics()
         self._peers: PrefillPeers | None = None

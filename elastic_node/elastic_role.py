@@ -43,6 +43,7 @@ class ElasticRole:
     uses_connector = True
 
     def __init__(self, decode: DecodeRole, prefill: PrefillRole) -> None:
+        self.hands_off_all = decode.hands_off_all
         self._decode = decode
         self._prefill = prefill
 

@@ -24,6 +24,7 @@ class PrefillRole:
     handoff_service = "pdserve.v1.PrefillNode"
     services: tuple[str, ...] = (handoff_service, "pdserve.v1.PoolingNode")
     uses_connector = True
+    hands_off_all = False
 
     def __init__(self, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:
         if not 0 < lease_seconds < float("inf") or not 0 <= lease_guard < float("inf"):

@@ -232,9 +232,12 @@ class _Server(uvicorn.Server):
         nodes = self._service.nodes
         self._status.loading("nodes", -1)
         await self._wait_for_nodes()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_READY_GRACE):
-                await nodes.wait_until(lambda: nodes.complete)
+        late = False
+        while not (nodes.complete or late):
+            late = not nodes.starting
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_READY_GRACE):
+                    await nodes.wait_until(lambda: nodes.complete)
         self._status.ready()
 
     async def _wait_for_nodes(self) -> None:

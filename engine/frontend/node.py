@@ -46,7 +46,7 @@ class Node:
         self._server = server
         self._status = status
         self._watch = LivenessWatch(self._engine.monitor)
-        self._reports = NodeReports(lambda: describe(context, role.connected_peers()))
+        self._reports = NodeReports(lambda: describe(context, role))
         self._engine.on_batch = self._reports.on_batch
         self._engine.on_progress = self._on_progress
         self._health = Health(server, (NODE_SERVICE, *role.services))

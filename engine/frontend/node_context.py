@@ -60,6 +60,7 @@ class Role(Protocol):
     name: str  # "prefill", "decode" or "both"
     services: tuple[str, ...]  # full names of its gRPC services
     uses_connector: bool
+    hands_off_all: bool  # prompts of any length
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         """Register servicers at ``server`` and callbacks at ``node.engine``, before the engine starts.

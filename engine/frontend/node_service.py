@@ -11,7 +11,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.registry import Collector
 
-from engine.frontend.node_context import NodeContext
+from engine.frontend.node_context import NodeContext, Role
 from engine.frontend.node_reports import NodeReports, sample_bits
 from engine.ipc.messages import Status
 from pdserve import __version__
@@ -26,7 +26,7 @@ NODE_SERVICE = "pdserve.v1.Node"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def describe(node: NodeContext, connected_peers: Sequence[str]) -> pb.NodeDescription:
+def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
     config, layout = node.config, node.engine.kv_layout
     pooling = config.pooling
     return pb.NodeDescription(
@@ -42,9 +42,10 @@ def describe(node: NodeContext, connected_peers: Sequence[str]) -> pb.NodeDescri
         kv_layout=layout_to_pb(config.whole_layout(layout)),
         max_model_len=config.max_model_len,
         vocab_size=config.model.vocab_size,
-        connected_peers=connected_peers,
+        connected_peers=role.connected_peers(),
         stalled=node.engine.stalled,
         cache_sample_bits=sample_bits(layout.num_blocks),
+        hands_off_all=role.hands_off_all,
         task=GENERATE if pooling is None else pooling.task,
         pooling=None
         if pooling is None

@@ -104,6 +104,7 @@ class NodeDescription(_message.Message):
     STALLED_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    HANDS_OFF_ALL_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start"""
@@ -127,6 +128,8 @@ class NodeDescription(_message.Message):
     """"ready", but a step takes far longer than usual: it may never end; use other nodes if there are any"""
     task: _builtins.str
     """"generate" (or empty), "embed" or "classify"; nodes of the latter serve PoolingNode"""
+    hands_off_all: _builtins.bool
+    """--handoff-min-tokens 0: routers name a node to read from for every prompt"""
     @_builtins.property
     def runner_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -159,10 +162,11 @@ class NodeDescription(_message.Message):
         stalled: _builtins.bool = ...,
         task: _builtins.str = ...,
         pooling: Global___Pooling | None = ...,
+        hands_off_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,6 +110,7 @@ class NodeClient:
             compat_hash=node.compat_hash,
             version=node.version,
             connected_peers=self._peers,
+            hands_off_all=node.hands_off_all,
             in_flight=self.in_flight,
             stalled=node.stalled,
             load=self._current_load(node.kv_layout.block_size),

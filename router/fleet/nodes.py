@@ -62,8 +62,24 @@ class Nodes:
 
     @property
     def complete(self) -> bool:
-        """Whether every listed node is ready."""
-        return all(directory.complete.is_set() for directory in self._directories) and all(node.ready for node in self)
+        """Whether every listed node is ready, and each that decodes can read from the others that prefill."""
+        if not all(directory.complete.is_set() for directory in self._directories):
+            return False
+        views = self.views()
+        prefills = [view for view in views if view.prefills]
+        return all(node.ready for node in self) and all(
+            decode.reads_from(prefill)
+            for decode in views
+            if decode.decodes
+            for prefill in prefills
+            if decode.may_read_from(prefill)
+        )
+
+    @property
+    def starting(self) -> bool:
+        """Whether a listed node will be ready soon."""
+        descriptions = [node.description for node in self]
+        return any(each is not None and each.state in ("loading", "connecting") for each in descriptions)
 
     def not_ready(self) -> tuple[list[str], list[str]]:
         """Describe the listed nodes that do not answer, and those that answer but are not ready."""

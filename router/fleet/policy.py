@@ -30,6 +30,7 @@ class NodeView(msgspec.Struct, frozen=True):
     compat_hash: str = ""
     version: str = ""
     connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
+    hands_off_all: bool = False  # prompts of any length and cost
     in_flight: int = 0  # requests of this router; on P, those still in prefill
     stalled: bool = False  # a step may never end: chosen only if all are
     load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
@@ -52,9 +53,12 @@ class NodeView(msgspec.Struct, frozen=True):
 
     def reads_from(self, prefill: NodeView) -> bool:
         """Return whether this D can read KV of that P, which is another node."""
+        return prefill.node_id in self.connected_peers and self.may_read_from(prefill)
+
+    def may_read_from(self, prefill: NodeView) -> bool:
+        """Return whether a connection to that P would suffice for ``reads_from``."""
         return (
             prefill.node_id != self.node_id
-            and prefill.node_id in self.connected_peers
             and prefill.compat_hash == self.compat_hash
             and prefill.version == self.version
         )
@@ -123,13 +127,13 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
         load, throughput = decode.load, filled(decode.throughput, typical)
         uncached = request.uncached(decode.node_id)
         decoding = cost.decode_cost(load, throughput, request.num_tokens)
-        prompt_cost = cost.prompt_cost if decode.prefills else cost.local_prompt_cost
-        candidates.append(_Candidate(decoding + prompt_cost(load, throughput, uncached), decode))
-        for prefill in ranked:
-            if decode.reads_from(prefill.node):
-                seconds = decoding + prefill.seconds + cost.handoff_cost(throughput, uncached)
-                candidates.append(_Candidate(seconds, decode, prefill.node))
-                break
+        peer = next((prefill for prefill in ranked if decode.reads_from(prefill.node)), None)
+        if peer is None or not decode.hands_off_all:
+            prompt_cost = cost.prompt_cost if decode.prefills else cost.local_prompt_cost
+            candidates.append(_Candidate(decoding + prompt_cost(load, throughput, uncached), decode))
+        if peer is not None:
+            seconds = decoding + peer.seconds + cost.handoff_cost(throughput, uncached)
+            candidates.append(_Candidate(seconds, decode, peer.node))
     cheapest = _cheapest(candidates)
     best = cheapest[snapshot.counter % len(cheapest)]
     return NodeChoice(best.node.node_id, None if best.prefill is None else best.prefill.node_id)

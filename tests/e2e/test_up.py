@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,13 @@ def assert_curl_works(command: str) -> None:
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
+    return post_for_headers(url, body)[0]
+
+
+def post_for_headers(url: str, body: dict[str, Any]) -> tuple[Any, Message]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)
+        return json.load(response), response.headers
 
 
 def in_flight(url: str) -> float:
@@ -148,17 +153,21 @@ def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert "Traceback" not in up.err.read_text()
 
 
-@pytest.mark.parametrize("flags", [(), ("--elastic",)])
-def test_up_serves_a_model_by_two_names_with_simulated_nodes(tmp_path: Path, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("flags", [("--prefill", "2"), ("--elastic",)])
+def test_up_serves_a_model_by_two_names_and_hands_off_from_the_first_request(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     names = ["a", "some/b"]
-    simulated = ["--engine", "simulated", "--sim-speed", "10"]
+    simulated = ["--engine", "simulated", "--sim-speed", "10", "--handoff-min-tokens", "0"]
     with started(tmp_path, str(EMBEDDED_MODEL) + "/", "--served-model-name", *names, *simulated, *flags) as up:
-        body = {"prompt": list(range(3, 103)), "max_tokens": 8, "temperature": 0}
+        body = {"prompt": [3, 4, 5], "max_tokens": 8, "temperature": 0}
         url = up.wait_served()
-        answers = [post(f"{url}/v1/completions", {**body, "model": name}) for name in names]
-    assert [answer["model"] for answer in answers] == ["a", "a"]
-    texts = [answer["choices"][0]["text"] for answer in answers]
+        answers = [post_for_headers(f"{url}/v1/completions", {**body, "model": name}) for name in names]
+    assert [answer["model"] for answer, _ in answers] == ["a", "a"]
+    texts = [answer["choices"][0]["text"] for answer, _ in answers]
     assert texts[0] == texts[1] != ""
+    for _, headers in answers:
+        assert headers["X-Pdserve-Prefill-Node"] not in (None, headers["X-Pdserve-Decode-Node"])
 
 
 def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:

@@ -122,6 +122,25 @@ def test_node_with_both_roles_takes_requests(pair: Pair) -> None:
     asyncio.run(run())
 
 
+def test_fleet_is_complete_once_handoffs_work(pair: Pair) -> None:
+    prefill, decode = pair.first, pair.second
+    prefill.description.role = "prefill"
+
+    async def run() -> None:
+        nodes = Nodes({}, {MODEL})
+        nodes.listed("prefill", frozenset({prefill.address}))
+        nodes.listed("decode", frozenset({decode.address}))
+        await nodes.wait_until(lambda: len([view for view in nodes.views() if view.ready]) == 2)
+        assert not nodes.complete
+        decode.stop()
+        decode.description.connected_peers.append("d0")
+        decode.start()
+        await nodes.wait_until(lambda: nodes.complete)
+        await nodes.close()
+
+    asyncio.run(run())
+
+
 def test_node_with_two_addresses_counts_once(pair: Pair) -> None:
     first = pair.first
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -105,6 +106,15 @@ def test_short_prompt_is_handed_off_from_a_busy_decode_node() -> None:
     idle = (decode("d0"), prefill("p0"))
     assert prefix_aware(FleetSnapshot("m", busy), PolicyRequest(100)) == NodeChoice("d0", "p0")
     assert prefix_aware(FleetSnapshot("m", idle), PolicyRequest(100)) == NodeChoice("d0", None)
+
+
+@pytest.mark.parametrize("make", [decode, both])
+def test_node_that_hands_off_all_computes_prompts_only_without_another(make: Callable[..., NodeView]) -> None:
+    node, short = make("d0", hands_off_all=True), PolicyRequest(1)
+    busy = prefill("p0", backlog=1_000_000)
+    assert prefix_aware(FleetSnapshot("m", (node, busy)), short) == NodeChoice("d0", "p0")
+    assert prefix_aware(FleetSnapshot("m", (node, prefill("p9"))), short) == NodeChoice("d0", None)
+    assert prefix_aware(FleetSnapshot("m", (node, busy)), PolicyRequest(1, {}, False)) == NodeChoice("d0", None)
 
 
 def test_idle_node_of_both_roles_serves_a_request_alone() -> None:
