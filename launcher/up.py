@@ -17,7 +17,7 @@ from launcher.local_fleet import FleetPlan, LocalFleet
 from launcher.restarts import MAX_FAILURES
 from launcher.startup_display import Display, serving_display, starting_display
 from launcher.supervisor import Changed, Child, Died, Printed, Supervisor
-from launcher.up_flags import check_flags, router_options
+from launcher.up_flags import check_flags, router_options, set_secrets
 from launcher.welcome import print_welcome
 from pdserve.checkpoint.files import read_text
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
@@ -42,6 +42,7 @@ def up(args: argparse.Namespace) -> int:
     check_flags(args)
     router = router_options(args)
     check_router(router)
+    set_secrets(args)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
         fleet = LocalFleet(children, plan, args)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from decode_node.decode_role import add_flags as add_decode_flags
 from elastic_node.elastic_role import add_flags as add_elastic_flags
@@ -68,6 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
         for action in actions:
             if action.option_strings[0] not in parser._option_string_actions:
                 group._add_action(action)
+    keys = parser.add_mutually_exclusive_group()
+    keys._group_actions += [parser._option_string_actions[flag] for flag in ("--api-keys", "--api-key")]
     return parser
 
 
@@ -91,7 +96,7 @@ def role_words(role: str, args: argparse.Namespace) -> list[str]:
 
     A node's options (pdserve/config/node_config.py) are not among them.
     """
-    actions = _ACTIONS[role]
+    actions = [action for action in _ACTIONS[role] if action.dest != "api_key"]
     if role != "router":
         actions = [*actions, *(action for action in _ACTIONS["router"] if action.dest in _COMMON)]
     return [word for action in actions for word in _words(action, getattr(args, action.dest))]
@@ -103,7 +108,15 @@ def router_options(args: argparse.Namespace) -> RouterOptions:
     add_router_flags(parser)
     names = [args.served_model_name, *args.aliases] if args.aliases else []
     words = ["--served-model-name", *names] if names else []
-    return router_options_from(parser.parse_args([args.model, *words, *role_words("router", args)]))
+    options = router_options_from(parser.parse_args([args.model, *words, *role_words("router", args)]))
+    return msgspec.structs.replace(options, api_key=args.api_key)
+
+
+def set_secrets(args: argparse.Namespace) -> None:
+    """Put the API key where the router reads it: all users can list command lines, but not environments."""
+    os.environ.pop("PDSERVE_API_KEY", None)
+    if args.api_key is not None:
+        os.environ["PDSERVE_API_KEY"] = args.api_key
 
 
 def _words(action: argparse.Action, value: object) -> list[str]:

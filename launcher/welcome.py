@@ -34,7 +34,7 @@ def _json_welcome(url: str, config: NodeConfig, nodes: Sequence[Member]) -> str:
 def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: RouterOptions) -> str:
     path, body = _example_body(config, router)
     text = json.dumps({"model": config.served_model_name, **body}, ensure_ascii=False).replace("'", "'\\''")
-    key = " -H 'Authorization: Bearer KEY'" if router.api_keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if router.api_keys or router.api_key else ""
     watch = f"Dashboard: {url}/dashboard\n" if router.dashboard else ""
     if router.chat_page and path == "chat/completions":
         watch = f"Chat: {url} in a browser\n{watch}"

@@ -49,7 +49,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_inflight: int = 1024  # requests
     max_queue: int = 1024  # requests
     max_connections: int | None = None  # of clients; None: by the limit of open files
-    api_keys: str | None = None  # TOML file (router/gate/keys.py); None: no authentication
+    api_keys: str | None = None  # TOML file (router/gate/keys.py)
+    api_key: str | None = None  # of all clients; neither: no authentication
     metrics_port: int | None = None  # 0: any free one; None: metrics at the port of the API only
     metrics_host: str = "127.0.0.1"
     metrics_client_names: bool = False
@@ -124,7 +125,12 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", "waiting requests; more get a 503 (default %(default)s)", "N", _count)
     connections = "connections of clients; beyond, the longest idle one is closed"
     add("--max-connections", f"{connections} (default: by the limit of open files)", "N", positive_int)
-    add("--api-keys", "accept only API keys of this file; `pdserve key NAME` makes one", "FILE")
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument(
+        "--api-keys", metavar="FILE", help="accept only API keys of this file; `pdserve key NAME` makes one"
+    )
+    key = "accept only this API key; PDSERVE_API_KEY in the environment keeps it from lists of processes"
+    keys.add_argument("--api-key", metavar="KEY", type=_api_key, help=key)
     metrics = "serve /metrics without a key at this port, too; 0 is any free port"
     add("--metrics-port", f"{metrics} (default: none)", "N", port_number)
     add("--metrics-host", "address of --metrics-port (default %(default)s)")
@@ -225,6 +231,12 @@ def _age(text: str) -> int:
 def _store(text: str) -> str:
     if text != "memory" and not re.fullmatch("sqlite:.+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a response store; use memory or sqlite:PATH")
+    return text
+
+
+def _api_key(text: str) -> str:
+    if not re.fullmatch("[!-~]+", text):
+        raise argparse.ArgumentTypeError("a key has one or more visible ASCII characters, and no blanks")
     return text
 
 

@@ -21,7 +21,7 @@ from router.fleet.nodes import Nodes
 from router.fleet.policy import BOTH
 from router.fleet.stream_mover import StreamMover
 from router.gate.admission import AdmissionController
-from router.gate.keys import KeyFile
+from router.gate.keys import KeyFile, KeyRing, single_key
 from router.loop_lag import LoopLag
 from router.memory import MemoryTrimmer
 from router.metrics import RouterMetrics
@@ -86,7 +86,11 @@ class Service:
             self.models[name] = ServedModel(name, root, tokenizer, fleet, options)
         self.names = self.models | {name: next(iter(self.models.values())) for name in options.aliases}
         self.admission = AdmissionController(options.max_inflight, options.max_queue, self.metrics)
-        self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
+        self.keys: KeyFile | KeyRing | None = None
+        if options.api_keys is not None:
+            self.keys = KeyFile(options.api_keys)
+        elif options.api_key is not None:
+            self.keys = single_key(options.api_key)
         self.draining = False  # /health fails
         self.dashboard = DashboardState(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
         self.turns = asyncio.Lock()  # of large responses, to encode their next piece
@@ -103,7 +107,7 @@ class Service:
             model.mover.start()
         if self.dashboard is not None:
             self.dashboard.start()
-        if self.keys is not None:
+        if isinstance(self.keys, KeyFile):
             self._key_watch = asyncio.create_task(self.keys.watch(self._count_key_reload), name="API keys")
 
     async def close(self) -> None:

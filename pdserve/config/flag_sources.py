@@ -18,6 +18,8 @@ COMMAND_LINE = "the command line"
 _PREFIX = "PDSERVE_"
 _MAX_FILE = 1 << 20  # bytes
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+#: Flags that `pdserve up` gives its processes in the environment, since all users can list command lines.
+SECRETS = ("api-key",)
 _NEVER = ("help", "version", "config", "status-fd", "lifeline-fd")
 #: Kubernetes sets PDSERVE_PORT=tcp://… in every pod beside a Service of the name pdserve.
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
@@ -51,7 +53,10 @@ class FlagSources:
         self.found = dict.fromkeys(given, COMMAND_LINE)
         self._taken = {dest for each in given for dest in self._exclusive(each)}
         self._argv, self._model, self._options = list(argv), list[str](), list[str]()
-        if "help" in given or "lifeline_fd" in given:  # the latter is a child of `pdserve up`, which resolved all flags
+        if "help" in given:
+            return
+        if "lifeline_fd" in given:  # a child of `pdserve up`, which resolved all flags; secrets come by the environment
+            self._add([each for each in self._of_environment(os.environ) if each.key in SECRETS])
             return
         file = given.get("config") or os.environ.get("PDSERVE_CONFIG", "")
         for settings in (self._of_environment(os.environ), self._of_file(file) if file else ()):

@@ -1,12 +1,11 @@
 """The flags of a node, defined once for ``pdserve up``, ``prefill``, ``decode``, ``doctor`` and ``explain``.
 
-Errors are one sentence: an unknown flag names the nearest known one, an invalid value names the valid ones.
+Errors are one sentence: an unknown flag names the one that was meant, an invalid value names the valid ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
+from pdserve.config.flag_meanings import describe_unknown
 from pdserve.config.flag_sources import FlagSources
 from pdserve.config.model_config import MODEL_IMPLS
 from pdserve.config.node_config import CUDA_GRAPHS, KV_CACHE_DTYPES, LOAD_FORMATS, NodeOptions
@@ -36,12 +36,6 @@ SIZE_UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
     "TIB": 2**40,
-}
-
-
-#: Flags of vLLM that are refused with a reason.
-_REFUSED = {
-    "--trust-remote-code": "code from checkpoints never runs; architectures of the transformers library run without it",
 }
 
 
@@ -87,12 +81,7 @@ class CommandParser(argparse.ArgumentParser):
     def _describe_unknown(self, argument: str) -> str:
         if not argument.startswith("-"):
             return f"unexpected argument {argument!r} (see {self.prog} --help)"
-        flag = argument.split("=", 1)[0]
-        if flag in _REFUSED:
-            return f"{flag} is not supported: {_REFUSED[flag]}"
-        nearest = difflib.get_close_matches(flag, list(self._option_string_actions), n=1, cutoff=0.5)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"see {self.prog} --help"
-        return f"unknown flag {flag}; {remedy}"
+        return describe_unknown(argument.split("=", 1)[0], self._option_string_actions, self.prog)
 
 
 # ---------------------------------------------------------------- types of flags

@@ -30,12 +30,12 @@ class NodeView(msgspec.Struct, frozen=True):
     compat_hash: str = ""
     version: str = ""
     connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
-    hands_off_all: bool = False  # prompts of any length and cost
     in_flight: int = 0  # requests of this router; on P, those still in prefill
     stalled: bool = False  # a step may never end: chosen only if all are
     load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
     throughput: Throughput = Throughput()
     task: str = GENERATE
+    hands_off_all: bool = False  # prompts of any length and cost
 
     @property
     def decodes(self) -> bool:

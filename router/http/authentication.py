@@ -9,7 +9,7 @@ from time import monotonic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.errors import RateLimitExceeded, Unauthorized
-from router.gate.keys import ANONYMOUS, Client, KeyFile
+from router.gate.keys import ANONYMOUS, Client, KeyFile, KeyRing
 from router.gate.refused_keys import PER_MINUTE, RefusedKeys
 from router.http.error_responses import error_response
 from router.http.request_ids import request_id_of
@@ -19,7 +19,9 @@ _CLIENT = "pdserve.client"  # key in the ASGI scope
 
 
 class Authentication:
-    def __init__(self, app: ASGIApp, keys: KeyFile, public_paths: Iterable[str], metrics: RouterMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyFile | KeyRing, public_paths: Iterable[str], metrics: RouterMetrics
+    ) -> None:
         self._app = app
         self._keys = keys
         self._public_paths = frozenset(public_paths)

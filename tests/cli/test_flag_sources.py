@@ -116,6 +116,20 @@ def test_children_of_up_take_flags_from_up_only(monkeypatch: pytest.MonkeyPatch)
     assert make_parser().parse_args(["m"]).port == up_parser().parse_args(["m"]).port == 7
 
 
+@pytest.mark.parametrize("parser", [make_parser, up_parser])
+def test_api_key_is_a_secret_of_the_environment(parser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``up`` gives it to its router there; a file of keys on the command line replaces it."""
+    monkeypatch.setenv("PDSERVE_API_KEY", "sk-1")
+    assert parser().parse_args(["m"]).api_key == "sk-1"
+    assert make_parser().parse_args(["m", "--lifeline-fd", "3"]).api_key == "sk-1"
+    args = parser().parse_args(["m", "--api-keys", "keys.toml"])
+    assert (args.api_keys, args.api_key) == ("keys.toml", None)
+    with pytest.raises(ConfigError, match="not allowed with"):
+        parser().parse_args(["m", "--api-keys", "keys.toml", "--api-key", "sk-2"])
+    with pytest.raises(ConfigError, match="a key has one or more visible ASCII characters"):
+        parser().parse_args(["m", "--api-key", "a b"])
+
+
 def test_explain_shows_where_values_come_from(
     config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

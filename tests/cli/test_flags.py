@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.up_flags import make_parser
+from pdserve.config.flag_meanings import MEANINGS, OF_ROUTERS, REASONS
 from pdserve.config.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
 from pdserve.config.node_config import NodeOptions
 from pdserve.errors import ConfigError
+from prefill_node.__main__ import make_parser as make_prefill_parser
 
 
 def parse(argv: list[str]) -> NodeOptions:
@@ -29,6 +31,33 @@ def test_flags_of_vllm_are_understood() -> None:
     )
     with pytest.raises(ConfigError, match="code from checkpoints never runs"):
         parse(["m", "--trust-remote-code"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "error"),
+    [
+        ("--tp-size", "use --tp$"),
+        ("--mem_fraction_static=0.8", "use --gpu-memory-utilization$"),
+        ("--disable-cuda-graph", "use --cuda-graphs off$"),
+        ("--model-path", "use MODEL"),
+        ("--kv-transfer-config", "not supported: nodes always transfer KV by NIXL"),
+        ("--gpu-memory", "did you mean --gpu-memory-utilization"),
+        ("--tensor-paralel-size", "did you mean --tensor-parallel-size"),
+        ("--tool-call-parser", "a flag of `pdserve router` and `pdserve up`, not of pdserve prefill"),
+        ("--ssl-keyfile", "--ssl-keyfile is --tls-key, a flag of `pdserve router`"),
+        ("--foo", "unknown flag --foo; see pdserve prefill --help"),
+    ],
+)
+def test_unknown_flags_are_explained_by_meaning(flag: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        make_prefill_parser().parse_args(["m", flag, "2"])
+
+
+def test_meanings_are_flags_that_exist_and_hide_none() -> None:
+    known = set(make_parser()._option_string_actions)
+    meant = {meaning.split()[0] for meaning in MEANINGS.values() if meaning.startswith("--")}
+    assert meant | OF_ROUTERS <= known
+    assert not known & {*MEANINGS, *REASONS}
 
 
 def test_help_shows_the_defaults() -> None:

@@ -98,8 +98,9 @@ def post(url: str, body: dict[str, Any]) -> Any:
     return post_for_headers(url, body)[0]
 
 
-def post_for_headers(url: str, body: dict[str, Any]) -> tuple[Any, Message]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def post_for_headers(url: str, body: dict[str, Any], key: str = "") -> tuple[Any, Message]:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response), response.headers
 
@@ -158,11 +159,15 @@ def test_up_serves_a_model_by_two_names_and_hands_off_from_the_first_request(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     names = ["a", "some/b"]
-    simulated = ["--engine", "simulated", "--sim-speed", "10", "--handoff-min-tokens", "0"]
+    simulated = ["--engine", "simulated", "--sim-speed", "10", "--handoff-min-tokens", "0", "--api-key", "sk-1"]
     with started(tmp_path, str(EMBEDDED_MODEL) + "/", "--served-model-name", *names, *simulated, *flags) as up:
         body = {"prompt": [3, 4, 5], "max_tokens": 8, "temperature": 0}
         url = up.wait_served()
-        answers = [post_for_headers(f"{url}/v1/completions", {**body, "model": name}) for name in names]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(f"{url}/v1/completions", {**body, "model": "a"})
+        answers = [post_for_headers(f"{url}/v1/completions", {**body, "model": name}, "sk-1") for name in names]
+        assert not any("sk-1" in process.cmdline() for process in up.descendants())
+        assert "-H 'Authorization: Bearer KEY'" in up.out.read_text()
     assert [answer["model"] for answer, _ in answers] == ["a", "a"]
     texts = [answer["choices"][0]["text"] for answer, _ in answers]
     assert texts[0] == texts[1] != ""

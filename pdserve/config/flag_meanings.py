@@ -1,0 +1,114 @@
+"""Flags that people know from vLLM, SGLang, TGI and llama.cpp, by what they mean here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+#: Flags of other servers, and what does the same here: a flag, or words.
+MEANINGS = {
+    "--model": "MODEL, as the first word after the command",
+    "--model-path": "MODEL, as the first word after the command",
+    "--model-id": "MODEL, as the first word after the command",
+    "--tp-size": "--tp",
+    "--num-shard": "--tp",
+    "--pp-size": "--pp",
+    "--data-parallel-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
+    "--dp-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
+    "--ctx-size": "--max-model-len",
+    "--context-length": "--max-model-len",
+    "--max-total-tokens": "--max-model-len",
+    "--max-seq-len": "--max-model-len",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--cuda-memory-fraction": "--gpu-memory-utilization",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--num-gpu-blocks-override": "--kv-cache-memory",
+    "--max-running-requests": "--max-num-seqs",
+    "--max-batch-size": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "--chunked-prefill-size": "--max-batch-tokens",
+    "--max-prefill-tokens": "--max-batch-tokens",
+    "--max-batch-prefill-tokens": "--max-batch-tokens",
+    "--max-queued-requests": "--max-queue",
+    "--max-concurrent-requests": "--max-inflight",
+    "--page-size": "--block-size",
+    "--disable-cuda-graph": "--cuda-graphs off",
+    "--runner": "--task",
+    "--convert": "--task",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--allowed-origins": "--cors-origin",
+    "--uvicorn-log-level": "--log-level",
+    "--enable-log-requests": "--log-requests",
+    "--otlp-traces-endpoint": "--traces",
+    "--random-seed": "the field `seed` of requests",
+    "--seed": "the field `seed` of requests",
+    "--download-dir": "the environment variable HF_HUB_CACHE",
+    "--hf-token": "the environment variable HF_TOKEN",
+    "--disaggregation-mode": "the commands `pdserve prefill` and `pdserve decode`",
+    "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
+}
+
+#: Flags of other servers that have no counterpart, each with the reason.
+REASONS = {
+    "--trust-remote-code": "code from checkpoints never runs; architectures of the transformers library run without it",
+    "--quantization": "the checkpoint says how its weights are quantized",
+    "--tokenizer": "the tokenizer comes from MODEL",
+    "--tokenizer-path": "the tokenizer comes from MODEL",
+    "--enable-prefix-caching": "prefixes are always cached",
+    "--no-enable-prefix-caching": "prefixes are always cached; `cache_salt` in requests divides the cache",
+    "--disable-radix-cache": "prefixes are always cached; `cache_salt` in requests divides the cache",
+    "--enable-chunked-prefill": "long prompts are always computed in chunks; --itl-target bounds them",
+    "--enable-auto-tool-choice": "tools are called without it; --tool-call-parser auto finds the model's format",
+    "--kv-transfer-config": "nodes always transfer KV by NIXL; a decode node's --prefill names what it reads from",
+    "--disaggregation-transfer-backend": "nodes always transfer KV by NIXL",
+    "--disable-log-requests": "requests are not logged without --log-requests",
+    "--speculative-config": "there is no speculative decoding",
+    "--speculative-algorithm": "there is no speculative decoding",
+    "--enable-lora": "there are no LoRA adapters; merge the adapter into the checkpoint",
+    "--lora-modules": "there are no LoRA adapters; merge the adapter into the checkpoint",
+    "--lora-paths": "there are no LoRA adapters; merge the adapter into the checkpoint",
+    "--swap-space": "KV is never swapped; --max-num-seqs and --kv-cache-memory bound it",
+    "--cpu-offload-gb": "weights are never offloaded; use --tp or --pp over more GPUs",
+}
+
+#: Flags that nodes do not have, since the router speaks HTTP.
+OF_ROUTERS = {
+    "--tool-call-parser",
+    "--reasoning-parser",
+    "--chat-template",
+    "--api-keys",
+    "--cors-origin",
+    "--policy",
+    "--max-logprobs",
+    "--max-queue",
+    "--max-inflight",
+    "--response-store",
+    "--tls-cert",
+    "--tls-key",
+}
+
+_SIMILAR = 0.7  # of letters
+
+
+def describe_unknown(flag: str, known: Collection[str], program: str) -> str:
+    """Return an error for a flag that is not ``known``, with what to do instead."""
+    flag = flag.replace("_", "-")
+    if flag in REASONS:
+        return f"{flag} is not supported: {REASONS[flag]}"
+    meant = MEANINGS.get(flag, flag)
+    if meant != flag and (not meant.startswith("--") or meant.split()[0] in known):
+        return f"unknown flag {flag}; use {meant}"
+    if meant in OF_ROUTERS:
+        what = f"{flag} is {meant}, a flag" if meant != flag else f"{flag} is a flag"
+        return f"{what} of `pdserve router` and `pdserve up`, not of {program}"
+    nearest = _nearest(flag, known)
+    return f"unknown flag {flag}; " + (f"did you mean {nearest}?" if nearest else f"see {program} --help")
+
+
+def _nearest(flag: str, known: Collection[str]) -> str | None:
+    """Return the known flag of similar letters, or the shortest one that has all words of ``flag``."""
+    if similar := difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR):
+        return similar[0]
+    words = set(flag.strip("-").split("-"))
+    return min((each for each in known if words <= set(each.strip("-").split("-"))), key=len, default=None)
