@@ -12,9 +12,14 @@ from pdserve.errors import ConfigError
 
 
 def with_parallel_sizes(options: NodeOptions, pp: int | None, tp: int | None) -> NodeOptions:
-    """Override the parallel sizes for one kind of node. ``stage_layers`` applies only to nodes with stages."""
+    """Override the parallel sizes for one kind of node. ``stage_layers`` applies only to nodes with stages.
+
+    A node with whole experts per shard keeps them: its ``ep`` is its ``tp``.
+    """
+    ep = options.ep if tp in (None, options.tp) or options.ep == 1 else tp
     pp, tp = pp or options.pp, tp or options.tp
-    return msgspec.structs.replace(options, pp=pp, tp=tp, stage_layers=options.stage_layers if pp > 1 else None)
+    stage_layers = options.stage_layers if pp > 1 else None
+    return msgspec.structs.replace(options, pp=pp, tp=tp, ep=ep, stage_layers=stage_layers)
 
 
 def assign_devices(nodes: Sequence[NodeOptions], num_gpus: int, num_threads: int) -> list[NodeOptions]:

@@ -181,7 +181,8 @@ def find_mismatch(hello: Hello, config: NodeConfig) -> str:
 
 def _describe(parallel: ParallelConfig) -> str:
     shared = " and shared MLPs" if parallel.shared_mlps else ""
-    return f"stages of {','.join(map(str, parallel.stage_layers))} layers with tp {parallel.tp}{shared}"
+    experts = f", ep {parallel.ep}" if parallel.ep > 1 else ""
+    return f"stages of {','.join(map(str, parallel.stage_layers))} layers with tp {parallel.tp}{experts}{shared}"
 
 
 # ---------------------------------------------------------------- the ranks

@@ -227,6 +227,13 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
     "ranks": (
         _Flag("pp", "N", "pipeline stages (default %(default)s)", positive_int, alias="--pipeline-parallel-size"),
         _Flag("tp", "M", "tensor shards per stage (default %(default)s)", positive_int, alias="--tensor-parallel-size"),
+        _Flag(
+            "ep",
+            "M",
+            "the value of --tp: each shard holds whole experts, not a slice of every expert (default %(default)s)",
+            positive_int,
+            alias="--expert-parallel-size",
+        ),
         _Flag("stage_layers", "N,N,…", "layers of each stage (default: split evenly)", _numbers),
         _Flag(
             "shared_mlps",

@@ -34,6 +34,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     task: str = "auto"  # auto: by the checkpoint; generate; embed or classify: vectors of prompts
     pp: int = 1  # pipeline stages
     tp: int = 1  # tensor shards per stage
+    ep: int = 1  # 1: each shard has a slice of every expert; tp: whole experts
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: split evenly
     shared_mlps: str | None = None  # on, off; None: on for prefill nodes
     max_model_len: int | None = None  # tokens
@@ -158,6 +159,7 @@ def check_options(options: NodeOptions) -> None:
         "threads",
         "pp",
         "tp",
+        "ep",
     )
     for name in sizes:
         value = getattr(options, name)
@@ -196,6 +198,7 @@ def _check_simulated(options: NodeOptions) -> None:
         ("cuda_graphs", ("auto", "off")),
         ("pp", (1,)),
         ("tp", (1,)),
+        ("ep", (1,)),
         ("kv_checksum", (None, "off")),
     ):
         if getattr(options, name) not in allowed:

@@ -41,11 +41,15 @@ NO_DEFERRED_MLPS = DeferredMLPs(previous=False, last=False)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
-    """``stage_layers[s]`` is the number of layers of pipeline stage s; each stage has ``tp`` tensor shards."""
+    """``stage_layers[s]`` is the number of layers of pipeline stage s; each stage has ``tp`` tensor shards.
+
+    ``ep`` is 1, or equals ``tp``: then each shard holds whole experts in place of a slice of every expert.
+    """
 
     stage_layers: tuple[int, ...]
     tp: int = 1
     shared_mlps: bool = False
+    ep: int = 1
 
     @property
     def pp(self) -> int:
@@ -106,6 +110,13 @@ class RankPosition(msgspec.Struct, frozen=True):
         """Whether this rank also holds the MLP of the layer before its own."""
         return self.parallel.shared_mlps and not self.is_first
 
+    def local_experts(self, moe: MoEConfig) -> range:
+        """Return the experts of each layer that this rank holds, or holds a slice of."""
+        if self.parallel.ep == 1:
+            return range(moe.num_experts)
+        each = moe.num_experts // self.parallel.ep
+        return range(self.shard * each, (self.shard + 1) * each)
+
     def deferred_mlps(self, step: int) -> DeferredMLPs:
         if not self.parallel.shared_mlps:
             return NO_DEFERRED_MLPS
@@ -116,7 +127,12 @@ class RankPosition(msgspec.Struct, frozen=True):
 
 
 def choose_parallel_config(
-    model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[int] | None = None, shared_mlps: bool = False
+    model: ModelConfig,
+    pp: int,
+    tp: int,
+    stage_layers: Sequence[int] | None = None,
+    shared_mlps: bool = False,
+    ep: int = 1,
 ) -> ParallelConfig:
     """Check and choose the parallel configuration. Raises ConfigError.
 
@@ -134,15 +150,27 @@ def choose_parallel_config(
             f"least 1, one for each of pp stages, that add up to the {model.num_layers} layers of the model"
         )
     sizes = [("attention heads", model.num_heads), ("intermediate_size", model.intermediate_size)]
+    _check_experts(model, tp, ep)
     if model.moe is not None:
-        sizes.append(("intermediate size of experts", model.moe.intermediate_size))
+        sizes.append(("intermediate size of experts", model.moe.intermediate_size * ep))
         sizes.append(("intermediate size of shared experts", model.moe.shared_intermediate_size))
     for what, count in sizes:
         if tp < 1 or count % tp:
             raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
     KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
     shared_mlps = shared_mlps and pp > 1 and model.impl != TRANSFORMERS  # a library's layer is not cut
-    return ParallelConfig(tuple(stage_layers), tp, shared_mlps)
+    return ParallelConfig(tuple(stage_layers), tp, shared_mlps, ep)
+
+
+def _check_experts(model: ModelConfig, tp: int, ep: int) -> None:
+    if ep == 1:
+        return
+    if model.moe is None:
+        raise ConfigError(f"ep {ep}: {model.architecture} has no native mixture of experts; leave --ep out")
+    if ep != tp:
+        raise ConfigError(f"ep {ep} differs from tp {tp}; the shards of a stage divide its experts: use --ep {tp}")
+    if model.moe.num_experts % ep:
+        raise ConfigError(f"ep {ep} does not divide the model's experts, {model.moe.num_experts}; choose a divisor")
 
 
 def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
@@ -160,10 +188,11 @@ def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
 
 
 def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
-    tp, layers = position.parallel.tp, position.layers
+    tp, ep, layers = position.parallel.tp, position.parallel.ep, position.layers
     return msgspec.structs.replace(
         moe,
-        intermediate_size=moe.intermediate_size // tp,
+        num_experts=len(position.local_experts(moe)),
+        intermediate_size=moe.intermediate_size * ep // tp,
         shared_intermediate_size=moe.shared_intermediate_size // tp,
         dense_layers=tuple(layer - layers.start for layer in moe.dense_layers if layer in layers),
     )
@@ -214,7 +243,7 @@ def _linear_and_table_parameters(model: ModelConfig, position: RankPosition, act
         return mine.num_layers * attention + len(mlps) * dense, tables
     num_dense = sum(model.moe.is_dense(layer) for layer in mlps)
     num_moe = len(mlps) - num_dense
-    used = moe.top_k if active else moe.num_experts
+    used = min(moe.top_k, moe.num_experts) if active else moe.num_experts
     experts = 3 * mine.hidden_size * (used * moe.intermediate_size + moe.shared_intermediate_size)
-    routers = num_moe * moe.num_experts * mine.hidden_size
+    routers = num_moe * model.moe.num_experts * mine.hidden_size
     return mine.num_layers * attention + num_dense * dense + num_moe * experts, tables + routers

@@ -63,7 +63,9 @@ def resolve(
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
-    parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
+    parallel = choose_parallel_config(
+        model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on", options.ep
+    )
     weights = _find_weights(model, model_dir) if options.reads_weights else None
     problem = kept_problem(model, parallel, weights.plain if weights else ())
     decision = _choose_runner(options, platform, model, backend, pooling, problem, environ.get(VARIABLE))

@@ -14,7 +14,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.flags import options_from
 from pdserve.config.generation_defaults import load_generation_defaults
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import num_parameters
+from pdserve.config.parallel import active_parameters, num_parameters
 from pdserve.config.resolve import resolve
 
 
@@ -72,6 +72,7 @@ def as_text(config: NodeConfig) -> str:
     estimated = ", estimated" if config.measure_kv_memory else ""
     rows = [
         ("model", f"{config.served_model_name} ({config.model.architecture})"),
+        *_expert_rows(config),
         ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
         ("device", config.device.name),
         ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
@@ -103,8 +104,30 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
         "shares_mlp_before": config.position.shares_mlp_before,
         "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
         "parameters": num_parameters(config.model, config.position),
+        "active_parameters": active_parameters(config.model, config.position),
+        "experts": _local_experts(config),
         "kv_shape": list(config.kv_layout.shape),
     }
+
+
+def _local_experts(config: NodeConfig) -> list[int] | None:
+    """Return the first and the last expert of this rank, None for dense models."""
+    if config.model.moe is None:
+        return None
+    local = config.position.local_experts(config.model.moe)
+    return [local[0], local[-1]]
+
+
+def _expert_rows(config: NodeConfig) -> list[tuple[str, str]]:
+    model, position, moe = config.model, config.position, config.model.moe
+    if moe is None:
+        return []
+    shared = " and shared experts" if moe.shared_intermediate_size else ""
+    used, held = active_parameters(model, position) / 1e6, num_parameters(model, position) / 1e6
+    return [
+        ("experts", f"{moe.num_experts} in each of {model.num_layers - len(moe.dense_layers)} layers"),
+        ("", f"a token uses {moe.top_k}{shared}: {used:.1f} M of {held:.1f} M parameters"),
+    ]
 
 
 def _rank_rows(config: NodeConfig) -> list[tuple[str, str]]:

@@ -33,11 +33,17 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int
     dtype: str
     kv_cache_dtype: str = "auto"  # auto: that of the model
+    num_experts: int = 0  # in each layer; 0: dense
+    top_k: int = 0  # experts per token
+    expert_intermediate_size: int = 0
 
     @classmethod
     def of(cls, model: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:
         """``kv_cache_dtype`` is a value of the flag, or the dtype of a KVLayout."""
-        fields = {name: getattr(model, name) for name in cls.__struct_fields__ if name != "kv_cache_dtype"}
+        fields = {name: getattr(model, name) for name in cls.__struct_fields__ if hasattr(model, name)}
+        if moe := model.moe:
+            experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
+            fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
         return cls(**fields, kv_cache_dtype=FP8_E4M3 if kv_cache_dtype in (FP8_E4M3, "fp8") else "auto")
 
     @property

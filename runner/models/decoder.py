@@ -30,6 +30,7 @@ from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightSha
 from runner.placement import TensorPlacement
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -181,6 +182,8 @@ class Decoder:
         position = self.context.position
         self._parallel = parallel
         self._first_layer = position.layers.start
+        moe = config.moe
+        self._other_experts = set(range(moe.num_experts)).difference(position.local_experts(moe)) if moe else set()
         self._other_layers = set(range(config.num_layers + config.num_nextn_layers)).difference(position.layers)
         self._embedding = VocabParallelEmbedding(self.context) if position.is_first else None
         self.layers = [self.make_layer(layer) for layer in range(len(position.layers))]
@@ -275,7 +278,9 @@ class Decoder:
         return {name for name in stored if name not in mine and (name in tables or self._is_elsewhere(name))}
 
     def _is_elsewhere(self, name: str) -> bool:
-        layer = _LAYER.match(name)
+        layer, expert = _LAYER.match(name), _EXPERT.search(name)
+        if expert is not None and int(expert[1]) in self._other_experts:
+            return True
         return layer is not None and int(layer[1]) in self._other_layers
 
     def process_weights_after_loading(self) -> None:

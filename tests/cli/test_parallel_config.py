@@ -13,10 +13,21 @@ from hypothesis import strategies as st
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig, load_model_config
-from pdserve.config.parallel import ParallelConfig, choose_parallel_config, num_parameters, shard_of, vocabulary_of
+from pdserve.config.moe import MoEConfig
+from pdserve.config.parallel import (
+    ParallelConfig,
+    active_parameters,
+    choose_parallel_config,
+    num_parameters,
+    shard_of,
+    vocabulary_of,
+)
 from pdserve.errors import ConfigError
 
 TINY = load_model_config(Path(__file__).parents[2] / "models" / "tiny")
+
+
+MOE = MoEConfig(num_experts=8, top_k=2, intermediate_size=30, shared_intermediate_size=8, dense_layers=(0,))
 
 
 def model(layers: int = 8, heads: int = 8, kv_heads: int = 4, intermediate: int = 64, vocab: int = 101) -> ModelConfig:
@@ -128,6 +139,34 @@ def test_deferred_mlps_are_computed_once_and_balance_stages(
     # In pp steps each does one MLP less than it has, where the last one alone would have saved pp.
     assert computed == [parallel.pp * len(position.layers) - 1 for position in positions]
     assert sum(computed) == parallel.pp * (of.num_layers - 1)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "is_moe", "named"),
+    [
+        (2, 2, False, "no native mixture of experts"),
+        (4, 2, True, "ep 2 differs from tp 4.*use --ep 4"),
+        (4, 1, True, "intermediate size of experts, 30"),
+    ],
+)
+def test_impossible_expert_parallel_sizes_are_refused(tp: int, ep: int, is_moe: bool, named: str) -> None:
+    of = msgspec.structs.replace(model(), moe=MOE if is_moe else None)
+    with pytest.raises(ConfigError, match=named):
+        choose_parallel_config(of, 1, tp, ep=ep)
+
+
+def test_experts_are_sliced_or_divided_among_shards() -> None:
+    of = msgspec.structs.replace(model(kv_heads=8, vocab=100), moe=MOE)
+    whole = choose_parallel_config(of, 1, 1).position(0)
+    routers = (of.num_layers - 1) * MOE.num_experts * of.hidden_size  # which every shard has
+    for tp, ep in ((2, 1), (2, 2), (4, 4)):
+        parallel = choose_parallel_config(of, 1, tp, ep=ep)
+        ranks = [parallel.position(rank) for rank in range(tp)]
+        held = sum(num_parameters(of, position) for position in ranks)
+        assert held - (tp - 1) * routers == num_parameters(of, whole)
+        experts = [expert for position in ranks for expert in position.local_experts(MOE)]
+        assert sorted(experts) == sorted(list(range(8)) * (tp // ep))
+    assert active_parameters(of, whole) < num_parameters(of, whole)
 
 
 def test_rank_parameters_add_up_to_the_model_without_norms() -> None:

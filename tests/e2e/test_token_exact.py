@@ -35,7 +35,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral-window": ("mistral", {"sliding_window": 40, "num_key_value_heads": 1}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {"sliding_window": 40}),
+    "glm4-moe": ("glm4_moe", {}),
+    "minimax-m2": ("minimax_m2", {}),
 }
+QUICK = ("llama3-rope-tied", "mistral-window", "qwen3-tied")
 
 
 @dataclass
@@ -60,7 +65,7 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow) if name == "llama" else name for name in CHECKPOINTS],
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, overrides = CHECKPOINTS[request.param]

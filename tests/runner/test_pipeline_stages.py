@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3-small": ("qwen3", {"num_hidden_layers": 2}),
+    "glm4-moe-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 Case = tuple[str, str, int, int, tuple[int, ...] | None, bool]  # model, runner, stages, shards, layers, shared MLPs
@@ -95,7 +96,15 @@ def check_cases(cases: list[Case], folder: Path) -> None:
                 if not directory.exists():
                     family, options = MODELS[model]
                     make_checkpoint(directory, family, **{"num_hidden_layers": 4, **options})
-                config = config_of(directory, version, pp=pp, tp=tp, stage_layers=stage_layers, shared_mlps=shared_mlps)
+                config = config_of(
+                    directory,
+                    version,
+                    pp=pp,
+                    tp=tp,
+                    ep=tp if model.endswith("-ep") else 1,
+                    stage_layers=stage_layers,
+                    shared_mlps=shared_mlps,
+                )
                 requests = requests_of(version)
                 found = generate(node.started(config), config, requests, at_once=5)
                 check(requests, found, generate_alone(config_of(directory, version), requests))

@@ -32,18 +32,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_hidden_layers": 2}),
     "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),
     "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
+    "qwen3-moe-ep": ("qwen3_moe", {"num_hidden_layers": 2}),
+    "glm4-moe-ep": ("glm4_moe", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
-FEW = [(name, "V1", 2) for name in ("llama", "llama-tied", "mistral", "qwen3-moe", "glm4-moe", "minimax-m2")]
+FEW = [(name, "V1", 2) for name in ("llama", "llama-tied", "mistral", "qwen3-moe", "glm4-moe-ep", "minimax-m2")]
 FEW.append(("qwen3", "V2", 2))
 
 
 def case_of(directory: Path, version: str, tp: int) -> Case:
+    """Shards of a model named "…-ep" hold whole experts."""
     lengths, num_tokens = ((5, 37, 20), 6) if version == "V1" else ((3, 18), 2)
     numbers = random.Random(3)
     prompts = tuple(tuple(numbers.randrange(128) for _ in range(length)) for length in lengths)
     backend = {"V1": "torch", "V2": "triton"}[version]
-    config = node_config(directory, tp=tp, runner=version, attention_backend=backend, max_num_seqs=8)
+    ep = tp if directory.name.endswith("-ep") else 1
+    config = node_config(directory, tp=tp, ep=ep, runner=version, attention_backend=backend, max_num_seqs=8)
     return Case(config, prompts, (GREEDY, SAMPLED), num_tokens, chunk=18)
 
 

@@ -62,15 +62,20 @@ class Router:
 
 
 class MixtureOfExperts:
-    """``--tp`` slices each expert along its intermediate size."""
+    """``--tp`` slices each expert along its intermediate size; with ``--ep`` a shard holds whole experts.
+
+    Shards see the same tokens and choose the same experts. Each computes its part for all tokens, and the sum over the
+    shards, which the next norm takes anyway, adds them up.
+    """
 
     def __init__(self, context: ModelContext) -> None:
         config, placement = context.config, context.placement
         moe = config.moe
         assert moe is not None
         self._router = Router(moe, config.hidden_size, placement)
-        inner = ShardRange.even(moe.intermediate_size, context.position)
-        shard = ExpertsShard(range(moe.num_experts), moe.num_experts, config.hidden_size, inner)
+        position, size = context.position, moe.intermediate_size
+        inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
+        shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
         self._experts = context.experts(shard)
         self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
 
