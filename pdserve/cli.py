@@ -10,6 +10,7 @@ from importlib import import_module
 
 from pdserve import __version__
 from pdserve.api_keys import NAME, key_entry, new_key
+from pdserve.chat.flags import add_chat_flags, add_router_url
 from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import (
     CommandParser,
@@ -22,6 +23,7 @@ from pdserve.process import run_command
 
 #: Commands of this process: (module, function of the parsed flags that returns the exit status).
 COMMANDS = {
+    "chat": ("pdserve.chat.command", "chat"),
     "explain": ("pdserve.doctor.explain", "explain"),
     "plan": ("pdserve.plan.command", "plan"),
     "probe": ("pdserve.doctor.probe", "probe"),
@@ -75,6 +77,7 @@ def make_parser() -> CommandParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, summary) in PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
+    add_chat_flags(commands.add_parser("chat", help="talk to a model in a terminal"))
     explain = commands.add_parser("explain", help="show the resolved configuration without loading weights")
     add_node_flags(explain, model_default=str(EMBEDDED_MODEL))
     explain.add_argument("--json", action="store_true", help="print JSON")
@@ -110,6 +113,5 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="URL of the router")
-    parser.add_argument("--api-key", metavar="KEY", help="API key for the router (default: PDSERVE_API_KEY)")
+    add_router_url(parser)
     parser.add_argument("--once", action="store_true", help="print once as plain text (default when piped)")

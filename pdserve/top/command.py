@@ -19,10 +19,10 @@ from rich.live import Live
 from rich.text import Text
 
 from pdserve.errors import ConfigError, NodeError
+from pdserve.router_url import base_url, connection_errors, key_headers, wants_key
 from pdserve.top.live import STATE_PATH, LiveHistory, LiveReport
 from pdserve.top.screen import screen
 
-KEY_VARIABLE = "PDSERVE_API_KEY"
 _PERIOD = 1.0  # seconds
 _TIMEOUT = 4.0  # seconds per request
 _HISTORY = 300  # seconds
@@ -31,7 +31,7 @@ _RATES_AFTER = 1.5  # seconds until the router has polled its nodes twice
 
 def top(args: argparse.Namespace) -> int:
     """Show the dashboard until the user quits. Raises ConfigError or NodeError if the router sends no report."""
-    router = _RouterState(args.url, args.api_key or os.environ.get(KEY_VARIABLE, ""))
+    router = _RouterState(args.url, key_headers(args))
     if args.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
         asyncio.run(_print_once(router))
     else:
@@ -40,12 +40,8 @@ def top(args: argparse.Namespace) -> int:
 
 
 class _RouterState:
-    def __init__(self, url: str, key: str) -> None:
-        self.url = url if "://" in url else f"http://{url}"
-        self.url = self.url.rstrip("/").removesuffix("/dashboard")
-        if not key.isascii() or not key.isprintable():
-            raise ConfigError("the API key is not printable ASCII; check --api-key")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        self.url = base_url(url)
         self._client = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT)
         self.report: LiveReport | None = None
         self.error = ""  # why the report is outdated
@@ -54,13 +50,8 @@ class _RouterState:
         """Fetch a report and join its history with the earlier one. Raises ConfigError or NodeError."""
         last = self.report
         seen = {"epoch": last.epoch, "second": str(last.history.seconds[-1])} if last else {}
-        try:
+        with connection_errors(self.url):
             response = await self._client.get(self.url + STATE_PATH, params=seen)
-        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
-            raise ConfigError(f"{self.url} is not the URL of a router: {exc}; write http://HOST:PORT") from exc
-        except httpx.TransportError as exc:
-            reason = f"no answer from {self.url}: {str(exc) or 'timeout'}"
-            raise NodeError(f"{reason}; check the address, and that the router runs") from exc
         report = _decode(response, self.url)
         if last is not None and last.epoch == report.epoch:
             report = msgspec.structs.replace(report, history=_joined(last.history, report.history))
@@ -71,7 +62,7 @@ class _RouterState:
 def _decode(response: httpx.Response, url: str) -> LiveReport:
     match response.status_code:
         case 401:
-            raise ConfigError(f"{url} requires a valid API key; give it by {KEY_VARIABLE} or --api-key")
+            raise wants_key(url)
         case 404:
             raise ConfigError(f"{url} has no dashboard: it is not a router, or was started with --no-dashboard")
         case status if status != 200:

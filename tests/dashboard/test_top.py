@@ -2,113 +2,30 @@
 
 from __future__ import annotations
 
-import codecs
-import fcntl
-import os
-import pty
-import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from contextlib import ExitStack
 
 import httpx
 import pytest
 from fleet import MODEL_NAME, Fleet
 from http_stub import http_stub
+from terminal import HOME, PATIENCE, environ, terminal
 from watched_fleet import Streams
 
 from pdserve.cli import main
 from pdserve.top.live import STATE_PATH
-
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_HOME = "\x1b[H"  # where a frame begins
-PATIENCE = 30.0  # seconds
 
 
 def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "pdserve", "top", *argv]
 
 
-def environ() -> dict[str, str]:
-    """Return the environment without variables that set the terminal width."""
-    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "PDSERVE_API_KEY")}
-
-
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*argv), capture_output=True, text=True, timeout=PATIENCE, env=environ())
-
-
-class Terminal:
-    """A terminal that runs a program."""
-
-    def __init__(self, argv: list[str], columns: int, lines: int) -> None:
-        self._ours, theirs = pty.openpty()
-        self.resize(columns, lines)
-        self.before = self.settings
-        self.process = subprocess.Popen(
-            argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environ()
-        )
-        os.close(theirs)
-        self.said = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a signal may cut a character
-
-    def resize(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-    def press(self, key: str) -> None:
-        os.write(self._ours, key.encode())
-
-    @property
-    def settings(self) -> list[Any]:
-        return termios.tcgetattr(self._ours)
-
-    @property
-    def frame(self) -> list[str]:
-        """Return the lines of the latest complete screen."""
-        frames = self.said.split(_HOME)
-        return _CONTROL.sub("", frames[-2] if len(frames) > 1 else "").splitlines()
-
-    def read_until(self, wanted: str | Callable[[list[str]], bool]) -> None:
-        """Wait for a complete screen with the text or condition."""
-        end = time.monotonic() + PATIENCE
-        text = wanted if isinstance(wanted, str) else ""
-        fits = wanted if callable(wanted) else lambda frame: any(text in line for line in frame)
-        while not (self.frame and fits(self.frame)):
-            assert time.monotonic() < end, self.said
-            self._read()
-
-    def wait(self) -> int:
-        """Return the exit status of the program."""
-        while self.process.poll() is None:
-            self._read()
-        return self.process.wait()
-
-    def _read(self) -> None:
-        if select.select([self._ours], [], [], 0.2)[0]:
-            with suppress(OSError):  # the program has ended
-                self.said += self._decoder.decode(os.read(self._ours, 65536))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-@contextmanager
-def terminal(argv: list[str], columns: int = 80, lines: int = 30) -> Iterator[Terminal]:
-    opened = Terminal(argv, columns, lines)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def test_top_updates_live_and_restores_the_terminal(fleet: Fleet, streams: Streams) -> None:
@@ -117,7 +34,7 @@ def test_top_updates_live_and_restores_the_terminal(fleet: Fleet, streams: Strea
         screen.read_until("d-one")
         assert "3 of 3 nodes ready" in screen.frame[0]
         assert max(map(len, screen.frame)) <= 80
-        assert "\x1b[2J" not in screen.said.split(_HOME, 2)[-1]  # a node has it in its name
+        assert "\x1b[2J" not in screen.said.split(HOME, 2)[-1]  # a node has it in its name
         screen.resize(60, 20)
         screen.process.send_signal(signal.SIGWINCH)  # as the terminal itself does
         screen.read_until(lambda frame: 0 < max(map(len, frame)) <= 60)

@@ -1,0 +1,165 @@
+"""``pdserve chat`` on a real terminal and in pipes, with a real router and simulated nodes."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from fleet import MODEL_NAME, Fleet
+from http_stub import http_stub
+from rich.console import Console
+from terminal import PATIENCE, environ, terminal
+
+from pdserve.chat.conversation import Conversation
+from pdserve.chat.screen import finished_length, show_markdown
+from pdserve.chat.terminal import read_message
+from pdserve.cli import main
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "pdserve", "chat", *argv]
+
+
+def run(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*argv), input=stdin, capture_output=True, text=True, timeout=PATIENCE, env=environ())
+
+
+def test_chat_on_a_terminal(fleet: Fleet) -> None:
+    with terminal(command(fleet.url, "--max-tokens", "12")) as screen:
+        screen.read_text("> ")
+        screen.press("The river is long and the bridge is old. " * 6 + "\r")
+        screen.read_text("→ d-")
+        first = screen.read_text("prompt tokens cached · stopped at the limit of tokens")
+        assert re.search(r"first token [\d.]+ ms · .*tokens/s · 12 tokens · 0 of \d+", first)
+        screen.read_text("> ")
+        screen.press('"""one\rtwo\rthree"""\r')
+        again = screen.read_text("prompt tokens cached")
+        assert re.search(r" [1-9]\d* of \d+ $", again), again  # the history is the same prefix
+        for typed, said in (
+            ("/sytem", "did you mean system?"),
+            ("/system Be brief.", "system prompt: Be brief."),
+            ("/model", f"{MODEL_NAME} (in use)"),
+            ("/clear", "The conversation is empty."),
+            ("/retry", "there is no message to answer again"),
+            ("/help", "Ctrl-C stops an answer."),
+        ):
+            screen.press(f"{typed}\r")
+            screen.read_text(said)
+        screen.press("/exit\r")
+        assert screen.wait() == 0
+        assert screen.settings == screen.before
+
+
+def test_ctrl_c_stops_an_answer_and_then_only_clears_the_line(fleet: Fleet) -> None:
+    with terminal(command(fleet.url)) as screen:
+        screen.read_text("> ")
+        for node in fleet.decode:
+            node.wait_idle()
+        screen.press("Tell me everything.\r")
+        fleet.wait_until(lambda: any(node.status().running for node in fleet.decode), PATIENCE)
+        screen.read_text("\n")
+        screen.process.send_signal(signal.SIGINT)
+        screen.read_text("stopped")
+        screen.read_text("> ")
+        for node in fleet.decode:
+            node.wait_idle()
+        screen.process.send_signal(signal.SIGINT)
+        screen.read_text("Ctrl-D or /exit ends the chat.")
+        screen.press("\x04")
+        assert screen.wait() == 0
+
+
+def test_error_of_the_router_is_one_line_and_the_chat_goes_on(fleet: Fleet) -> None:
+    with terminal(command(fleet.url, "--max-tokens", "100000000")) as screen:
+        screen.read_text("> ")
+        screen.press("Hello\r")
+        screen.read_text("max_tokens")
+        screen.read_text("> ")
+        screen.press("/exit\r")
+        assert screen.wait() == 0
+
+
+@pytest.mark.parametrize(("argv", "stdin"), [(["-q", "Hello"], ""), ([], "Hello\n")])
+def test_piped_chat_prints_the_answer_alone(fleet: Fleet, argv: list[str], stdin: str) -> None:
+    ended = run(fleet.url, "--max-tokens", "8", "--temperature", "0", *argv, stdin=stdin)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip()
+    assert "\x1b" not in ended.stdout
+    assert "tokens/s" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, b"{}", "requires a valid API key"),
+        (200, b"<html>", "does not speak the OpenAI protocol"),
+        (200, b'{"data": [{"id": "other"}]}', "serves no model 'mine'; use one of other"),
+        (404, b"not here", "answered with status 404; check the URL"),
+    ],
+)
+def test_wrong_server_gives_one_line(status: int, body: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with http_stub(status, body) as url:
+        assert main(["chat", url, "--model", "mine", "-q", "Hello"]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_unreachable_router_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "127.0.0.1:9", "-q", "Hello"]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no answer from http://127.0.0.1:9" in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["one"], "one"),
+        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+        (['"""one', "", 'two"""'], "one\n\ntwo"),
+        (['"""', "  one", '"""'], "  one"),
+        (['"""one"""'], "one"),
+    ],
+)
+def test_messages_of_several_lines(lines: list[str], message: str) -> None:
+    remaining = iter(lines)
+    assert read_message(lambda _: next(remaining)) == message
+
+
+def test_only_answered_messages_are_sent_again() -> None:
+    chat = Conversation("m", "Be brief.", {"seed": 1})
+    chat.add("lost", "")
+    chat.add("one", "answer")
+    body = chat.body("two")
+    assert [message["content"] for message in body["messages"]] == ["Be brief.", "one", "answer", "two"]
+    assert body["seed"] == 1
+    assert chat.take_last() == "one"
+    assert chat.take_last() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "finished"),
+    [
+        ("one", ""),
+        ("one\n\n", ""),
+        ("one\n\ntwo", "one\n\n"),
+        ("- a\n\n  b\n\nc", "- a\n\n  b\n\n"),
+        ("```\na\n\nb\n", ""),
+        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
+    ],
+)
+def test_blocks_are_finished_by_what_follows(text: str, finished: str) -> None:
+    assert text[: finished_length(text)] == finished
+
+
+def test_markdown_is_rendered_without_control_characters() -> None:
+    console = Console(file=io.StringIO(), width=40, force_terminal=False)
+    parts = [("thinking", ""), ("", "# Title\n\n- **a**\n"), ("", "- b\x1b[2J\n\n```python\nx = 1\n```\n")]
+    show_markdown(iter(parts), console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "\x1b" not in shown
+    assert [word for word in ("thinking", "Title", "• a", "• b�[2J", "x = 1") if word not in shown] == []
