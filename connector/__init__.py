@@ -15,8 +15,9 @@ from __future__ import annotations
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.errors import ConfigError
 from pdserve.kv import KVShare
-from pdserve.protocols import KVConnector
+from pdserve.protocols import KVConnector, WeightReader, WeightSource
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
+from pdserve.weight_sharing import OfferedMemory, WeightPeer
 
 KINDS = ("nixl", "local", "simulated", "none")
 
@@ -54,3 +55,17 @@ def build(
     from connector.backends.null import NullConnector
 
     return NullConnector(agent, local_rank)
+
+
+def offer_weights(memory: OfferedMemory, timing: PeerTiming = DEFAULT_TIMING) -> WeightSource:
+    """Register a rank's tensors so that peers can read them. Raises ConfigError or CapacityError."""
+    from connector.backends.nixl.weight_transfer import NixlWeightSource
+
+    return NixlWeightSource(memory, timing)
+
+
+def weight_reader(peer: WeightPeer, timing: PeerTiming = DEFAULT_TIMING) -> WeightReader:
+    """Return the reader of a peer's tensors; it connects at its first read."""
+    from connector.backends.nixl.weight_transfer import NixlWeightReader
+
+    return NixlWeightReader(peer, timing)

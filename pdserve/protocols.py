@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
+from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
 
 class PendingStep(Protocol):
@@ -50,6 +51,9 @@ class ModelRunner(Protocol):
         Return False, and never call it, if launches take no time that matters.
         """
 
+    def offered_weights(self) -> OfferedMemory:
+        """Return the tensors that are in memory as the checkpoint stores them, for peers that start."""
+
     def reload_weights(self, model_dir: str) -> None:
         """Read another checkpoint of the same architecture and shape; no step may be in flight.
 
@@ -88,3 +92,35 @@ class KVConnector(Protocol):
 
     def close(self) -> None:
         """Stop. Idempotent."""
+
+
+class WeightSource(Protocol):
+    """The registered tensors of a rank."""
+
+    @property
+    def offer(self) -> RankWeights:
+        """What a reader needs."""
+
+    def close(self) -> None:
+        """Deregister them. Idempotent."""
+
+
+class WeightReader(Protocol):
+    """Reads a peer's tensors while a node starts. Used on one thread."""
+
+    @property
+    def peer(self) -> WeightPeer:
+        """The node that offers the tensors."""
+
+    def open(self, staging: KVRegion) -> None:
+        """Register the memory that reads go to. Raises ConfigError or CapacityError."""
+
+    def read(self, reads: Sequence[PartRead]) -> None:
+        """Read parts into the staging memory and wait for them. Raises PeerError; then nothing more can be read."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether no byte can reach the staging memory any more."""
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""

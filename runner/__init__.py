@@ -14,44 +14,47 @@ from collections.abc import Callable, Iterator
 
 from pdserve.config.model_config import TRANSFORMERS
 from pdserve.config.node_config import NodeConfig
-from pdserve.protocols import ModelRunner
+from pdserve.protocols import ModelRunner, WeightReader
 
 Progress = Callable[[str, float], None]
+Rendezvous = str | socket.socket
+Reader = WeightReader | None
 
 
-def build(config: NodeConfig, progress: Progress, rendezvous: str | socket.socket = "") -> ModelRunner:
+def build(config: NodeConfig, progress: Progress, rendezvous: Rendezvous = "", reader: Reader = None) -> ModelRunner:
     """Load the model and allocate the KV cache. ``progress`` gets a stage and a fraction between 0 and 1.
 
     All ranks of a node call this and wait for each other at ``rendezvous``: rank 0 passes the listening socket, others
-    its "host:port". Raises CheckpointError, CapacityError, and NodeError if ranks do not join.
+    its "host:port". ``reader`` reads tensors of the same checkpoint from a peer. Raises CheckpointError, CapacityError,
+    and NodeError if ranks do not join.
     """
-    return FACTORIES[config.decision.runner](config, progress, rendezvous)
+    return FACTORIES[config.decision.runner](config, progress, rendezvous, reader)
 
 
-def _build_simulated(config: NodeConfig, progress: Progress, rendezvous: str | socket.socket) -> ModelRunner:
+def _build_simulated(config: NodeConfig, progress: Progress, rendezvous: Rendezvous, reader: Reader) -> ModelRunner:
     from runner.simulated import SimulatedRunner
 
     return SimulatedRunner(config)
 
 
-def _build_v1(config: NodeConfig, progress: Progress, rendezvous: str | socket.socket) -> ModelRunner:
+def _build_v1(config: NodeConfig, progress: Progress, rendezvous: Rendezvous, reader: Reader) -> ModelRunner:
     with _importing_torch(config):
         from runner.distributed.parallel_state import ParallelState
         from runner.v1.runner import RunnerV1
 
-    return RunnerV1(config, ParallelState(config.position, config.device, rendezvous), progress)
+    return RunnerV1(config, ParallelState(config.position, config.device, rendezvous), progress, reader)
 
 
-def _build_v2(config: NodeConfig, progress: Progress, rendezvous: str | socket.socket) -> ModelRunner:
+def _build_v2(config: NodeConfig, progress: Progress, rendezvous: Rendezvous, reader: Reader) -> ModelRunner:
     with _importing_torch(config):
         from runner.distributed.parallel_state import ParallelState
         from runner.v2.runner import RunnerV2
 
-    return RunnerV2(config, ParallelState(config.position, config.device, rendezvous), progress)
+    return RunnerV2(config, ParallelState(config.position, config.device, rendezvous), progress, reader)
 
 
 #: By the name in ``pdserve.config.runner_oracle.RUNNERS``; the simulated runner belongs to ``--engine simulated``.
-FACTORIES: dict[str, Callable[[NodeConfig, Progress, str | socket.socket], ModelRunner]] = {
+FACTORIES: dict[str, Callable[[NodeConfig, Progress, Rendezvous, Reader], ModelRunner]] = {
     "V1": _build_v1,
     "V2": _build_v2,
     "simulated": _build_simulated,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
-from pdserve.protocols import PendingStep
+from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import KVRegion, StepOutput, StepPlan
+from pdserve.weight_sharing import OfferedMemory
 from runner.attention.build import build_backend
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
@@ -28,6 +29,7 @@ from runner.step_parts import StepFeature, StepPart, StepWithParts
 from runner.warmup import run_largest_steps, run_small_steps
 
 BatchT = TypeVar("BatchT")
+Progress = Callable[[str, float], None]
 
 
 class BaseModelRunner(ABC, Generic[BatchT]):
@@ -39,13 +41,18 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     _sequences: SequenceRows
 
     def __init__(
-        self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None], max_in_flight: int
+        self,
+        config: NodeConfig,
+        parallel: ParallelState,
+        progress: Progress,
+        max_in_flight: int,
+        reader: WeightReader | None,
     ) -> None:
         """Load the model, size and allocate the KV cache, warm up. Raises CapacityError and CheckpointError."""
         memory = MemoryMeter(parallel.device) if config.measure_kv_memory else None  # before weights
         self._parallel = parallel
         self._is_last_stage = parallel.position.is_last
-        self._model = LoadedModel(config, parallel, progress)
+        self._model = LoadedModel(config, parallel, progress, reader)
         self._device = self._model.device
         self.max_in_flight = max_in_flight
         self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
@@ -111,6 +118,9 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     def call_between_layers(self, call: Callable[[], None]) -> bool:
         return False
+
+    def offered_weights(self) -> OfferedMemory:
+        return self._model.offered_weights()
 
     def reload_weights(self, model_dir: str) -> None:
         self._model.reload(model_dir)

@@ -27,6 +27,7 @@ from pdserve.records import (
     StepPlan,
     TokenLogprobs,
 )
+from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 
@@ -77,6 +78,9 @@ class SimulatedRunner:
 
     def call_between_layers(self, call: Callable[[], None]) -> bool:
         return False
+
+    def offered_weights(self) -> OfferedMemory:
+        return OfferedMemory((), ())
 
     def reload_weights(self, model_dir: str) -> None:
         """Do nothing: there are no weights."""

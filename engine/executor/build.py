@@ -23,9 +23,12 @@ from engine.ipc.frames import framed
 from engine.ipc.messages import Configure, Failed, Progress, Ready
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.triton_hosts import without_triton
+from pdserve.errors import CapacityError
 from pdserve.process import EXIT_FAILED
+from pdserve.protocols import ModelRunner, WeightSource
 from pdserve.records import RankKV
 from pdserve.rpc.address import join_address, split_address
+from pdserve.weight_sharing import RankWeights, WeightPeer
 
 _log = logging.getLogger(__name__)
 
@@ -38,21 +41,40 @@ def build_rank(
     rendezvous: str | socket.socket,
     progress: Callable[[str, float], None],
     on_events: Callable[[], None],
+    peer: WeightPeer | None = None,
 ) -> tuple[Rank, RankKV]:
     """Load the rank's part of the model, allocate its KV cache and register it.
 
-    ``agent`` is the connector's name, empty for none; ``on_events`` is called on any thread when it has events.
-    ``rendezvous`` is the host:port of torch.distributed, for rank 0 the socket that listens there, "" for one rank.
+    Read tensors from ``peer`` where it has them. ``agent`` is the connector's name, empty for none; ``on_events`` is
+    called on any thread when it has events. ``rendezvous`` is the host:port of torch.distributed, for rank 0 the socket
+    that listens there, "" for one rank.
     """
     import connector
     import runner
 
-    model_runner = runner.build(config, progress, rendezvous)
+    reader = None if peer is None else connector.weight_reader(peer, config.peer_timing)
+    model_runner = runner.build(config, progress, rendezvous, reader)
     progress("registering KV cache", -1.0)
     kind = "none" if not agent else "nixl" if config.costs is None else "simulated"
     kv_connector = connector.build(kind, agent, config.peer_timing, config.shares, config.rank, config.costs)
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_events)
-    return Rank(model_runner, kv_connector), kv
+    return Rank(model_runner, kv_connector, _offer_weights(config, model_runner)), kv
+
+
+def _offer_weights(config: NodeConfig, model_runner: ModelRunner) -> WeightSource | None:
+    """Offer the rank's tensors to nodes that start, unless the node loads from the disk only."""
+    if config.load_from == "disk":
+        return None
+    import connector
+
+    memory = model_runner.offered_weights()
+    if not memory.parts:
+        return None
+    try:
+        return connector.offer_weights(memory, config.peer_timing)
+    except CapacityError as exc:
+        _log.warning("weights are not offered to peers: %s", exc)
+        return None
 
 
 def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
@@ -67,20 +89,26 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
 
     config = configure.config
     if config.parallel.num_ranks == 1:
-        rank, kv = build_rank(config, configure.agent, "", progress, channel.wake)
-        return rank, Ready(rank.kv_layout, (kv,) if configure.agent else (), config.decision)
+        rank, kv = build_rank(config, configure.agent, "", progress, channel.wake, configure.peer)
+        own = (kv,) if configure.agent else ()
+        return rank, Ready(rank.kv_layout, own, config.decision, _offers(rank.offered_weights))
     channels, configs = _start_ranks(configure, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
     rendezvous, address = _open_rendezvous(configure.placement.listen)
     others = RankProcesses(config.parallel.position(0), channels, lambda error, text: _exit(channel, error, text))
     for other, rank_config, agent in zip(channels, configs[1:], agents[1:], strict=True):
-        other.send(framed(Assign(rank_config, agent, address)))
+        other.send(framed(Assign(rank_config, agent, address, configure.peer)))
     with others.reporting_own_failure():
-        rank, kv = build_rank(configs[0], agents[0], rendezvous, progress, channel.wake)
+        rank, kv = build_rank(configs[0], agents[0], rendezvous, progress, channel.wake, configure.peer)
     ready = others.wait_ready()
     executor = Executor(rank, others, OutputAggregator(config.parallel, config.shares), channel.wake)
     kvs = (kv, *(other.kv for other in ready)) if configure.agent else ()
-    return executor, Ready(executor.kv_layout, kvs, configs[0].decision)
+    weights = _offers(rank.offered_weights, *(other.weights for other in ready))
+    return executor, Ready(executor.kv_layout, kvs, configs[0].decision, weights)
+
+
+def _offers(*ranks: RankWeights | None) -> tuple[RankWeights, ...]:
+    return tuple(rank for rank in ranks if rank is not None)
 
 
 def _start_ranks(

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
-from pdserve.protocols import KVConnector, ModelRunner, PendingStep
+from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
+from pdserve.weight_sharing import RankWeights
 
 #: A launched step: called once, in the order of launches, it waits for the step's tokens, then polls connectors.
 Pending = Callable[[], ModelRunnerOutput]
@@ -49,7 +50,7 @@ class Ranks(Protocol):
 class Rank:
     """Answers every step with a ModelRunnerOutput, also steps without a forward pass."""
 
-    def __init__(self, runner: ModelRunner, connector: KVConnector) -> None:
+    def __init__(self, runner: ModelRunner, connector: KVConnector, weights: WeightSource | None = None) -> None:
         self.max_in_flight = runner.max_in_flight
         self.kv_layout = runner.kv_layout
         self.monitors: Sequence[HeartbeatMonitor] = ()
@@ -57,6 +58,12 @@ class Rank:
         self._runner = runner
         self._connector = connector
         self._in_flight: deque[PendingStep] = deque()
+        self._weights = weights
+
+    @property
+    def offered_weights(self) -> RankWeights | None:
+        """The tensors that peers may read from this rank; None if it offers none."""
+        return None if self._weights is None else self._weights.offer
 
     def waiting_for(self) -> str:
         return ""
@@ -91,6 +98,8 @@ class Rank:
         """Do nothing: there are no other ranks."""
 
     def close(self) -> None:
+        if self._weights is not None:
+            self._weights.close()
         self._connector.close()
         self._runner.close()
 

@@ -26,6 +26,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import KVLayout
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
+from pdserve.weight_sharing import RankWeights, WeightPeer
 
 MAX_HELLO_BYTES = 1 << 19  # any program may connect to the port; a layer's tensor groups take about 200 bytes
 
@@ -59,6 +60,7 @@ class Assign(msgspec.Struct, frozen=True, tag=True):
     config: NodeConfig
     agent: str
     rendezvous: str  # host:port for torch.distributed
+    peer: WeightPeer | None = None
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +70,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 class RankReady(msgspec.Struct, frozen=True, tag=True):
     kv: RankKV
     kv_layout: KVLayout
+    weights: RankWeights | None = None
 
 
 class RankOutput(msgspec.Struct, frozen=True, tag=True):

@@ -45,11 +45,16 @@ def main(argv: list[str]) -> int:
     in_flight: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()  # None: poll the connector
     try:
         rank, kv = build_rank(
-            assign.config, assign.agent, assign.rendezvous, lambda stage, fraction: None, lambda: in_flight.put(None)
+            assign.config,
+            assign.agent,
+            assign.rendezvous,
+            lambda stage, fraction: None,
+            lambda: in_flight.put(None),
+            assign.peer,
         )
         gc.collect()
         gc.freeze()
-        leader.send(RankReady(kv, rank.kv_layout))
+        leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights))
         HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
         threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
         while (plan := leader.plans.get()) is not None:

@@ -52,6 +52,7 @@ from pdserve.logs import chosen_format, message_of, relayed_line
 from pdserve.process import describe_exit
 from pdserve.records import FinishReason, RankKV, TokenLogprobs
 from pdserve.transports import Connected
+from pdserve.weight_sharing import RankWeights, WeightPeer
 
 Event = Prefilled | Scored | Pooled | Reserved | Refused | ReadEnded | ReadChecked | Leased | DecodeAheadEnded
 
@@ -89,6 +90,7 @@ class EngineClient:
         self.kv_layout = config.kv_layout  # an estimate until the engine is ready, where memory is measured
         self.decision = config.decision  # likewise until ranks on other hosts have joined
         self.ranks: tuple[RankKV, ...] = ()
+        self.weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_batch: Callable[[Batch], None] = lambda batch: None
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
@@ -98,8 +100,11 @@ class EngineClient:
 
     # ------------------------------------------------------------ process
 
-    async def start(self, config: NodeConfig) -> None:
-        """Start the engine and wait until it is ready. Raises the error that it reports, or EngineDied."""
+    async def start(self, config: NodeConfig, peer: WeightPeer | None = None) -> None:
+        """Start the engine, which loads weights from ``peer`` if there is one, and wait until it is ready.
+
+        Raises the error that it reports, or EngineDied.
+        """
         ours, theirs = socket.socketpair()
         heartbeats, their_heartbeats = socket.socketpair()
         with theirs, their_heartbeats:
@@ -118,9 +123,10 @@ class EngineClient:
             lambda: _EngineProtocol(self._receive, self._socket_ended), sock=ours
         )
         await loop.create_connection(lambda: _EngineProtocol(self._receive, lambda: None), sock=heartbeats)
-        self.send(Configure(config, self._agent, self._placement))
+        self.send(Configure(config, self._agent, self._placement, peer))
         ready = await self._started
         self.ranks, self.kv_layout, self.decision = ready.ranks, ready.kv_layout, ready.decision
+        self.weights = ready.weights
         total = ready.kv_layout.num_blocks
         self.status = Status(total, 0, 0, 0, total, 0, 0, 0, Totals())
 

@@ -25,10 +25,12 @@ from engine.frontend.node_context import NodeContext, Role
 from engine.frontend.node_metrics import NodeMetrics
 from engine.frontend.node_reports import NodeReports
 from engine.frontend.node_service import NODE_SERVICE, NodeService, add_node_service, describe
+from engine.frontend.weight_peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from engine.ipc.messages import Progress
 from engine.liveness.heartbeat_monitor import LivenessWatch
 from pdserve.config.resolve import with_weight_digests
 from pdserve.errors import Draining, NodeError
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter
 
 _log = logging.getLogger(__name__)
@@ -49,10 +51,11 @@ class Node:
         self._reports = NodeReports(lambda: describe(context, role))
         self._engine.on_batch = self._reports.on_batch
         self._engine.on_progress = self._on_progress
-        self._health = Health(server, (NODE_SERVICE, *role.services))
+        self._health = Health(server, (NODE_SERVICE, WEIGHTS_SERVICE, *role.services))
         self.metrics = NodeMetrics(context, self._watch, role.metrics)
         service = NodeService(self._reports, lambda: self._engine.status, self.metrics)
-        add_node_service(server, service, role.services)
+        add_node_service(server, service, (WEIGHTS_SERVICE, *role.services))
+        pb_grpc.add_WeightsServicer_to_server(WeightsService(context), server)
         self._drainable = role.attach(context, server)
 
     async def start_server(self) -> None:
@@ -100,11 +103,12 @@ class Node:
     async def _start_engine(self) -> None:
         """Start the engine; compute the digests of the weights while it loads them."""
         context, stop = self._context, threading.Event()
+        peer = None if context.config.load_from == "disk" else await find_weights(context)
         digests = asyncio.create_task(asyncio.to_thread(with_weight_digests, context.config, stop))
         try:
             if self._engine.has_remote_ranks:  # they send theirs when they join
                 context.set_config(await digests)
-            await asyncio.gather(self._engine.start(context.config), digests)
+            await asyncio.gather(self._engine.start(context.config, peer), digests)
             context.set_config(digests.result())
         finally:
             stop.set()

@@ -40,6 +40,7 @@ from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams, TokenLogprobs
 from pdserve.request_cost import Throughput
 from pdserve.transports import Connected
+from pdserve.weight_sharing import RankWeights, WeightPeer
 
 #: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.
 Outputs = tuple[tuple[int, ...], ...]
@@ -69,6 +70,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     config: NodeConfig
     agent: str
     placement: RankPlacement
+    peer: WeightPeer | None = None  # has the weights of this checkpoint in memory
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -177,6 +179,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     kv_layout: KVLayout  # as allocated; the configuration's layout is an estimate if the runner measures memory
     ranks: tuple[RankKV, ...]  # empty without connector
     decision: Decision  # the configuration's, unless ranks on other hosts lack something
+    weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -65,7 +65,37 @@ def group_digests(model_dir: Path, stop: threading.Event | None = None) -> dict[
             found |= digests
     cache.save()
     _log.debug("weight digests: read %.2f GiB in %.2f s", num_read / 2**30, time.monotonic() - started)
-    return _fold(found)
+    return fold_digests(found)
+
+
+def known_tensor_digests(model_dir: Path) -> TensorDigests | None:
+    """Return the digests of all tensors if they are cached for the files as they are now. Reads no weights.
+
+    Raises CheckpointError.
+    """
+    cache = DigestCache(model_dir)
+    found: TensorDigests = {}
+    for path in weight_files(model_dir):
+        digests = cache.get(path.name, FileState.of(os.stat(path)))
+        if digests is None:
+            return None
+        found |= digests
+    return found
+
+
+def fold_digests(tensors: TensorDigests) -> dict[str, str]:
+    """Return the digest of each tensor group."""
+    groups: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
+    for name in sorted(tensors):
+        groups[group_of(name)].update(f"{name}\n{tensors[name]}\n".encode())
+    return {group: digest.hexdigest()[:_GROUP_DIGITS] for group, digest in groups.items()}
+
+
+def tensor_digest(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> str:
+    """Return the digest of a tensor, given its dtype's name in safetensors and its bytes."""
+    digest = _begin(dtype, shape)
+    digest.update(data)
+    return digest.hexdigest()
 
 
 def group_of(tensor: str) -> str:
@@ -73,13 +103,6 @@ def group_of(tensor: str) -> str:
     if match := _LAYER.search(tensor):
         return match[1]
     return tensor.removeprefix("model.").partition(".")[0]
-
-
-def _fold(tensors: TensorDigests) -> dict[str, str]:
-    groups: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
-    for name in sorted(tensors):
-        groups[group_of(name)].update(f"{name}\n{tensors[name]}\n".encode())
-    return {group: digest.hexdigest()[:_GROUP_DIGITS] for group, digest in groups.items()}
 
 
 def _digest_tensors(
@@ -113,7 +136,7 @@ def _digest_batch(path: Path, fd: int, tensors: Mapping[str, Tensor], stop: thre
 
 
 def _digest_tensor(path: Path, fd: int, tensor: Tensor, buffer: memoryview, stop: threading.Event) -> str:
-    digest = xxhash.xxh3_128(f"{tensor.dtype} {tensor.shape}\n".encode())
+    digest = _begin(tensor.dtype, tensor.shape)
     at = tensor.begin
     while at < tensor.end:
         if stop.is_set():
@@ -124,3 +147,7 @@ def _digest_tensor(path: Path, fd: int, tensor: Tensor, buffer: memoryview, stop
         digest.update(buffer[:size])
         at += size
     return digest.hexdigest()
+
+
+def _begin(dtype: str, shape: tuple[int, ...]) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(f"{dtype} {shape}\n".encode())

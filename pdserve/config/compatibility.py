@@ -10,6 +10,7 @@ from pdserve.errors import cut
 
 _MAX_NAMED = 10  # fields in an error
 
+WEIGHTS_OF = "weights of "  # before the name of a tensor group, in the fields
 PROTOCOL_VERSION = 4  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
 
 
@@ -17,6 +18,12 @@ def compat_hash(fields: Mapping[str, str], protocol: int = PROTOCOL_VERSION) -> 
     """Return the hex SHA-256 of the protocol version and the sorted fields. Equal hashes: nodes can exchange KV."""
     text = json.dumps([protocol, sorted(fields.items())])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_hash(fields: Mapping[str, str]) -> str:
+    """Return a hash over the weights alone: equal for nodes that can load each other's tensors."""
+    groups = {name: value for name, value in fields.items() if name.startswith(WEIGHTS_OF)}
+    return hashlib.sha256(json.dumps(sorted(groups.items())).encode()).hexdigest()
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there") -> str:

@@ -17,7 +17,7 @@ from pdserve.config.attention_backends import ATTENTION_BACKENDS
 from pdserve.config.flag_meanings import describe_unknown
 from pdserve.config.flag_sources import FlagSources
 from pdserve.config.model_config import MODEL_IMPLS
-from pdserve.config.node_config import CUDA_GRAPHS, KV_CACHE_DTYPES, LOAD_FORMATS, NodeOptions
+from pdserve.config.node_config import CUDA_GRAPHS, KV_CACHE_DTYPES, LOAD_FORMATS, LOAD_SOURCES, NodeOptions
 from pdserve.config.pooling import TASKS
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
@@ -156,6 +156,10 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+def _node_sources(text: str) -> tuple[str, ...]:
+    return tuple(node_source(word) for word in text.split(","))
+
+
 def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
@@ -191,6 +195,19 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "FORMAT",
             "auto (the checkpoint's weights) or dummy (random weights: config.json suffices)",
             choices=LOAD_FORMATS,
+        ),
+        _Flag(
+            "load_from",
+            "WHERE",
+            "disk; auto: from the memory of a peer, or else the disk; peer: the same, but wait for a peer. With auto "
+            "and peer this node offers its weights, too",
+            choices=LOAD_SOURCES,
+        ),
+        _Flag(
+            "weight_peers",
+            "SOURCE,…",
+            "nodes to ask for weights: host:port, dns://name:port, k8s://namespace/service:port or file:///path",
+            _node_sources,
         ),
         _Flag(
             "model_impl",

@@ -14,6 +14,7 @@ from pdserve.kv import FP8_E4M3, KVLayout, KVScales, KVShare
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 LOAD_FORMATS = ("auto", "dummy")
+LOAD_SOURCES = ("disk", "auto", "peer")
 KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are the same
 CUDA_GRAPHS = ("auto", "on", "off")
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
@@ -30,6 +31,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: the checkpoint's
     load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
+    load_from: str = "disk"  # auto: from a peer if there is one; peer: from a peer; both offer the weights to peers
+    weight_peers: tuple[str, ...] = ()  # sources of nodes to ask for weights
     model_impl: str = "auto"  # auto: native layers where the architecture has them, else transformers
     task: str = "auto"  # auto: by the checkpoint; generate; embed or classify: vectors of prompts
     pp: int = 1  # pipeline stages
@@ -94,6 +97,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceInfo
     dtype: str
     load_format: str
+    load_from: str = "disk"
+    weight_peers: tuple[str, ...] = ()
     max_model_len: int
     parallel: ParallelConfig
     rank: int = 0
@@ -168,11 +173,16 @@ def check_options(options: NodeOptions) -> None:
     for name, allowed in (
         ("engine", ENGINES),
         ("load_format", LOAD_FORMATS),
+        ("load_from", LOAD_SOURCES),
         ("kv_cache_dtype", KV_CACHE_DTYPES),
         ("cuda_graphs", CUDA_GRAPHS),
     ):
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name} {getattr(options, name)!r} is not one of {', '.join(allowed)}")
+    if options.load_from != "disk" and not options.reads_weights:
+        raise ConfigError(f"load_from {options.load_from}: this node has no weights of a checkpoint; leave it at disk")
+    if options.load_from == "peer" and not options.weight_peers:
+        raise ConfigError("load_from peer needs weight_peers, the nodes to ask; or choose auto")
     if options.max_waiting < 0:
         raise ConfigError(f"max_waiting {options.max_waiting} must be at least 0")
     if options.itl_target is not None and not 0.0 <= options.itl_target <= 60_000.0:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
-from pdserve.checkpoint.weight_digests import group_digests
+from pdserve.checkpoint.weight_digests import fold_digests, group_digests, known_tensor_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import (
     COMMON_PAGES,
@@ -22,6 +22,7 @@ from pdserve.config.attention_backends import (
     choose_page_size,
     find_platform,
 )
+from pdserve.config.compatibility import WEIGHTS_OF
 from pdserve.config.hub import resolve_model
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
@@ -84,6 +85,8 @@ def resolve(
         device=device,
         dtype=dtype,
         load_format=options.load_format,
+        load_from=options.load_from,
+        weight_peers=options.weight_peers,
         max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
         parallel=parallel,
         kv_layout=layout,
@@ -349,6 +352,15 @@ def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None)
     """
     if config.compat_fields["weights"] != "checkpoint":
         return config
-    groups = group_digests(Path(config.model_dir), stop)
-    fields = {f"weights of {group}": digest for group, digest in groups.items()}
+    return _with_groups(config, group_digests(Path(config.model_dir), stop))
+
+
+def with_known_digests(config: NodeConfig) -> NodeConfig | None:
+    """Return what ``with_weight_digests`` does if that reads no weights, else None. Raises CheckpointError."""
+    known = known_tensor_digests(Path(config.model_dir))
+    return None if known is None else _with_groups(config, fold_digests(known))
+
+
+def _with_groups(config: NodeConfig, groups: Mapping[str, str]) -> NodeConfig:
+    fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in groups.items()}
     return msgspec.structs.replace(config, compat_fields=config.compat_fields | fields)

@@ -1673,3 +1673,97 @@ class Released(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
+class OfferRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    weights_hash: _builtins.str
+    """of the digests of all tensors (pdserve/config/compatibility.py)"""
+    def __init__(
+        self,
+        *,
+        weights_hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights_hash", b"weights_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferRequest: _TypeAlias = OfferRequest  # noqa: Y015
+
+@_typing.final
+class OfferedWeights(_message.Message):
+    """Some tensors of one rank. All messages of a rank follow each other; only the first has ``metadata``."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    """NIXL's name of the rank"""
+    metadata: _builtins.bytes
+    """NIXL's"""
+    device: _builtins.str
+    """"cpu" or "cuda" """
+    device_id: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___OfferedTensor]: ...
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        metadata: _builtins.bytes = ...,
+        device: _builtins.str = ...,
+        device_id: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___OfferedTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "device", b"device", "device_id", b"device_id", "metadata", b"metadata", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferedWeights: _TypeAlias = OfferedWeights  # noqa: Y015
+
+@_typing.final
+class OfferedTensor(_message.Message):
+    """Rows or columns ``start`` … ``start + size - 1`` of dimension ``dim``, contiguous, as the checkpoint stores them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """in the checkpoint"""
+    address: _builtins.int
+    num_bytes: _builtins.int
+    dim: _builtins.int
+    start: _builtins.int
+    size: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        address: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        dim: _builtins.int = ...,
+        start: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "dim", b"dim", "name", b"name", "num_bytes", b"num_bytes", "size", b"size", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferedTensor: _TypeAlias = OfferedTensor  # noqa: Y015

@@ -478,3 +478,85 @@ class PrefillNode:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class WeightsStub:
+    """------------------------------------------------------------------ node → node that starts
+
+    Served by nodes with --load-from auto or peer: tensors in their memory, for nodes that start with the same checkpoint.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Offer = channel.unary_stream(
+                '/pdserve.v1.Weights/Offer',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.OfferRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.OfferedWeights.FromString,
+                _registered_method=True)
+
+
+class WeightsServicer:
+    """------------------------------------------------------------------ node → node that starts
+
+    Served by nodes with --load-from auto or peer: tensors in their memory, for nodes that start with the same checkpoint.
+    """
+
+    def Offer(self, request, context):
+        """Describe the tensors of all ranks, in several messages. FAILED_PRECONDITION: this node has another checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WeightsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Offer': grpc.unary_stream_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.OfferRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.OfferedWeights.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.Weights', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.Weights', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Weights:
+    """------------------------------------------------------------------ node → node that starts
+
+    Served by nodes with --load-from auto or peer: tensors in their memory, for nodes that start with the same checkpoint.
+    """
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Weights/Offer',
+            pdserve_dot_pb_dot_pdserve__pb2.OfferRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.OfferedWeights.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

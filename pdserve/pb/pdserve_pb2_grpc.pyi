@@ -221,3 +221,43 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class WeightsStub:
+    """------------------------------------------------------------------ node → node that starts
+
+    Served by nodes with --load-from auto or peer: tensors in their memory, for nodes that start with the same checkpoint.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WeightsAsyncStub: ...
+    Offer: _grpc.UnaryStreamMultiCallable[_pdserve_pb2.OfferRequest, _pdserve_pb2.OfferedWeights]
+    """Describe the tensors of all ranks, in several messages. FAILED_PRECONDITION: this node has another checkpoint."""
+
+@_typing.type_check_only
+class WeightsAsyncStub(WeightsStub):
+    """------------------------------------------------------------------ node → node that starts
+
+    Served by nodes with --load-from auto or peer: tensors in their memory, for nodes that start with the same checkpoint.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Offer: _aio.UnaryStreamMultiCallable[_pdserve_pb2.OfferRequest, _pdserve_pb2.OfferedWeights]  # type: ignore[assignment]
+    """Describe the tensors of all ranks, in several messages. FAILED_PRECONDITION: this node has another checkpoint."""
+
+class WeightsServicer(metaclass=_abc_1.ABCMeta):
+    """------------------------------------------------------------------ node → node that starts
+
+    Served by nodes with --load-from auto or peer: tensors in their memory, for nodes that start with the same checkpoint.
+    """
+
+    @_abc_1.abstractmethod
+    def Offer(
+        self,
+        request: _pdserve_pb2.OfferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.OfferedWeights], _abc.AsyncIterator[_pdserve_pb2.OfferedWeights]]:
+        """Describe the tensors of all ranks, in several messages. FAILED_PRECONDITION: this node has another checkpoint."""
+
+def add_WeightsServicer_to_server(servicer: WeightsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

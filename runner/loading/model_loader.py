@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -11,17 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from pdserve.checkpoint.kv_scales import read_kv_scales
+from pdserve.checkpoint.weight_digests import known_tensor_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
 from pdserve.errors import CheckpointError, ConfigError, PdserveError
 from pdserve.kv import UNSCALED
+from pdserve.protocols import WeightReader
+from pdserve.weight_sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.fused_experts import split_experts
 from runner.loading.memory import check_room
+from runner.loading.offered_weights import offer_shards
+from runner.loading.peer_weights import PeerWeights
 from runner.loading.weights import fill_random, load_weights, open_weights
 from runner.models.decoder import Decoder
 from runner.models.quantization.unquantized import held_dtype
@@ -37,7 +44,13 @@ _log = logging.getLogger(__name__)
 class LoadedModel:
     """The decoder of one rank, and the placement of its tensors."""
 
-    def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        parallel: ParallelState,
+        progress: Callable[[str, float], None],
+        reader: WeightReader | None = None,
+    ) -> None:
         """Raise CapacityError before, CheckpointError while reading the weights."""
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = parallel.device
@@ -52,7 +65,26 @@ class LoadedModel:
         layout = None if config.measure_kv_memory else config.kv_layout
         check_room(config.model, config.position, layout, self.device, held_dtype(self.placement))
         self.decoder = self._build()
-        self._load(config.model_dir, lambda fraction: progress("loading weights", fraction))
+        self._offered: list[Tensor] = []
+        peer = None if reader is None or not isinstance(self.decoder, Decoder) else self._ask_peer(reader)
+        try:
+            self._load(config.model_dir, lambda fraction: progress("loading weights", fraction), peer)
+        finally:
+            if peer is not None:
+                peer.close()
+
+    def offered_weights(self) -> OfferedMemory:
+        """Return the tensors that are in memory as the checkpoint stores them. They live as long as this object."""
+        if not isinstance(self.decoder, Decoder):
+            return OfferedMemory((), ())
+        stored = ChainMap(*read_headers(Path(self._config.model_dir)).values())
+        memory, self._offered = offer_shards(self.decoder.weight_shards(), stored)
+        return memory
+
+    def _ask_peer(self, reader: WeightReader) -> PeerWeights | None:
+        """Return the peer's weights; None unless the digests of this host's files are known."""
+        digests = known_tensor_digests(Path(self._config.model_dir))
+        return None if digests is None else PeerWeights(reader, digests, self.device)
 
     @property
     def shard(self) -> ModelConfig:
@@ -93,10 +125,10 @@ class LoadedModel:
         return decoder_class(model.architecture)(model, self._parallel, self.placement)
 
     @torch.inference_mode()
-    def _load(self, model_dir: str, progress: Callable[[float], None]) -> None:
+    def _load(self, model_dir: str, progress: Callable[[float], None], peer: PeerWeights | None = None) -> None:
         path, dummy = Path(model_dir), self._config.load_format == "dummy"
-        opened = nullcontext() if dummy else open_weights(path, self._config.model, self.device, self.placement.stored)
-        with opened as weights:
+        model, stored = self._config.model, self.placement.stored
+        with nullcontext() if dummy else open_weights(path, model, self.device, stored, peer) as weights:
             if not isinstance(self.decoder, Decoder):
                 self._load_library_model(self.decoder, path, weights)
                 return

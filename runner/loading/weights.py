@@ -22,6 +22,7 @@ from pdserve.config.kept_weights import is_linear
 from pdserve.config.model_config import NATIVE, ModelConfig
 from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
+from runner.loading.peer_weights import PeerWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.dequantize import DequantizedSlice, is_padding_bias
 from runner.models.quantization.row_scales import RowScales
@@ -66,13 +67,13 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
 
 @contextmanager
 def open_weights(
-    model_dir: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
+    model_dir: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype, peer: PeerWeights | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield a slice of safetensors for each weight, which reads nothing before it is indexed.
 
     Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own or
-    ``model`` keeps them: then X.weight is as stored, and X.weight_scale has a row for each output. Raises
-    CheckpointError, also for what cannot be read in the body.
+    ``model`` keeps them: then X.weight is as stored, and X.weight_scale has a row for each output. With ``peer``,
+    tensors that it offers are read from there. Raises CheckpointError, also for what cannot be read in the body.
     """
     headers = read_headers(model_dir)
     with ExitStack() as files:
@@ -83,14 +84,14 @@ def open_weights(
                 stored.update((name, file.get_slice(name)) for name in tensors if not is_kv_scale(name))
             rules = storage_rules(model.weight_format, model.quantization)
             if rules is None:
-                yield _named_as_causal(stored, model)
+                yield _named_as_causal(_asking(peer, stored), model)
                 return
             weights = find_weights(model_dir, headers, rules)
             if rules:
                 name_of_dtype = str(dtype).removeprefix("torch.")
                 cost = weights.memory_cost(model.weight_format, name_of_dtype, model.keeps_quantized)
                 _log.info("weights are %s", cost)
-            plain = {name: stored[name] for name in weights.plain}
+            plain = _asking(peer, {name: stored[name] for name in weights.plain})
             quantized: dict[str, Any] = {}
             for name, weight in weights.quantized.items():
                 if model.keeps_quantized and is_linear(name):
@@ -102,6 +103,10 @@ def open_weights(
             raise CheckpointError(
                 f"{model_dir} cannot be read as safetensors ({exc}); download the checkpoint again"
             ) from exc
+
+
+def _asking(peer: PeerWeights | None, stored: dict[str, Any]) -> dict[str, Any]:
+    return stored if peer is None else {name: peer.slice(name, found) for name, found in stored.items()}
 
 
 def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
-from pdserve.protocols import PendingStep
+from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepOutput, StepPlan
-from runner.base import BaseModelRunner
+from runner.base import BaseModelRunner, Progress
 from runner.batch import AttentionBatch
 from runner.distributed.parallel_state import ParallelState
 from runner.pending_step import FinishedStep
@@ -28,10 +28,12 @@ class RunnerV1(BaseModelRunner[HostBatch]):
 
     _sequences: SequenceTable
 
-    def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
+    def __init__(
+        self, config: NodeConfig, parallel: ParallelState, progress: Progress, reader: WeightReader | None = None
+    ) -> None:
         self._page_size = config.kv_layout.kernel_block_size
         self._pools = config.pooling is not None  # vectors of prompts instead of tokens
-        super().__init__(config, parallel, progress, max_in_flight=config.parallel.pp)
+        super().__init__(config, parallel, progress, config.parallel.pp, reader)
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[HostBatch]]:
         self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
-from pdserve.protocols import PendingStep
+from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepPlan
-from runner.base import BaseModelRunner
+from runner.base import BaseModelRunner, Progress
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.step import take_samples_kernel
 from runner.models.decoder import Decoder
@@ -32,8 +32,10 @@ class RunnerV2(BaseModelRunner[InputBatch]):
 
     _sequences: RequestStates
 
-    def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
-        super().__init__(config, parallel, progress, max_in_flight=config.parallel.pp + 1)
+    def __init__(
+        self, config: NodeConfig, parallel: ParallelState, progress: Progress, reader: WeightReader | None = None
+    ) -> None:
+        super().__init__(config, parallel, progress, config.parallel.pp + 1, reader)
         assert not len(self._sequences), "warming up left a sequence behind"
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[InputBatch]]:

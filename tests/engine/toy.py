@@ -17,6 +17,7 @@ import numpy as np
 
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
+from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
@@ -169,6 +170,9 @@ class ToyRunner:
                 samples += self._sample(state, work.num_samples, work.mask)
         scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
         return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)), tuple(scored))
+
+    def offered_weights(self) -> OfferedMemory:
+        return OfferedMemory((), ())
 
     def reload_weights(self, model_dir: str) -> None:
         """It has no weights."""

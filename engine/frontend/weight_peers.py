@@ -1,0 +1,182 @@
+"""Weights from a peer: the service that offers this node's tensors, and the search for a peer when a node starts.
+
+starting node ──Offer(hash of its own digests)──► peer         another hash: refused, with both hashes
+              ◄──names, addresses, NIXL metadata── its frontend
+              ──NIXL reads──────────────────────► memory of its ranks; no step takes part
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from engine.frontend.health import State
+from engine.frontend.node_context import NodeContext
+from pdserve.config.compatibility import weights_hash
+from pdserve.config.resolve import with_known_digests
+from pdserve.discovery.sources import source_addresses
+from pdserve.errors import ConfigError, NodeError, PeerError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc.channel import open_channel
+from pdserve.rpc.errors import abort, error_from_rpc
+from pdserve.weight_sharing import RankWeights, TensorPart, WeightPeer
+
+WEIGHTS_SERVICE = "pdserve.v1.Weights"
+
+_log = logging.getLogger(__name__)
+
+_TENSORS = 4096  # in a message: about 400 KB
+_MAX_TENSORS = 4_000_000  # of a peer
+_ASKED = 8  # peers at a time
+_SOURCE_SECONDS = 2.0  # for the first answer of a source
+_OFFER_SECONDS = 10.0
+_WAIT_SECONDS, _PAUSE_SECONDS = 120.0, 1.0  # with --load-from peer
+
+
+# ---------------------------------------------------------------- the peer
+
+
+class WeightsService(pb_grpc.WeightsServicer):
+    """Answers from the frontend's state, without a round trip to the engine."""
+
+    def __init__(self, node: NodeContext) -> None:
+        self._node = node
+
+    async def Offer(
+        self, request: pb.OfferRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.OfferedWeights]:
+        try:
+            self._check(request.weights_hash)
+        except PeerError as exc:
+            await abort(context, exc)
+        _log.info("weights are offered to %s", context.peer())
+        for rank in self._node.engine.weights:
+            for message in _messages(rank):
+                yield message
+
+    def _check(self, theirs: str) -> None:
+        node = self._node
+        if node.config.load_from == "disk":
+            raise PeerError(f"{node.name} offers no weights; start it with --load-from auto")
+        if node.state is not State.READY:
+            raise PeerError(f"{node.name} is {node.state}")
+        mine = weights_hash(node.config.compat_fields)
+        if theirs != mine:
+            raise PeerError(f"{node.name} has another checkpoint: weights {mine[:16]} there, {theirs[:16]} here")
+        if not node.engine.weights:
+            raise PeerError(f"{node.name} has no tensor in memory as the checkpoint stores it")
+
+
+def _messages(rank: RankWeights) -> list[pb.OfferedWeights]:
+    fields = TensorPart.__struct_fields__
+    messages = []
+    for first in range(0, len(rank.parts), _TENSORS):
+        tensors = [
+            pb.OfferedTensor(**{name: getattr(part, name) for name in fields})
+            for part in rank.parts[first : first + _TENSORS]
+        ]
+        metadata = b"" if first else rank.metadata
+        messages.append(
+            pb.OfferedWeights(
+                agent=rank.agent, metadata=metadata, device=rank.device, device_id=rank.device_id, tensors=tensors
+            )
+        )
+    return messages
+
+
+# ---------------------------------------------------------------- the node that starts
+
+
+async def find_weights(node: NodeContext) -> WeightPeer | None:
+    """Return a peer with this checkpoint in memory; None: read the disk.
+
+    Raises NodeError or ConfigError with ``--load-from peer``, if there is no such peer.
+    """
+    config, must = node.config, node.config.load_from == "peer"
+    if not config.weight_peers:
+        return None
+    known = await asyncio.to_thread(with_known_digests, config)
+    if known is None:
+        reason = f"the digests of {config.model_dir} are not cached yet, so tensors of a peer could not be checked"
+        if must:
+            raise ConfigError(f"load_from peer: {reason}; start once with --load-from auto")
+        _log.info("weights come from the disk: %s", reason)
+        return None
+    search = _Search(node, weights_hash(known.compat_fields))
+    end = asyncio.get_running_loop().time() + (_WAIT_SECONDS if must else 0.0)
+    while (peer := await search.ask_all()) is None:
+        if asyncio.get_running_loop().time() >= end:
+            if must:
+                raise NodeError(f"no peer offers weights: {search.reasons}; start one, or give --load-from auto")
+            _log.info("weights come from the disk: %s", search.reasons)
+            return None
+        await asyncio.sleep(_PAUSE_SECONDS)
+    return peer
+
+
+class _Search:
+    """Asks the peers of all sources for weights with this hash."""
+
+    def __init__(self, node: NodeContext, weights: str) -> None:
+        self.reasons = ""  # of the refusals of the last round
+        self._node = node
+        self._weights = weights
+
+    async def ask_all(self) -> WeightPeer | None:
+        """Return the first of some peers, drawn at random, that offers its weights."""
+        sources = self._node.config.weight_peers
+        found = await asyncio.gather(*(_first(source_addresses(text)) for text in sources))
+        addresses = sorted(frozenset[str]().union(*found))
+        asked = random.sample(addresses, min(_ASKED, len(addresses)))
+        calls = [asyncio.create_task(self._ask(address)) for address in asked]
+        refusals = []
+        try:
+            for call in asyncio.as_completed(calls):
+                try:
+                    return await call
+                except PeerError as exc:
+                    refusals.append(str(exc))
+        finally:
+            for task in calls:
+                task.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        self.reasons = "; ".join(refusals) or f"no address at {', '.join(sources)}"
+        return None
+
+    async def _ask(self, address: str) -> WeightPeer:
+        ranks: dict[str, list[pb.OfferedWeights]] = {}
+        num_tensors = 0
+        async with open_channel(address, self._node.config.peer_timing, self._node.tls) as channel:
+            request = pb.OfferRequest(weights_hash=self._weights)
+            try:
+                async for message in pb_grpc.WeightsStub(channel).Offer(request, timeout=_OFFER_SECONDS):
+                    ranks.setdefault(message.agent, []).append(message)
+                    num_tensors += len(message.tensors)
+                    if num_tensors > _MAX_TENSORS:
+                        raise PeerError(f"{address} offers more than {_MAX_TENSORS} tensors")
+            except grpc.aio.AioRpcError as exc:
+                raise PeerError(str(error_from_rpc(exc, address))) from exc
+        return WeightPeer(address, tuple(map(_rank, ranks.values())))
+
+
+def _rank(messages: list[pb.OfferedWeights]) -> RankWeights:
+    fields, first = TensorPart.__struct_fields__, messages[0]
+    parts = tuple(
+        TensorPart(*(getattr(tensor, name) for name in fields)) for message in messages for tensor in message.tensors
+    )
+    return RankWeights(first.agent, first.metadata, first.device, first.device_id, parts)
+
+
+async def _first(source: AsyncGenerator[frozenset[str], None]) -> frozenset[str]:
+    """Return the addresses of a source; none if it does not answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_SOURCE_SECONDS):
+            return await anext(source)
+    return frozenset()

@@ -1,0 +1,89 @@
+"""Tensors that a node offers from its memory to nodes that start with the same checkpoint. Plain values, no torch.
+
+A part is contiguous memory with the bytes that the checkpoint has for it. Ranks that split a tensor offer its parts,
+so a reader of any tensor and pipeline parallelism finds each tensor whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pdserve.records import KVRegion
+
+
+class TensorPart(msgspec.Struct, frozen=True, array_like=True):
+    """Rows or columns ``start`` … ``start + size - 1`` of dimension ``dim`` of a tensor, on one rank."""
+
+    name: str  # in the checkpoint
+    address: int
+    num_bytes: int
+    dim: int
+    start: int
+    size: int
+
+
+class OfferedMemory(msgspec.Struct, frozen=True):
+    """Tensors in a rank's memory, and the allocations that hold them."""
+
+    regions: tuple[KVRegion, ...]
+    parts: tuple[TensorPart, ...]
+
+
+class RankWeights(msgspec.Struct, frozen=True):
+    """The tensors that one rank offers, and what a reader needs to connect to it."""
+
+    agent: str  # NIXL agent name
+    metadata: bytes  # NIXL agent metadata
+    device: str  # "cpu" or "cuda"
+    device_id: int
+    parts: tuple[TensorPart, ...]
+
+
+class WeightPeer(msgspec.Struct, frozen=True):
+    """A node that offers the checkpoint of this node."""
+
+    name: str  # its address, for logs
+    ranks: tuple[RankWeights, ...]
+
+
+class PartRead(NamedTuple):
+    """A part to read, and where it goes in the reader's staging memory, in bytes."""
+
+    rank: RankWeights
+    part: TensorPart
+    offset: int
+
+
+def find_tensors(peer: WeightPeer) -> dict[str, list[tuple[RankWeights, TensorPart]]]:
+    """Return the offered parts of each tensor."""
+    found: dict[str, list[tuple[RankWeights, TensorPart]]] = {}
+    for rank in peer.ranks:
+        for part in rank.parts:
+            found.setdefault(part.name, []).append((rank, part))
+    return found
+
+
+def cover(
+    parts: Sequence[tuple[RankWeights, TensorPart]], shape: tuple[int, ...], num_bytes: int
+) -> tuple[PartRead, ...]:
+    """Choose parts that make up a tensor exactly, in order; none if there are no such parts.
+
+    The parts are a peer's words: none that contradicts ``shape`` or ``num_bytes`` is chosen.
+    """
+    chosen: list[PartRead] = []
+    covered = offset = 0
+    for rank, part in sorted(parts, key=lambda each: (each[1].dim, each[1].start)):
+        if chosen and (part.dim != chosen[0].part.dim or part.start != covered):
+            continue  # ranks may hold copies of a part
+        if not chosen and part.start:
+            return ()
+        if part.dim >= len(shape) or part.size < 1 or part.num_bytes * shape[part.dim] != num_bytes * part.size:
+            return ()
+        chosen.append(PartRead(rank, part, offset))
+        covered, offset = covered + part.size, offset + part.num_bytes
+        if covered == shape[part.dim]:
+            return tuple(chosen)
+    return ()

@@ -1,0 +1,48 @@
+"""The tensors of a rank that peers may read: those in memory as the checkpoint stores them.
+
+On GPUs these are all unquantized weights. On CPUs linear weights are packed, and so not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
+from pdserve.records import KVRegion
+from pdserve.weight_sharing import OfferedMemory, TensorPart
+from runner.loading.stored_dtypes import STORED_DTYPES
+from runner.models.layers.weight_shard import WeightShard
+
+
+def offer_shards(
+    shards: Iterable[tuple[str, WeightShard]], stored: Mapping[str, StoredTensor]
+) -> tuple[OfferedMemory, list[Tensor]]:
+    """Return the parts that equal the checkpoint's bytes, with the tensors that must live as long as the offer."""
+    parts: list[TensorPart] = []
+    regions: dict[int, KVRegion] = {}
+    kept: list[Tensor] = []
+    for shard_name, shard in shards:
+        name = shard_name if shard_name in stored else shard_name.removeprefix("model.")  # of a body
+        memory = shard.memory
+        if name not in stored or not _equals_stored(shard, stored[name]):
+            continue
+        parts.append(
+            TensorPart(name, memory.data_ptr(), memory.nbytes, shard.dim, shard.start, memory.shape[shard.dim])
+        )
+        storage = memory.untyped_storage()
+        if storage.data_ptr() not in regions:
+            device = memory.device
+            regions[storage.data_ptr()] = KVRegion(storage.data_ptr(), storage.nbytes(), device.type, device.index or 0)
+            kept.append(memory)
+    return OfferedMemory(tuple(regions.values()), tuple(parts)), kept
+
+
+def _equals_stored(shard: WeightShard, stored: StoredTensor) -> bool:
+    """Return whether the shard's memory has the dtype, shape and order of its part in the file."""
+    memory, shape = shard.memory, list(stored.shape)
+    if shard.order is not None or not memory.numel() or memory.ndim != len(shape) or tuple(shape) != shard.full_shape:
+        return False
+    shape[shard.dim] = memory.shape[shard.dim]
+    return list(memory.shape) == shape and memory.is_contiguous() and STORED_DTYPES.get(stored.dtype) == memory.dtype
