@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.parallel import weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
+from pdserve.doctor.explain import as_text
 from pdserve.errors import CheckpointError, ConfigError
 
 GPU = DeviceInfo(kind="cuda", index=0, name="a GPU", memory=80 << 30)
@@ -68,6 +70,8 @@ def test_native_mixtures_of_experts_run_on_v1_and_on_a_forced_v2(model_type: str
     assert resolved(tmp_path / "forced", model_type, "1").decision.runner == "V2"
     assert config.model.moe is not None
     assert (config.model.moe.num_experts, config.model.moe.top_k) == (4, 2)
+    rows = r"^experts +4 in each of \d+ layers\n +a token uses 2: [\d.]+ M of [\d.]+ M parameters$"
+    assert re.search(rows, as_text(config), re.MULTILINE)
 
 
 @pytest.mark.parametrize("model_type", REASONS)
