@@ -18,9 +18,10 @@ import sys
 import time
 
 from decode_client import connect, run_bench
-from http_load import Trace, percentiles
-from loads import make_load, open_loop, random_prompt
+from loads import make_load, open_loop
 
+from pdserve.bench.http_load import Trace, percentiles
+from pdserve.bench.requests import random_prompt
 from pdserve.plan.workload import workload_of
 
 

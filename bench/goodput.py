@@ -30,10 +30,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
-from http_load import PERCENTILES, Trace, percentiles
-from loads import Load, add_load_flags, completion_body, make_loads, open_loop, random_load
-from systems import VLLM_PD, ServerError, System, first_model
+from loads import Load, add_load_flags, make_loads, open_loop, random_load
+from systems import VLLM_PD, System
 
+from pdserve.bench.http_load import PERCENTILES, ServerError, Trace, first_model, percentiles
+from pdserve.bench.requests import completion_body
 from pdserve.config.flags import positive_int
 from pdserve.errors import ConfigError, shown
 from pdserve.process import run_command

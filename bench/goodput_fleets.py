@@ -33,8 +33,9 @@ from pathlib import Path
 import uvloop
 from goodput import Result, add_flags, load_text, measure, parse_objectives, table
 from loads import make_loads
-from systems import ServerError, System
+from systems import System
 
+from pdserve.bench.http_load import ServerError
 from pdserve.errors import ConfigError, shown
 from pdserve.process import run_command
 

@@ -11,18 +11,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-from http_load import Trace
-
+from pdserve.bench.http_load import Trace
+from pdserve.bench.requests import Request, random_prompt
 from pdserve.config.flags import positive_int
 from pdserve.errors import shown
 from pdserve.plan.workload import BLOCK, LONGEST, TraceRequest, Workload, read_trace, workload_of, workload_of_trace
-
-
-class Request(NamedTuple):
-    at: float  # seconds since the start of the load
-    prompt: list[int]  # token ids
-    num_tokens: int  # output tokens, fixed
 
 
 class Load(NamedTuple):
@@ -61,11 +54,6 @@ def make_loads(args: argparse.Namespace) -> list[Load]:
     return [random_load(args, rate, max(2, round(rate * args.seconds))) for rate in args.rates or [8.0, 16.0, 24.0]]
 
 
-def random_prompt(rng: random.Random, length: int, vocabulary: int) -> list[int]:
-    """Return random token ids of the vocabulary's upper half, where no special tokens are."""
-    return rng.choices(range(vocabulary // 2, vocabulary), k=length)
-
-
 def trace_prompt(request: TraceRequest, vocabulary: int, shrink: int = 1) -> list[int]:
     """Return a trace's prompt with its length divided by ``shrink``; equal hash ids yield equal token ids."""
     size = BLOCK // shrink
@@ -73,21 +61,6 @@ def trace_prompt(request: TraceRequest, vocabulary: int, shrink: int = 1) -> lis
     for number in request.hash_ids:
         tokens += random_prompt(random.Random(number), size, vocabulary)
     return tokens[: max(1, request.input_length // shrink)]
-
-
-def completion_body(model: str, request: Request, salt: str = "") -> bytes:
-    """Return the body of a streamed greedy completion; ``salt`` separates its cached prefixes from others."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": request.prompt,
-        "max_tokens": request.num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,  # so tokens without text are counted as they arrive
-    }
-    return msgspec.json.encode(body | ({"cache_salt": salt} if salt else {}))
 
 
 async def open_loop(

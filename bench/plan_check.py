@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fleet import MODEL_NAME, Fleet
-from http_load import Endpoint, Trace, complete
-from loads import Request, completion_body, make_load, open_loop, random_prompt
+from loads import make_load, open_loop
 from replay import VOCABULARY, make_long_model
 
+from pdserve.bench.http_load import Endpoint, Trace, complete
+from pdserve.bench.requests import Request, completion_body, random_prompt
 from pdserve.config.model_config import load_model_config
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
 from pdserve.plan.costs import Costs, Shape, load_costs

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet import MODEL_NAME, Fleet
-from http_load import Endpoint, Trace, complete
-from loads import Request, completion_body, open_loop, trace_prompt
+from loads import open_loop, trace_prompt
 
+from pdserve.bench.http_load import Endpoint, Trace, complete
+from pdserve.bench.requests import Request, completion_body
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
 from pdserve.plan.workload import BLOCK, TraceRequest, read_trace

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from typing import Any, NamedTuple
 
 import msgspec
-from http_load import COMPLETIONS, Endpoint, Trace, complete
 
-from pdserve.errors import ConfigError, PdserveError, cut, shown
+from pdserve.bench.http_load import COMPLETIONS, Endpoint, ServerError, Trace, complete
+from pdserve.errors import ConfigError, cut, shown
 
 VLLM_PD = "vllm-pd"
-LISTING_SECONDS = 10.0
-
-
-class ServerError(PdserveError):
-    """A server does not answer as expected."""
-
-
-async def first_model(endpoint: Endpoint) -> str:
-    """Return the first model that a server lists. Raises ServerError."""
-    answer = bytearray()
-    try:
-        async with asyncio.timeout(LISTING_SECONDS):
-            status = await endpoint.exchange("GET", "/v1/models", b"", answer.extend)
-        if status == 200:
-            return str(json.loads(answer)["data"][0]["id"])
-        problem = f"HTTP {status}: {cut(answer.decode(errors='replace'))}"
-    except (OSError, ValueError, LookupError, TimeoutError) as exc:
-        problem = f"{type(exc).__name__}: {exc}"
-    raise ServerError(f"{endpoint.url}/v1/models: {problem}; start the server or name a --model")
 
 
 class System(NamedTuple):

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from pdserve import __version__
 from pdserve.api_keys import NAME, key_entry, new_key
+from pdserve.bench.flags import add_bench_flags
 from pdserve.chat.flags import add_chat_flags, add_router_url
 from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import (
@@ -23,6 +24,7 @@ from pdserve.process import run_command
 
 #: Commands of this process: (module, function of the parsed flags that returns the exit status).
 COMMANDS = {
+    "bench": ("pdserve.bench.command", "bench"),
     "chat": ("pdserve.chat.command", "chat"),
     "explain": ("pdserve.doctor.explain", "explain"),
     "plan": ("pdserve.plan.command", "plan"),
@@ -77,6 +79,9 @@ def make_parser() -> CommandParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, summary) in PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
+    bench = commands.add_parser("bench", help="measure a running OpenAI-compatible server")
+    add_router_url(bench)
+    add_bench_flags(bench)
     add_chat_flags(commands.add_parser("chat", help="talk to a model in a terminal"))
     explain = commands.add_parser("explain", help="show the resolved configuration without loading weights")
     add_node_flags(explain, model_default=str(EMBEDDED_MODEL))

@@ -22,11 +22,17 @@ def base_url(text: str) -> str:
     return url
 
 
-def key_headers(args: argparse.Namespace) -> dict[str, str]:
-    """Return the header with the key of ``--api-key`` or the environment, if any. Raises ConfigError."""
-    key = args.api_key or os.environ.get(KEY_VARIABLE, "")
+def api_key(args: argparse.Namespace) -> str:
+    """Return the key of ``--api-key`` or the environment, "" without. Raises ConfigError."""
+    key = str(args.api_key or os.environ.get(KEY_VARIABLE, ""))
     if not key.isascii() or not key.isprintable():
         raise ConfigError("the API key is not printable ASCII; check --api-key")
+    return key
+
+
+def key_headers(args: argparse.Namespace) -> dict[str, str]:
+    """Return the header with the key of ``--api-key`` or the environment, if any. Raises ConfigError."""
+    key = api_key(args)
     return {"authorization": f"Bearer {key}"} if key else {}
 
 

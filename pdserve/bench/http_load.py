@@ -1,4 +1,4 @@
-"""Load on OpenAI-compatible servers for benches: requests at set times, and the arrival time of each token.
+"""A client of OpenAI-compatible servers for measurements: streamed completions, and the arrival time of each token.
 
 The client parses HTTP with httptools and events with msgspec, without a task switch per event, so that one process can
 follow tens of thousands of tokens/s. Each request has a connection of its own. A token's time is that of the read from
@@ -8,6 +8,7 @@ the socket that completed its event.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import statistics
 import time
@@ -20,10 +21,15 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from pdserve.errors import ConfigError, cut, shown
+from pdserve.errors import ConfigError, PdserveError, cut, shown
 
 COMPLETIONS = "/v1/completions"
+LISTING_SECONDS = 10.0
 PERCENTILES = (50, 90, 99)
+
+
+class ServerError(PdserveError):
+    """A server does not answer as expected."""
 
 
 @dataclass
@@ -34,7 +40,9 @@ class Trace:
     start: float = 0.0  # sent
     tokens: list[float] = field(default_factory=list)  # arrivals; one per event if the server sends no token ids
     num_tokens: int = 0  # output tokens
-    cached_tokens: int = 0  # prompt tokens, as reported by the server
+    prompt_tokens: int = 0  # as reported by the server
+    cached_tokens: int = 0  # prompt tokens from its prefix cache
+    reports_cache: bool = False  # some servers do not say what was cached
     error: str = ""
 
     @property
@@ -66,12 +74,12 @@ class Endpoint(NamedTuple):
     headers: dict[str, str]  # of every request
 
     @classmethod
-    def of(cls, url: str) -> Endpoint:
-        """Parse a URL; the API key is OPENAI_API_KEY. Raises ConfigError."""
+    def of(cls, url: str, key: str = "") -> Endpoint:
+        """Parse a URL; the default of the API key is OPENAI_API_KEY. Raises ConfigError."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"URL {shown(url)} is invalid; use http://HOST:PORT")
-        key = os.environ.get("OPENAI_API_KEY")
+        key = key or os.environ.get("OPENAI_API_KEY", "")
         tls = parts.scheme == "https"
         return cls(
             parts.hostname,
@@ -104,6 +112,20 @@ class Endpoint(NamedTuple):
             return await exchange.status
         finally:
             transport.abort()
+
+
+async def first_model(endpoint: Endpoint) -> str:
+    """Return the first model that a server lists. Raises ServerError."""
+    answer = bytearray()
+    try:
+        async with asyncio.timeout(LISTING_SECONDS):
+            status = await endpoint.exchange("GET", "/v1/models", b"", answer.extend)
+        if status == 200:
+            return str(json.loads(answer)["data"][0]["id"])
+        problem = f"HTTP {status}: {cut(answer.decode(errors='replace'))}"
+    except (OSError, ValueError, LookupError, TimeoutError) as exc:
+        problem = f"{type(exc).__name__}: {exc}"
+    raise ServerError(f"{endpoint.url}/v1/models: {problem}; start the server or name a --model")
 
 
 class _Exchange(asyncio.Protocol):
@@ -142,6 +164,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
 
@@ -185,18 +208,23 @@ class EventReader:
         if event.usage is not None:
             trace.num_tokens = event.usage.completion_tokens or trace.num_tokens
             details = event.usage.prompt_tokens_details
+            trace.prompt_tokens = event.usage.prompt_tokens
+            trace.reports_cache = details is not None and details.cached_tokens is not None
             trace.cached_tokens = (details and details.cached_tokens) or 0
 
 
 async def complete(
     endpoint: Endpoint,
     body: bytes,
-    num_tokens: int,
+    num_tokens: int | None,
     trace: Trace,
     timeout: float,
     headers: dict[str, str] | None = None,
 ) -> None:
-    """Send a body of ``completion_body`` and fill in the trace; it gets an error instead of an exception."""
+    """Send a body of ``completion_body`` and fill in the trace; it gets an error instead of an exception.
+
+    An answer without ``num_tokens`` tokens is an error; None accepts any number.
+    """
     reader = EventReader(trace)
     trace.start = trace.start or time.perf_counter()
     try:
@@ -211,7 +239,7 @@ async def complete(
     reader.end()
     if status != 200:
         trace.error = f"HTTP {status}: {cut(reader.other.decode(errors='replace'))}"
-    elif not trace.error and trace.num_tokens != num_tokens:
+    elif not trace.error and num_tokens is not None and trace.num_tokens != num_tokens:
         trace.error = f"{trace.num_tokens} tokens instead of {num_tokens}"
     elif not trace.error and not trace.tokens:
         trace.error = "no event with text; the server must support return_token_ids"

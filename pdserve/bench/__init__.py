@@ -1,0 +1,7 @@
+"""``pdserve bench``: load on a running server, and what its clients saw.
+
+http_load.py  client: streamed completions, and the arrival time of each token
+requests.py   random prompts and bodies
+command.py    runs the load
+report.py     figures, table, plots
+"""

@@ -1,0 +1,34 @@
+"""Requests of a load: random prompts, and the bodies of streamed completions."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Request(NamedTuple):
+    at: float  # seconds since the start of the load
+    prompt: list[int]  # token ids
+    num_tokens: int  # output tokens, fixed
+
+
+def random_prompt(rng: random.Random, length: int, vocabulary: int) -> list[int]:
+    """Return random token ids of the vocabulary's upper half, where no special tokens are."""
+    return rng.choices(range(vocabulary // 2, vocabulary), k=length)
+
+
+def completion_body(model: str, request: Request, salt: str = "") -> bytes:
+    """Return the body of a streamed greedy completion; ``salt`` separates its cached prefixes from others."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": request.prompt,
+        "max_tokens": request.num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,  # so tokens without text are counted as they arrive
+    }
+    return msgspec.json.encode(body | ({"cache_salt": salt} if salt else {}))
