@@ -77,6 +77,7 @@ class LiveNode(msgspec.Struct, frozen=True):
 class LiveHandoffs(msgspec.Struct, frozen=True):
     """All decode nodes together, over about 10 s; ``exposed`` covers the last minute of polling."""
 
+    total: int  # since the start of each node
     rate: float
     failure_rate: float
     recompute_rate: float

@@ -82,7 +82,8 @@ def _header(now: LiveNow, url: str) -> list[Text]:
     failed.append(f", in a minute {kinds or 'none'}")
     handoff = UNKNOWN
     if handoffs is not None:
-        handoff = f"{_times(handoffs.exposed)}   {rate(handoffs.rate)}/s, {rate(handoffs.failure_rate)}/s failed"
+        rates = f"{rate(handoffs.rate)}/s, {rate(handoffs.failure_rate)}/s failed"
+        handoff = f"{_times(handoffs.exposed)}   {count(handoffs.total)} so far, {rates}"
     return [
         _line(title),
         *(_line(_model(model)) for model in now.models),

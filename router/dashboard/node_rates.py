@@ -90,6 +90,10 @@ class NodeHistory:
         first, last = self._samples[0], self._samples[-1]
         return max(0.0, last.counters[counter] - first.counters[counter]) / (last.at - first.at)
 
+    def total(self, counter: str) -> float:
+        """Return the counter since the start of the node."""
+        return self._samples[-1].counters[counter]
+
     def stats(self) -> LiveNodeStats:
         prompts = self.rate("admitted_prompt_tokens")
         return LiveNodeStats(
@@ -152,6 +156,7 @@ def sum_handoffs(
         return sum(history.rate(counter) for history in decodes)
 
     return LiveHandoffs(
+        total=int(sum(history.total("handoffs") for history in decodes)),
         rate=rate("handoffs"),
         failure_rate=rate("handoff_failures"),
         recompute_rate=rate("handoff_recomputes"),

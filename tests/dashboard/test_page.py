@@ -62,6 +62,7 @@ def test_dashboard_rows_show_node_values(page: Page, fleet: Fleet, streams: Stre
         expect(page.locator("#tile-ttft b")).not_to_have_text(numbers.UNKNOWN)
         expect(page.locator("#tile-itl dd").first).to_contain_text("ms")
         expect(page.locator("#tile-handoff dd").first).to_contain_text("ms")
+        expect(page.locator("#handoffs-count")).to_contain_text(re.compile(r"^[1-9]\d* so far"))
     expect(page.locator("#tile-running b")).to_have_text("0")
     for name in ("d-one", "d-<img"):
         expect(cell(row(page, name), "KV in use")).to_contain_text("0 of ")

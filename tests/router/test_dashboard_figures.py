@@ -129,6 +129,7 @@ def test_two_status_samples_give_rates() -> None:
     assert connection.throughput == pytest.approx(2e9)
     handoffs = sum_handoffs([history], [connection], exposed.quantiles())
     assert handoffs.rate == pytest.approx(1)
+    assert handoffs.total == 20
     assert handoffs.exposed.p50 == pytest.approx(0.01)
     assert handoffs.exposed.p99 == pytest.approx(0.0982)
 

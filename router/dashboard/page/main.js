@@ -103,7 +103,7 @@ find("door").addEventListener("submit", (event) => {
   restart();
 });
 
-// ---------------------------------------------------------------- only while somebody looks
+// ---------------------------------------------------------------- only while the page is visible
 
 function restart() {
   clearTimeout(timer);

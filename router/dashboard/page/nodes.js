@@ -124,7 +124,7 @@ function tell(nodes) {
 function showHandoffs(now) {
   const {handoffs} = now;
   const parts = handoffs === null ? [] : [
-    `${rate(handoffs.rate)}/s`, bytesPerSecond(handoffs.byte_rate), `${rate(handoffs.failure_rate)}/s failed`,
+    `${count(handoffs.total)} so far`, `${rate(handoffs.rate)}/s`, bytesPerSecond(handoffs.byte_rate), `${rate(handoffs.failure_rate)}/s failed`,
     `${rate(handoffs.recompute_rate)}/s computed again`, `${rate(handoffs.local_rate)}/s not handed off`,
   ];
   if (now.num_connections) parts.push(`${now.num_connected} of ${now.num_connections} connected`);

@@ -13,8 +13,8 @@ function tile(name, number, unit, more, ill = false) {
 
 const sum = (numbers) => Object.values(numbers).reduce((a, b) => a + b, 0);
 
-function times(name, {p50, p99}) {
-  tile(name, ...secondsParts(p50), p50 === null ? "none in a minute" : `p99 ${seconds(p99)}`);
+function times(name, {p50, p99}, none = "none in a minute") {
+  tile(name, ...secondsParts(p50), p50 === null ? none : `p99 ${seconds(p99)}`);
 }
 
 export function showTiles({nodes, traffic, handoffs}) {
@@ -30,7 +30,7 @@ export function showTiles({nodes, traffic, handoffs}) {
   times("ttft", traffic.ttft);
   times("itl", traffic.itl);
   if (handoffs === null) tile("handoff", UNKNOWN, "", "");
-  else times("handoff", handoffs.exposed);
+  else times("handoff", handoffs.exposed, `${count(handoffs.total)} so far`);
 }
 
 /** Those that are no client's fault count; in the last minute, by kind, all that have not ended well. */
