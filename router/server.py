@@ -44,7 +44,7 @@ _GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to flush
 _MAX_CONNECTIONS = 16_384  # unless --max-connections says otherwise
 _NODE_PATIENCE = 3.0  # seconds without a node until a line says what is missing
 _WARNING_INTERVAL = 60.0  # seconds until the next one
-_READY_GRACE = 5.0  # seconds to wait for the other nodes once one node takes requests
+_READY_GRACE = 5.0  # seconds to wait for nodes that do not answer, and for connections between nodes
 
 
 def serve(options: RouterOptions, status: StatusWriter) -> None:
@@ -229,6 +229,7 @@ class _Server(uvicorn.Server):
                 connection.shutdown()
 
     async def _report_ready(self) -> None:
+        """Report readiness once all nodes are, or a grace period after the last one that loads."""
         nodes = self._service.nodes
         self._status.loading("nodes", -1)
         await self._wait_for_nodes()
