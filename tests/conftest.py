@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
-import torch
-from hypothesis import HealthCheck, settings
+gc.disable()  # until all tests are collected
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
 _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
@@ -13,6 +16,11 @@ _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
+
+
+def pytest_collection_finish() -> None:
+    """Enable the garbage collector, which would search the objects of torch and transformers many times before."""
+    gc.enable()
 
 
 def _clear_shell_variables() -> None:

@@ -314,7 +314,10 @@ class Fleet:
                 raise HttpError(exc.code, exc.read().decode()) from None
 
     def close(self) -> None:
-        """End every process. Idempotent."""
+        """End every process, all at the same time. Idempotent."""
+        for process in [*self.nodes, *([self.router] if self.router else [])]:
+            if process.child.state == "ready":
+                process.signal(signal.SIGINT)
         self._stopping.set()
         self._listener.join()
         self._supervisor.stop()
