@@ -55,6 +55,36 @@ _LLAMA_8B = _LLAMA | {
     "num_key_value_heads": 8,
 }
 
+# Unquantized; the published checkpoints have MXFP4 experts.
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
 # FP8 as compressed-tensors writes it (per output, dynamic per token), and as DeepSeek and Qwen do (blocks).
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 _FP8_CHANNELS: dict[str, Any] = {
@@ -122,6 +152,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000,
     },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
     "llama-8b": _LLAMA_8B,
     "llama-8b-fp8": _LLAMA_8B | {"quantization_config": _FP8_CHANNELS},
     "llama-8b-fp8-blocks": _LLAMA_8B | {"quantization_config": _FP8_BLOCKS},

@@ -25,7 +25,7 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "minimax_m2")
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -54,6 +54,23 @@ _CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.MixtralConfig,
         transformers.MixtralForCausalLM,
         {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1.5e5,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
     ),
     "glm4_moe": (
         transformers.Glm4MoeConfig,

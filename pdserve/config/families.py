@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pdserve.config.config_fields import ConfigFields
-from pdserve.config.moe import MoEConfig, glm4_moe, minimax_m2, mixtral, qwen3_moe
+from pdserve.config.moe import MoEConfig, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen3_moe
 from pdserve.errors import shown
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
@@ -36,9 +36,18 @@ def windows_by_layer_type(fields: ConfigFields, num_layers: int) -> Windows:
         return (None,) * num_layers
     window = fields.optional_integer("sliding_window")
     first = fields.integer("max_window_layers", num_layers, least=0)
-    layer_types = fields.get("layer_types") or [
-        "sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)
-    ]
+    return _windows_of(fields, num_layers, [bool(window) and layer >= first for layer in range(num_layers)])
+
+
+def alternating_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return windows by ``layer_types``, else for every second layer from the first on."""
+    return _windows_of(fields, num_layers, [layer % 2 == 0 for layer in range(num_layers)])
+
+
+def _windows_of(fields: ConfigFields, num_layers: int, slides: list[bool]) -> Windows:
+    """Return windows by ``layer_types``; without these, ``slides`` says which layers have one."""
+    window = fields.optional_integer("sliding_window")
+    layer_types = fields.get("layer_types") or ["sliding_attention" if each else "full_attention" for each in slides]
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
         raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
@@ -53,6 +62,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     module: str  # runner.models.<module> has the class, named like the architecture
     defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
     windows: Callable[[ConfigFields, int], Windows] = full_attention
+    has_sinks: bool = False  # of attention
     partial_rotary: bool = False  # whether it may rotate only the first part of each head
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_by_default: bool = False  # figures show V2 exact and faster than V1
@@ -96,6 +106,30 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         windows=same_window,
         moe=mixtral,
+    ),
+    "GptOssForCausalLM": DecoderFamily(
+        module="gpt_oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "rope_theta": 150_000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        windows=alternating_windows,
+        has_sinks=True,
+        moe=gpt_oss,
     ),
     "Glm4MoeForCausalLM": DecoderFamily(
         module="glm4_moe",

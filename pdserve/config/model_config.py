@@ -131,7 +131,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         attention=tuple(
-            AttentionSpec(scale=head_dim**-0.5, window=window) for window in family.windows(fields, num_layers)
+            AttentionSpec(scale=head_dim**-0.5, window=window, has_sinks=family.has_sinks)
+            for window in family.windows(fields, num_layers)
         ),
         weight_format=weight_format,
         quantization=quantization,

@@ -27,6 +27,9 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_expert_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
+    has_bias: bool = False  # of the router and of experts, as gpt-oss has them
+    swiglu_alpha: float = 1.0  # of the sigmoid, where ``swiglu_limit`` clamps
+    swiglu_limit: float | None = None  # gates above and ups beyond are clamped, as in gpt-oss; None: silu and product
     dense_layers: tuple[int, ...] = ()  # layers with an MLP in place of experts, ascending
 
     def is_dense(self, layer: int) -> bool:
@@ -76,6 +79,19 @@ def minimax_m2(fields: ConfigFields, num_layers: int) -> MoEConfig:
     fields.choice("scoring_func", fields.get("scoring_func", "sigmoid"), ("sigmoid",))
     sizes = _sizes(fields, "intermediate_size")
     return _checked(fields, MoEConfig(**sizes, scoring="sigmoid", has_correction_bias=True))
+
+
+def gpt_oss(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    """Return softmax over the chosen experts, which equals softmax over all, divided by the sum of the chosen ones."""
+    return _checked(
+        fields,
+        MoEConfig(
+            **_sizes(fields, "intermediate_size"),
+            has_bias=True,
+            swiglu_alpha=fields.number("swiglu_alpha", 1.702, 1e-6, 1e6),
+            swiglu_limit=fields.number("swiglu_limit", 7.0, 1e-6, 1e6),
+        ),
+    )
 
 
 def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:

@@ -102,6 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
     ),
     "mixtral": ("mixtral", {}, (16, 16), (1, 17, 300)),
     "mixtral-fused": ("mixtral", {"sliding_window": 20, "fused": True}, (48, 16), (47, 90)),
+    "gpt-oss": ("gpt_oss", {}, (16, 16), (1, 19, 20, 21, 300)),
     "glm4-moe": ("glm4_moe", {}, (16, 16), (1, 17, 300)),
     "glm4-moe-yarn-fused": (
         "glm4_moe",
@@ -195,6 +196,7 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         ("qwen2", {}),
         ("qwen3", {"num_key_value_heads": 1}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
+        ("gpt_oss", {}),
     ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(

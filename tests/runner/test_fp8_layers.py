@@ -101,6 +101,8 @@ def test_merged_shards_may_cut_blocks_of_outputs(name: str, block: int, part: sl
     x = random(3, 200, seed=3)
     torch.testing.assert_close(linear.apply(x), x @ torch.cat(expected).t(), rtol=0, atol=1e-5)
     assert len(linear.scales) == sum(map(len, expected)) // math.gcd(block, *map(len, expected), part.start)
+    assert list(linear.weight_shards(0, ShardRange.full(len(linear.weight)), ShardRange.full(200)))  # only looked at
+    torch.testing.assert_close(linear.apply(x), x @ torch.cat(expected).t(), rtol=0, atol=1e-5)
     fill(linear, stored, weights, part)  # a reload
     assert torch.equal(linear.dequantized(torch.float32), torch.cat(expected))
 

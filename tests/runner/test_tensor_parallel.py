@@ -30,13 +30,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 2}),
     "mixtral": ("mixtral", {"num_hidden_layers": 2}),
+    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 2}),
     "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),
     "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
     "qwen3-moe-ep": ("qwen3_moe", {"num_hidden_layers": 2}),
+    "gpt-oss-ep": ("gpt_oss", {"num_hidden_layers": 2}),
     "glm4-moe-ep": ("glm4_moe", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
-FEW = [(name, "V1", 2) for name in ("llama", "llama-tied", "mistral", "qwen3-moe", "glm4-moe-ep", "minimax-m2")]
+NAMES = ("llama", "llama-tied", "mistral", "qwen3-moe", "gpt-oss", "gpt-oss-ep", "glm4-moe-ep", "minimax-m2")
+FEW = [(name, "V1", 2) for name in NAMES]
 FEW.append(("qwen3", "V2", 2))
 
 

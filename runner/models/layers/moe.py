@@ -14,7 +14,8 @@ from runner.kernels import expert_reference
 from runner.models.layers.context import ModelContext
 from runner.models.layers.mlp import MLP
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
-from runner.models.quantization import ExpertsShard
+from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.models.quantization.biased_experts import BiasedExperts
 from runner.placement import TensorPlacement
 
 
@@ -29,6 +30,9 @@ class Router:
         self.correction_bias: Tensor | None = None  # [num_experts] float32
         if moe.has_correction_bias:
             self.correction_bias = torch.empty(moe.num_experts, device=placement.device, dtype=torch.float32)
+        self.bias: Tensor | None = None  # [num_experts] float32
+        if moe.has_bias:
+            self.bias = torch.empty(moe.num_experts, device=placement.device, dtype=torch.float32)
         self._moe = moe
         self._choose: Callable[..., Routing] = expert_reference.choose_experts
         if placement.use_triton:  # Triton is imported only where it is used
@@ -51,14 +55,17 @@ class Router:
 
     def weight_shards(self) -> WeightShards:
         yield "weight", WeightShard.full(self.weight)
+        if self.bias is not None:
+            yield "bias", WeightShard.full(self.bias)
         if self.correction_bias is not None:
             yield "e_score_correction_bias", WeightShard.full(self.correction_bias)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return [tokens, num_experts] float32."""
         if self._narrow:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return F.linear(x.float(), self.weight)
+            logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+            return logits if self.bias is None else logits.add_(self.bias)
+        return F.linear(x.float(), self.weight, self.bias)
 
 
 class MixtureOfExperts:
@@ -69,6 +76,7 @@ class MixtureOfExperts:
     """
 
     def __init__(self, context: ModelContext) -> None:
+        """Experts with biases are ``BiasedExperts``; others are of the checkpoint's weight format."""
         config, placement = context.config, context.placement
         moe = config.moe
         assert moe is not None
@@ -76,7 +84,7 @@ class MixtureOfExperts:
         position, size = context.position, moe.intermediate_size
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
         shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
-        self._experts = context.experts(shard)
+        self._experts: ExpertsMethod = BiasedExperts(shard, moe, placement) if moe.has_bias else context.experts(shard)
         self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
 
     def apply(self, x: Tensor) -> Tensor:
