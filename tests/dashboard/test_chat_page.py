@@ -98,6 +98,14 @@ def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
     expect(page.locator("#system")).to_have_value("Be brief.")
 
 
+def test_page_without_scripts_names_the_command(browser: Browser, fleet: Fleet) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(fleet.url)
+    expect(page.locator("noscript code")).to_be_in_viewport()
+    context.close()
+
+
 def test_stop_ends_an_answer_and_keeps_its_text(page: Page, fleet: Fleet) -> None:
     ask(page, "Tell me everything.")
     expect(page.locator(".assistant > .text")).not_to_be_empty()
