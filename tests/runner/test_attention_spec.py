@@ -68,7 +68,7 @@ def heads_of(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
     ("backend", "kind"),
-    [("torch", kind) for kind in SPECS] + [("triton", kind) for kind in ("scale", "window", "window and sinks")],
+    [("torch", kind) for kind in SPECS] + [("triton", kind) for kind in ("scale", "window and sinks")],
 )
 def test_attention_equals_the_eager_formula(backend: str, kind: str, step: str) -> None:
     spec = SPECS[kind]

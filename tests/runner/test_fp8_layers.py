@@ -140,7 +140,7 @@ def test_gemv_of_fp8_weights(rows: int, columns: int, block: int) -> None:
     torch.testing.assert_close(found, x @ dequantized(weight, scales).t(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [2, 20, 50, 130])
+@pytest.mark.parametrize("tokens", [2, 20, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (50, 130))])
 def test_block_products_equal_those_of_the_dequantized_numbers(tokens: int) -> None:
     weight, scales = quantized_weight(200, 256, 128)
     x, x_scales = fp8_products.quantize(random(tokens, 256, seed=6).to(DEVICE), 128)
