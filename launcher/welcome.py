@@ -37,7 +37,7 @@ def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: Rout
     key = " -H 'Authorization: Bearer KEY'" if router.api_keys or router.api_key else ""
     watch = f"Dashboard: {url}/dashboard\n" if router.dashboard else ""
     if router.chat_page and path == "chat/completions":
-        watch = f"Chat: {url} in a browser\n{watch}"
+        watch = f"Chat: {url} in a browser, or pdserve chat {url} in a terminal\n{watch}"
     return (
         f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it).\n{watch}\n{node_table(nodes)}\nTry:\n\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
