@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from environment import PROGRAMS, Environment
-from serving import Service
+from serving import REAL_NODES, Service, serve
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
@@ -31,5 +31,7 @@ def test_sdk_program_passes(name: str, service: Service) -> None:
     Environment(name).run(COMMANDS[name], service.variables)
 
 
-def test_standard_tests_of_langchain_pass(service: Service) -> None:
-    Environment("langchain").run([*STANDARD, PROGRAMS / "langchain_standard.py"], service.variables)
+@pytest.mark.xfail(reason="four of its tests depend on the weights; docs/clients.md", strict=False)
+def test_standard_tests_of_langchain_pass(tmp_path: Path) -> None:
+    with serve(tmp_path, (*REAL_NODES, "--load-format", "dummy")) as service:
+        Environment("langchain").run([*STANDARD, PROGRAMS / "langchain_standard.py"], service.variables)
