@@ -31,7 +31,6 @@ def test_sdk_program_passes(name: str, service: Service) -> None:
     Environment(name).run(COMMANDS[name], service.variables)
 
 
-@pytest.mark.xfail(reason="four of its tests depend on the weights; docs/clients.md", strict=False)
 def test_standard_tests_of_langchain_pass(tmp_path: Path) -> None:
     with serve(tmp_path, (*REAL_NODES, "--load-format", "dummy")) as service:
         Environment("langchain").run([*STANDARD, PROGRAMS / "langchain_standard.py"], service.variables)

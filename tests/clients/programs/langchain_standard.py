@@ -56,3 +56,19 @@ class TestStandard(ChatModelIntegrationTests):
     @needs_a_real_model
     def test_unicode_tool_call_integration(self, model: BaseChatModel, **kwargs: Any) -> None:
         super().test_unicode_tool_call_integration(model, **kwargs)
+
+    @needs_a_real_model
+    def test_bind_runnables_as_tools(self, model: BaseChatModel) -> None:
+        super().test_bind_runnables_as_tools(model)
+
+    @needs_a_real_model
+    def test_tool_calling_with_no_arguments(self, model: BaseChatModel) -> None:
+        super().test_tool_calling_with_no_arguments(model)
+
+    @needs_a_real_model
+    def test_structured_output_pydantic_2_v1(self, model: BaseChatModel) -> None:
+        super().test_structured_output_pydantic_2_v1(model)
+
+    @needs_a_real_model
+    def test_structured_output_optional_param(self, model: BaseChatModel) -> None:
+        super().test_structured_output_optional_param(model)
