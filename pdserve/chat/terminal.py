@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +16,7 @@ from pdserve.chat.conversation import Conversation
 from pdserve.chat.screen import clean, show_markdown, show_plain
 from pdserve.errors import PdserveError, RequestError, cut
 
+_Part = tuple[str, str]  # reasoning, text
 _QUOTES = '"""'
 COMMANDS = {
     "/system [TEXT]": "show the system prompt, or set it; /system none removes it",
@@ -44,6 +48,29 @@ def _until_quotes(line: str, read: Callable[[str], str]) -> Iterator[str]:
         yield line
         line = read(". ")
     yield line.partition(_QUOTES)[0]
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Note each SIGINT: Python drops a KeyboardInterrupt that it raises in a callback."""
+    noted: list[int] = []
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _until_interrupted(parts: Iterator[_Part], interrupts: list[int]) -> Iterator[_Part]:
+    for part in parts:
+        if interrupts:
+            raise KeyboardInterrupt
+        yield part
 
 
 class Chat:
@@ -98,7 +125,8 @@ class Chat:
         stopped = ""
         parts = self._client.stream(self._conversation.body(message), answer)
         try:
-            self._show(parts, self._console)
+            with _noted_interrupts() as interrupts:
+                self._show(_until_interrupted(parts, interrupts), self._console)
         except KeyboardInterrupt:
             stopped = "stopped"
         finally:
