@@ -227,10 +227,13 @@ def test_request_log_has_key_names_but_no_keys(
 ) -> None:
     scripted_node.scripts |= SCRIPTS
     flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--log-requests"]
-    with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as http:
-        request_id = ask(http, "bob").headers["x-request-id"]
-        assert http.post("/v1/completions", headers=headers("alice"), content=b"no body").status_code == 400
-    log = capfd.readouterr().err  # after the router's end: a line that is written during the read would be lost
+    with router_process(tokenizer_dir, flags) as router:
+        with httpx.Client(base_url=router.url, trust_env=False) as http:
+            request_id = ask(http, "bob").headers["x-request-id"]
+            assert http.post("/v1/completions", headers=headers("alice"), content=b"no body").status_code == 400
+        router.process.terminate()  # a request is logged after its answer was sent
+        router.process.wait(timeout=10)
+    log = capfd.readouterr().err
     assert f"request {request_id} with key bob: completions, ok after" in log
     assert "with key alice: completions, invalid_" in log
     assert not any(key in log for key in KEYS.values())
