@@ -53,12 +53,12 @@ class Pod:
 
     @property
     def role(self) -> str:
-        """router, up, prefill or decode; prefill-ranks and decode-ranks are pods without a frontend."""
+        """router, up, prefill, decode or both; prefill-ranks and decode-ranks are pods without a frontend."""
         return self.labels[COMPONENT]
 
     @property
     def is_node(self) -> bool:
-        return self.role in ("prefill", "decode")
+        return self.role in ("prefill", "decode", "both")
 
     @property
     def container(self) -> Manifest:

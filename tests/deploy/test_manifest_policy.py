@@ -6,11 +6,17 @@ import pytest
 from overlays import COMPONENT, OVERLAYS, REVISION, Manifest, Pod, of_kind, pods, selects
 from policies import NAMESPACE, Endpoint, peer_selects
 
-GRPC = {"prefill": 9001, "decode": 9002}
+GRPC = {"prefill": 9001, "decode": 9002, "both": 9001}
 HTTP = 8000
 METRICS = 9003
 LEASE = 3 + 1  # seconds: --lease-seconds and --lease-guard
 REQUEST = 600  # seconds: --request-timeout
+
+
+def peer_of(overlay: str, pod: Pod) -> Pod:
+    """Return the pod of a node that this one exchanges KV with; nodes of both roles are peers of each other."""
+    return next(each for each in pods(overlay) if each.is_node and (each.role != pod.role or pod.role == "both"))
+
 
 each_pod = pytest.mark.parametrize(
     ("overlay", "pod"),
@@ -177,10 +183,10 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
         return
     first, last = map(int, pod.environment["UCX_TCP_PORT_RANGE"].split("-"))
     grpc, ucx = range(GRPC[pod.role], GRPC[pod.role] + 1), range(first, last + 1)
-    other = next(each for each in pods(overlay) if each.is_node and each.role != pod.role)
+    other = peer_of(overlay, pod)
     assert opened(overlay, stranger, pod) == set()
     assert opened(overlay, {COMPONENT: "router"}, pod) == {grpc}
-    assert opened(overlay, other.labels, pod) == ({grpc, ucx} if pod.role == "prefill" else {ucx})
+    assert opened(overlay, other.labels, pod) == ({ucx} if pod.role == "decode" else {grpc, ucx})
     assert opened(overlay, {**other.labels, REVISION: "rev0"}, pod) == set(), "old P never meets new D"
 
 
@@ -221,7 +227,7 @@ def test_ingress_and_egress_rules_match(overlay: str, pod: Pod) -> None:
     """The egress rules of a node equal the ingress rules of its peers."""
     if not pod.is_node:
         return
-    other = next(each for each in pods(overlay) if each.is_node and each.role != pod.role)
+    other = peer_of(overlay, pod)
     leaving: set[range] = set()
     for policy in of_kind(overlay, "NetworkPolicy"):
         if selects(policy["spec"]["podSelector"], pod.labels):

@@ -11,6 +11,8 @@ from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kin
 
 from decode_node.decode_role import add_flags as add_decode_flags
 from decode_node.decode_role import make_role as make_decode
+from elastic_node.elastic_role import add_flags as add_elastic_flags
+from elastic_node.elastic_role import make_role as make_elastic
 from engine.executor.multi_host import local_ranks_from
 from engine.frontend.frontend_flags import frontend_options_from
 from engine.frontend.node_command import role_parser
@@ -58,6 +60,7 @@ def check_flags(pod: Pod) -> None:
         add, make = {
             "prefill": (add_prefill_flags, make_prefill),
             "decode": (add_decode_flags, make_decode),
+            "serve": (add_elastic_flags, make_elastic),
         }[command]
         parser = role_parser(f"pdserve {command}", "")
         add(parser)
@@ -83,9 +86,9 @@ def test_programs_parse_the_flags_of_manifests(overlay: str) -> None:
 @each_overlay
 def test_decode_nodes_find_only_prefill_nodes_of_their_revision(overlay: str) -> None:
     found = {pod.role: pod for pod in pods(overlay)}
-    if "decode" not in found:
+    if "up" in found:
         return
-    prefill, decode = found["prefill"], found["decode"]
+    prefill, decode = (found[role if role in found else "both"] for role in ("prefill", "decode"))
     services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
     (source,) = decode.flags("prefill")
     name = re.fullmatch(r"dns://([a-z0-9-]+):9001", check_source(source)).group(1)  # type: ignore[union-attr]
@@ -100,8 +103,9 @@ def test_router_sources_name_existing_services(overlay: str) -> None:
     services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
     routers = [pod for pod in pods(overlay) if pod.role == "router"]
     for router in routers:
-        for role in ("prefill", "decode"):
-            (source,) = router.flags(role)
+        roles = {"node": "both"} if router.flags("node") else {"prefill": "prefill", "decode": "decode"}
+        for flag, role in roles.items():
+            (source,) = router.flags(flag)
             service, port = re.fullmatch(r"k8s://ai/([a-z-]+):([a-z]+)", check_source(source)).groups()  # type: ignore[union-attr]
             assert services[service]["clusterIP"] == "None"
             nodes = [pod for pod in pods(overlay) if services[service]["selector"].items() <= pod.labels.items()]
