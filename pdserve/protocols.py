@@ -7,6 +7,7 @@ from typing import Protocol
 
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
 
@@ -54,12 +55,23 @@ class ModelRunner(Protocol):
     def offered_weights(self) -> OfferedMemory:
         """Return the tensors that are in memory as the checkpoint stores them, for peers that start."""
 
-    def reload_weights(self, model_dir: str) -> None:
-        """Read another checkpoint of the same architecture and shape; no step may be in flight.
+    def check_weights(self, change: WeightChange) -> None:
+        """Compare a change with the weights in memory, without changing any.
 
-        KV computed before stays in the cache; the caller must drop its prefix cache. Raises CheckpointError: then only
-        another reload makes the runner usable.
+        All ranks of a node call it. Raises CheckpointError on every rank if one rank finds a difference.
         """
+
+    def change_weights(self, change: WeightChange) -> None:
+        """Overwrite the weights in place; no step may be in flight.
+
+        All ranks of a node call it. KV computed before stays in the cache; the caller must drop its prefix cache.
+        Raises CheckpointError on every rank if one rank fails. Then the old weights are in use (``has_weights``), or
+        ``launch`` raises NodeError until a reload succeeds.
+        """
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether steps can be launched: False after a reload that failed half-way."""
 
     def close(self) -> None:
         """Free device memory. Idempotent; the runner cannot be used afterwards."""

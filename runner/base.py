@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
+from pdserve.errors import NodeError
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import KVRegion, StepOutput, StepPlan
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.attention.build import build_backend
 from runner.distributed.parallel_state import ParallelState
@@ -107,6 +109,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
+        if self._model.problem:
+            raise NodeError(f"this node has no weights: {self._model.problem}; reload a checkpoint")
         self._update(plan)
         parts = [part for feature in self._features if (part := feature.part(plan)) is not None]
         step = self._run(plan, parts) if plan.scheduled else FinishedStep(StepOutput(plan.step))
@@ -122,8 +126,15 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     def offered_weights(self) -> OfferedMemory:
         return self._model.offered_weights()
 
-    def reload_weights(self, model_dir: str) -> None:
-        self._model.reload(model_dir)
+    def check_weights(self, change: WeightChange) -> None:
+        self._model.check(change)
+
+    def change_weights(self, change: WeightChange) -> None:
+        self._model.change(change)
+
+    @property
+    def has_weights(self) -> bool:
+        return not self._model.problem
 
     def close(self) -> None:
         if self._closed:

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from pdserve.checkpoint.files import open_regular, read_file
+from pdserve.checkpoint.safetensors_header import read_header
+from pdserve.checkpoint.weight_files import weight_files
+from pdserve.checkpoint.weight_patch import read_patch
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.same_model import check_same_model
 from pdserve.records import (
     KVRegion,
     NewSequence,
@@ -27,8 +35,11 @@ from pdserve.records import (
     StepPlan,
     TokenLogprobs,
 )
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
+
+_MAX_CONFIG, _END = 1 << 20, 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,7 @@ class SimulatedRunner:
 
     def __init__(self, config: NodeConfig) -> None:
         assert config.costs is not None
-        self._costs = config.costs
+        self._config, self._costs = config, config.costs
         self.kv_layout = config.kv_layout
         self.kv_region = KVRegion(0, self.kv_layout.total_bytes, "cpu", 0)
         self._vocab_size = config.model.vocab_size
@@ -61,6 +72,7 @@ class SimulatedRunner:
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
         self._busy_until = 0.0
+        self._weights = SimulatedWeights.of_checkpoint(Path(config.model_dir))
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         assert not plan.digests, "a simulated node has no KV to digest; resolve refuses --kv-checksum"
@@ -82,8 +94,17 @@ class SimulatedRunner:
     def offered_weights(self) -> OfferedMemory:
         return OfferedMemory((), ())
 
-    def reload_weights(self, model_dir: str) -> None:
-        """Do nothing: there are no weights."""
+    def check_weights(self, change: WeightChange) -> None:
+        if change.model_dir:
+            check_same_model(self._config, Path(change.model_dir))
+        self._weights.after(change)
+
+    def change_weights(self, change: WeightChange) -> None:
+        self._weights = self._weights.after(change)
+
+    @property
+    def has_weights(self) -> bool:
+        return True
 
     def close(self) -> None:
         self._sequences.clear()
@@ -91,7 +112,7 @@ class SimulatedRunner:
     def _sample(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[Sample, ...]:
         if not item.num_samples:
             return ()
-        return self._sequences[item.seq].sample(item.num_samples, vocabulary or self._vocabulary)
+        return self._sequences[item.seq].sample(item.num_samples, vocabulary or self._vocabulary, self._weights)
 
     def _score(self, targets: Targets) -> PromptLogprobs:
         """Return each token as the best one; the ids after it come next."""
@@ -103,6 +124,37 @@ class SimulatedRunner:
             for token in targets.token_ids
         )
         return PromptLogprobs(targets.first, targets.num_top, table)
+
+
+class SimulatedWeights(NamedTuple):
+    """A digest in place of weights: equal on all nodes whose checkpoints and patches have the same content.
+
+    A checkpoint's digest is that of config.json and of the header and both ends of each weight file; it may have none.
+    """
+
+    digest: bytes
+
+    @classmethod
+    def of_checkpoint(cls, model_dir: Path) -> SimulatedWeights:
+        """Raises CheckpointError."""
+        digest = hashlib.blake2b(read_file(model_dir / "config.json", _MAX_CONFIG), digest_size=16)
+        for path in weight_files(model_dir) if any(model_dir.glob("*.safetensors")) else ():
+            tensors = read_header(path)
+            with open_regular(path) as (fd, status):
+                data = min((tensor.begin for tensor in tensors.values()), default=status.st_size)
+                digest.update(os.pread(fd, data + _END, 0) + os.pread(fd, _END, max(data, status.st_size - _END)))
+        return cls(digest.digest())
+
+    def after(self, change: WeightChange) -> SimulatedWeights:
+        """Return the weights after a change. Raises CheckpointError."""
+        if not change.patch:
+            return self.of_checkpoint(Path(change.model_dir))
+        digest = hashlib.blake2b(self.digest, digest_size=16)
+        patch = read_patch(Path(change.patch))
+        with open_regular(patch.path) as (fd, _), open(fd, "rb", closefd=False) as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+        return SimulatedWeights(digest.digest())
 
 
 class SimulatedVocabulary:
@@ -133,7 +185,7 @@ def _bits_set(bits: int) -> Iterator[int]:
 
 
 class SimulatedSequence:
-    """The next token depends on all tokens so far; with random sampling also on the seed and the choice.
+    """The next token depends on the weights and all tokens so far; with random sampling also on seed and choice.
 
     So a request continues with the same tokens on a decode node, after a preemption, or as a new request whose prompt
     ends with the tokens generated before.
@@ -144,15 +196,18 @@ class SimulatedSequence:
         self._sampling = new.sampling
         self._choice = new.choice
 
-    def sample(self, num_samples: int, vocabulary: SimulatedVocabulary) -> tuple[Sample, ...]:
+    def sample(
+        self, num_samples: int, vocabulary: SimulatedVocabulary, weights: SimulatedWeights
+    ) -> tuple[Sample, ...]:
         """Sample one token, or the first of each choice; the sequence continues with the first sample."""
         choices = range(num_samples) if num_samples > 1 else (self._choice,)
-        samples = tuple(self._sample_choice(choice, vocabulary) for choice in choices)
+        samples = tuple(self._sample_choice(choice, vocabulary, weights) for choice in choices)
         self._digest.update(array("I", (samples[0].token_id,)).tobytes())
         return samples
 
-    def _sample_choice(self, choice: int, vocabulary: SimulatedVocabulary) -> Sample:
+    def _sample_choice(self, choice: int, vocabulary: SimulatedVocabulary, weights: SimulatedWeights) -> Sample:
         digest = self._digest.copy()
+        digest.update(weights.digest)
         if not self._sampling.greedy:
             digest.update(f" {self._sampling.seed} {choice}".encode())
         number = int.from_bytes(digest.digest(), "little")

@@ -54,6 +54,11 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
     Raises CheckpointError unless they are of known dtypes, fill the file, and do not overlap.
     """
+    return read_header_and_metadata(path)[0]
+
+
+def read_header_and_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors as ``read_header`` does, and the file's metadata."""
     with open_regular(path) as (fd, status):
         size = status.st_size
         prefix = os.pread(fd, _LENGTH.size, 0)
@@ -64,18 +69,20 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{path} has a header of {length} bytes, the limit is {MAX_HEADER}; {_AGAIN}")
         header = os.pread(fd, length, _LENGTH.size)
     try:
-        return _placed(path, _entries(path, header), _LENGTH.size + length, size)
+        entries, metadata = _entries(path, header)
+        return _placed(path, entries, _LENGTH.size + length, size), metadata
     except DECODE_ERRORS as exc:
         raise CheckpointError(f"{path} has a broken safetensors header ({exc}); {_AGAIN}") from exc
 
 
-def _entries(path: Path, header: bytes) -> list[tuple[str, _Entry]]:
+def _entries(path: Path, header: bytes) -> tuple[list[tuple[str, _Entry]], dict[str, str]]:
     raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    raw.pop("__metadata__", None)
+    metadata = raw.pop("__metadata__", None)
     if len(raw) > MAX_TENSORS:
         raise CheckpointError(f"{path} has {len(raw)} tensors, the limit is {MAX_TENSORS}; {_AGAIN}")
     decode = msgspec.json.Decoder(_Entry).decode
-    return sorted(((name, decode(entry)) for name, entry in raw.items()), key=lambda item: item[1].data_offsets)
+    entries = sorted(((name, decode(entry)) for name, entry in raw.items()), key=lambda item: item[1].data_offsets)
+    return entries, {} if metadata is None else msgspec.json.decode(metadata, type=dict[str, str] | None) or {}
 
 
 def _placed(path: Path, entries: list[tuple[str, _Entry]], start: int, size: int) -> dict[str, Tensor]:

@@ -20,9 +20,11 @@ from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
+from pdserve.config.same_model import check_same_model
 from pdserve.errors import CheckpointError, ConfigError, PdserveError
 from pdserve.kv import UNSCALED
 from pdserve.protocols import WeightReader
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.fused_experts import split_experts
@@ -66,6 +68,7 @@ class LoadedModel:
         check_room(config.model, config.position, layout, self.device, held_dtype(self.placement))
         self.decoder = self._build()
         self._offered: list[Tensor] = []
+        self.problem = ""  # why the weights in memory are of no use
         peer = None if reader is None or not isinstance(self.decoder, Decoder) else self._ask_peer(reader)
         try:
             self._load(config.model_dir, lambda fraction: progress("loading weights", fraction), peer)
@@ -92,16 +95,29 @@ class LoadedModel:
         shard = shard_of(self._config.model, self._config.position)
         return msgspec.structs.replace(shard, attention=self.decoder.attention)
 
-    def reload(self, model_dir: str) -> None:
+    def check(self, change: WeightChange) -> None:
+        """Raise CheckpointError, on all ranks, unless the change fits the weights in memory."""
+        if change.patch:
+            raise CheckpointError("patches of weights are not supported yet; reload a checkpoint")
+        check_same_model(self._config, Path(change.model_dir))
+        self._check_kv_scales(Path(change.model_dir))
+
+    def change(self, change: WeightChange) -> None:
         """Read another checkpoint of the same architecture and shape. No step may be in flight.
 
-        On a GPU the weights keep their addresses, so captured graphs stay right. Raises CheckpointError; the weights
-        are then a mixture, and the only remedy is another reload. Scales of an FP8 KV cache must stay.
+        On a GPU the weights keep their addresses, so captured graphs stay right. Raises CheckpointError; after
+        the first write the only remedy is another reload (``problem``). Scales of an FP8 KV cache must stay.
         """
-        self._check_kv_scales(Path(model_dir))
-        if self.device.type == "cpu":
-            self.decoder = self._build()  # packed weights cannot be filled again
-        self._load(model_dir, lambda fraction: None)
+        self.check(change)
+        self.problem = "a reload has not ended"
+        try:
+            if self.device.type == "cpu":
+                self.decoder = self._build()  # packed weights cannot be filled again
+            self._load(change.model_dir, lambda fraction: None)
+        except CheckpointError as exc:
+            self.problem = str(exc)
+            raise
+        self.problem = ""
 
     def _check_kv_scales(self, model_dir: Path) -> None:
         """Raise CheckpointError unless another checkpoint has the scales that kernels and cached blocks have."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
@@ -174,8 +175,15 @@ class ToyRunner:
     def offered_weights(self) -> OfferedMemory:
         return OfferedMemory((), ())
 
-    def reload_weights(self, model_dir: str) -> None:
+    def check_weights(self, change: WeightChange) -> None:
         """It has no weights."""
+
+    def change_weights(self, change: WeightChange) -> None:
+        """It has no weights."""
+
+    @property
+    def has_weights(self) -> bool:
+        return True
 
     def close(self) -> None:
         self._states.clear()

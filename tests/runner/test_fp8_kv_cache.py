@@ -20,6 +20,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, ConfigError
 from pdserve.kv import UNSCALED, KVScales
+from pdserve.weight_change import WeightChange
 from runner.base import BaseModelRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU Triton's interpreter runs V2's kernels
@@ -214,7 +215,7 @@ def test_scales_in_a_checkpoint_are_not_taken_for_weights(checkpoint: Path, tmp_
 def test_a_reload_with_other_scales_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = with_scales(tmp_path, "k_scale", "v_scale")
     built = runner.build(node_config(checkpoint, kv_scales=(UNSCALED,) * LAYERS), lambda stage, fraction: None)
-    built.reload_weights(str(checkpoint))
+    built.change_weights(WeightChange(str(checkpoint)))
     with pytest.raises(CheckpointError, match="other scales of the FP8 KV cache"):
-        built.reload_weights(str(other))
+        built.change_weights(WeightChange(str(other)))
     built.close()

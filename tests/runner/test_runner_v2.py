@@ -16,6 +16,7 @@ import runner
 from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.weight_change import WeightChange
 from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder, SamplingMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,7 +194,7 @@ def test_reloaded_weights_give_their_own_tokens(checkpoint: Path, tmp_path: Path
     for version in ("V1", "V2"):
         model_runner = build(checkpoint, version)
         assert Stepper(model_runner).generate([prompt], 6)[0].output[:6] != expected
-        model_runner.reload_weights(str(other))
+        model_runner.change_weights(WeightChange(str(other)))
         stepper = Stepper(model_runner)
         stepper._next = 100  # the runner has seen the others
         assert stepper.generate([prompt], 6)[0].output[:6] == expected

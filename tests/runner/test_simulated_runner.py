@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +20,13 @@ from pdserve.config.resolve import resolve
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.weight_change import WeightChange
 
 EOS = {0, 2}  # of the embedded model
 
 
-def build(*costs: str, speed: float = float("inf")) -> ModelRunner:
-    options = NodeOptions(model=str(EMBEDDED_MODEL), engine="simulated", sim_costs=costs, sim_speed=speed)
+def build(*costs: str, speed: float = float("inf"), model: Path = EMBEDDED_MODEL) -> ModelRunner:
+    options = NodeOptions(model=str(model), engine="simulated", sim_costs=costs, sim_speed=speed)
     return runner.build(resolve(options, node_devices(options, 1)[0], {}), lambda stage, fraction: None)
 
 
@@ -111,3 +115,29 @@ def test_a_plan_without_work_takes_no_time(speed: float) -> None:
     assert model_runner.launch(StepPlan(1, finished=(5,))).result().samples == ()
     model_runner.close()
     model_runner.close()
+
+
+def test_tokens_depend_on_the_content_of_checkpoints_and_patches(tmp_path: Path) -> None:
+    """A reload gives the tokens of a node that starts with the checkpoint; two patches in two orders differ."""
+    other = tmp_path / "other"
+    shutil.copytree(EMBEDDED_MODEL, other)
+    weights = next(other.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    patches = []
+    for number in range(2):
+        patches.append(tmp_path / f"{number}.safetensors")
+        header = json.dumps({"norm.weight.rows.0": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+        patches[-1].write_bytes(len(header).to_bytes(8, "little") + header + bytes([number]))
+
+    def tokens(*changes: WeightChange, model: Path = EMBEDDED_MODEL) -> tuple[int, ...]:
+        built = build(model=model)
+        for change in changes:
+            built.check_weights(change)
+            built.change_weights(change)
+        return tuple(Stepper(built).generate([prompt_of(9)], 4)[0].output)
+
+    first, second = (WeightChange(patch=str(patch)) for patch in patches)
+    assert tokens(WeightChange(str(other))) == tokens(first, WeightChange(str(other))) == tokens(model=other)
+    assert tokens(first, second) == tokens(first, second)
+    changes = (), (WeightChange(str(other)),), (first,), (second,), (first, second), (second, first)
+    assert len({tokens(*each) for each in changes}) == len(changes)

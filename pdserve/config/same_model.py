@@ -1,0 +1,24 @@
+"""Whether another checkpoint can take the place of a running node's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.config.model_config import ModelConfig, load_model_config
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.pooling import EMBED
+from pdserve.errors import CheckpointError, shown
+
+_CHOSEN_HERE = frozenset({"keeps_quantized"})  # fields that are the node's choice, not the checkpoint's
+
+
+def check_same_model(config: NodeConfig, model_dir: Path) -> None:
+    """Raise CheckpointError with the first field in which another checkpoint's configuration differs."""
+    embeds = config.pooling is not None and config.pooling.task == EMBED
+    mine, other = config.model, load_model_config(model_dir, config.model.impl, embeds=embeds)
+    for field in ModelConfig.__struct_fields__:
+        if field not in _CHOSEN_HERE and getattr(mine, field) != getattr(other, field):
+            raise CheckpointError(
+                f"{model_dir} has {field} {shown(getattr(other, field))}, this node has {shown(getattr(mine, field))}; "
+                "only weights of the same model can be reloaded. Start the node again with this checkpoint"
+            )

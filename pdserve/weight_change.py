@@ -1,0 +1,12 @@
+"""A change of a running node's weights. Plain values, no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WeightChange(msgspec.Struct, frozen=True):
+    """What replaces the weights in memory: exactly one of the two paths, on the host of each rank."""
+
+    model_dir: str = ""  # another checkpoint of the same architecture and shape
+    patch: str = ""  # a file of new values for some tensors (pdserve/checkpoint/weight_patch.py)
