@@ -13,6 +13,7 @@ from pdserve.grammar import without
 from pdserve.records import SamplingParams
 
 _UNBEGUN, _ENDED = -1, -2
+_REST_OF_CHARACTER = 3  # tokens of a byte each
 
 
 class TokenRules:
@@ -53,28 +54,36 @@ class ChoiceRules:
         self._thinks_from = _UNBEGUN if rules.sampling.thinking_start_ids else 0  # index in the output
         self.always_fixed = rules.always_fixed  # apart from forbidden tokens
 
-    def mask(self, token_ids: array[int], prompt_len: int, forbidden: Collection[int]) -> bytes:
+    def masks(self, token_ids: array[int], prompt_len: int, forbidden: Collection[int]) -> tuple[bytes, ...]:
         """Return the mask of the next token; ``token_ids`` are the prompt and the output.
 
-        A forbidden token, or one that would complete a bad word, is allowed where no other one is.
+        A second mask replaces it where a grammar first requires the rest of a character.
         """
-        forced = self._forced(token_ids, prompt_len)
-        if forced is not None:
-            return self._rules.mask_of((forced,))
+        late = self._beyond_budget(token_ids, prompt_len)
+        if late is None:
+            return (self._unforced(token_ids, prompt_len, forbidden),)
+        end = self._rules.sampling.thinking_end_ids
+        written = next(length for length in range(len(end) - 1, -1, -1) if late[len(late) - length :] == end[:length])
+        forced = self._rules.mask_of((end[written],))
+        may_wait = not written and len(late) < _REST_OF_CHARACTER
+        return (forced, self._unforced(token_ids, prompt_len, forbidden)) if may_wait else (forced,)
+
+    def _unforced(self, token_ids: array[int], prompt_len: int, forbidden: Collection[int]) -> bytes:
+        """A forbidden token, or one that would complete a bad word, is allowed where no other one is."""
         recent = token_ids[max(prompt_len, len(token_ids) - self._rules.longest) :]
         excluded = {*self._rules.bad_ends(recent), *forbidden}
         return without(self._rules.fixed, excluded) if excluded else self._rules.fixed
 
-    def _forced(self, token_ids: array[int], prompt_len: int) -> int | None:
-        """Return the next token of the end of reasoning, once the budget is used up."""
+    def _beyond_budget(self, token_ids: array[int], prompt_len: int) -> tuple[int, ...] | None:
+        """Return the tokens since the budget of the reasoning was used up; None: it is not, or the reasoning ended."""
         sampling = self._rules.sampling
         if not sampling.thinking_end_ids or self._thinks_from == _ENDED:
             return None
         self._find_markers(token_ids, prompt_len)
         if self._thinks_from < 0:
             return None
-        beyond = len(token_ids) - prompt_len - self._thinks_from - sampling.thinking_token_budget
-        return sampling.thinking_end_ids[beyond] if beyond >= 0 else None
+        used_up = prompt_len + self._thinks_from + sampling.thinking_token_budget
+        return tuple(token_ids[used_up:]) if used_up <= len(token_ids) else None
 
     def _find_markers(self, token_ids: array[int], prompt_len: int) -> None:
         sampling = self._rules.sampling

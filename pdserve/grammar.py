@@ -175,13 +175,13 @@ def without(mask: bytes, token_ids: Collection[int]) -> bytes:
     return mask if words.count(0) == len(words) else bytes(words)
 
 
-def intersection(mask: bytes, allowed: bytes) -> bytes:
-    """Return the tokens that a grammar and the token rules of its request allow. Raises RequestError without any."""
-    both = int.from_bytes(mask, "little") & int.from_bytes(allowed, "little")
-    if not both:
-        rules = "allowed_token_ids, bad_words or thinking_token_budget"
-        raise RequestError(f"the grammar allows no token here that {rules} allows, too; leave them out", "grammar")
-    return both.to_bytes(len(mask), "little")
+def intersection(mask: bytes, allowed: Sequence[bytes]) -> bytes:
+    """Return the tokens that a grammar and the first possible one of other masks allow. Raises RequestError."""
+    for rules in allowed:
+        if both := int.from_bytes(mask, "little") & int.from_bytes(rules, "little"):
+            return both.to_bytes(len(mask), "little")
+    names = "allowed_token_ids, bad_words or thinking_token_budget"
+    raise RequestError(f"the grammar allows no token here that {names} allows, too; leave them out", "grammar")
 
 
 def _one_line(text: str) -> str:

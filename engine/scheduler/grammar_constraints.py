@@ -111,11 +111,12 @@ class GrammarConstraints:
     def _advance(self, choice: Choice, token_ids: Sequence[int]) -> None:
         constraint = choice.constraint
         assert constraint is not None
-        rules, forbidden, allowed = constraint.rules, self._forbidden(choice), None
+        rules, forbidden = constraint.rules, self._forbidden(choice)
+        allowed: tuple[bytes, ...] = ()
         if rules is not None:
-            allowed = rules.mask(choice.token_ids, choice.prompt_len, forbidden)
+            allowed = rules.masks(choice.token_ids, choice.prompt_len, forbidden)
             if constraint.grammar is None:
-                constraint.mask, constraint.fixed = allowed, rules.always_fixed and not forbidden
+                constraint.mask, constraint.fixed = allowed[0], rules.always_fixed and not forbidden
                 return
         self._choices[constraint] = choice
         self._advances.append(Advance(choice.request.client, constraint, token_ids, forbidden, allowed))

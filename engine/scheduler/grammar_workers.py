@@ -35,14 +35,14 @@ _CACHED_GRAMMARS = 256  # most recently used; a few MB for large vocabularies
 class Advance(NamedTuple):
     """New tokens of a constraint's choice. ``forbidden`` tokens may not follow, because of min_tokens.
 
-    ``allowed`` is the mask of its token rules, if it has any.
+    ``allowed`` are the masks of its token rules, if it has any: the first one that leaves a token holds.
     """
 
     client: int
     constraint: Constraint
     token_ids: Sequence[int]
     forbidden: frozenset[int]
-    allowed: bytes | None = None
+    allowed: Sequence[bytes] = ()
 
 
 class Compiled(NamedTuple):
@@ -161,7 +161,7 @@ def _masked(step: Advance) -> Masked:
             constraint.matcher = constraint.grammar.matcher()
         constraint.matcher.consume(step.token_ids)
         mask = constraint.matcher.mask()
-        if step.allowed is not None:
+        if step.allowed:
             mask = intersection(mask, step.allowed)
         return Masked(constraint, without(mask, step.forbidden) if step.forbidden else mask)
     except RequestError as exc:

@@ -56,7 +56,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with Fleet() as fleet:
         fleet.start_prefill(model, SMALL, environ)
         fleet.start_decode(model, [*SMALL, *split, "--handoff-min-tokens", "16"], environ)
-        fleet.start_router(model)
+        fleet.start_router(model, ["--reasoning-parser", "think"])
         fleet.wait_ready()
         yield fleet
 
@@ -161,17 +161,44 @@ def test_grammar_precedence_over_other_parameters(fleet: Fleet) -> None:
     assert len(long["token_ids"]) == 8
 
 
-def test_a_chat_streams_json(fleet: Fleet) -> None:
-    messages = [{"role": "user", "content": "Who?"}]
-    body = {"messages": messages, "structured_outputs": {"json": PERSON, **TIGHT}, "stream": True, "seed": 3}
-    pieces = []
-    url = f"{fleet.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json={"model": MODEL_NAME, **body}, timeout=60) as response:
+def thought(question: str) -> dict[str, Any]:
+    """Return the fields of a chat whose output begins within reasoning."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "<think>"}]
+    return {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+
+
+def stream_chat(fleet: Fleet, **fields: Any) -> list[dict[str, Any]]:
+    """Return the deltas of a streamed chat."""
+    body = {"model": MODEL_NAME, "stream": True, **fields}
+    with httpx.stream("POST", f"{fleet.url}/v1/chat/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                pieces += [choice["delta"].get("content") or "" for choice in json.loads(line[6:])["choices"]]
-    check_person("".join(pieces))
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    return [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+
+
+def test_a_chat_streams_json(fleet: Fleet) -> None:
+    """The budget of the reasoning ends within a character, so the end marker waits for the rest of it."""
+    structure = {"structured_outputs": {"json": PERSON, **TIGHT}}
+    deltas = stream_chat(fleet, **thought("Who?"), **structure, thinking_token_budget=2, seed=3)
+    check_person("".join(delta.get("content") or "" for delta in deltas))
+
+
+def test_reasoning_ends_after_its_budget(fleet: Fleet) -> None:
+    """The tokens of the end marker follow, although the request forbids them; whole and streamed."""
+    letters = [small_tokenizers.byte_level().token_to_id(letter) for letter in "aeiou"]
+    marker = small_tokenizers.byte_level().encode("</think>", add_special_tokens=False).ids
+    rules = {"thinking_token_budget": 3, "allowed_token_ids": letters, "max_tokens": 3 + len(marker) + 2}
+    body = {**thought(new_prompt(33)), **rules, "seed": 7}
+    before = fleet.decode[0].counter("handoffs")
+    (choice,) = fleet.post("/v1/chat/completions", {**body, "return_token_ids": True})["choices"]
+    assert fleet.decode[0].counter("handoffs") == before + 1
+    assert choice["token_ids"][3:-2] == marker
+    reasoning, content = choice["message"]["reasoning"], choice["message"]["content"]
+    assert re.fullmatch("[aeiou]{3}", reasoning)
+    assert re.fullmatch("[aeiou]{2}", content)
+    deltas = stream_chat(fleet, **body)
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == reasoning
+    assert "".join(delta.get("content") or "" for delta in deltas) == content
 
 
 def test_other_requests_run_beside_a_complex_grammar(fleet: Fleet) -> None:

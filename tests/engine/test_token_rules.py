@@ -71,7 +71,7 @@ def test_masks_equal_those_of_a_plain_search(
     for number, draw in enumerate(draws):
         if number == resumed:  # another node continues
             choice = ChoiceRules(rules)
-        mask = allowed(choice.mask(array("I", prompt + output), len(prompt), frozenset()))
+        mask = allowed(choice.masks(array("I", prompt + output), len(prompt), frozenset())[0])
         forced = plain_end_of_thinking(sampling, output) if end else None
         if forced is not None:
             assert mask == {forced}
@@ -84,8 +84,19 @@ def test_masks_equal_those_of_a_plain_search(
 def test_forbidden_end_is_allowed_where_no_other_token_is() -> None:
     rules = ChoiceRules(TokenRules(SamplingParams(max_tokens=9, allowed_token_ids=(7, 9)), VOCAB))
     tokens = array("I", [1])
-    assert allowed(rules.mask(tokens, 1, {7})) == {9}
-    assert allowed(rules.mask(tokens, 1, {7, 9})) == {7, 9}
+    assert allowed(rules.masks(tokens, 1, {7})[0]) == {9}
+    assert allowed(rules.masks(tokens, 1, {7, 9})[0]) == {7, 9}
+
+
+def test_end_of_reasoning_waits_for_the_rest_of_a_character() -> None:
+    sampling = SamplingParams(max_tokens=9, bad_words=((8,),), thinking_token_budget=1, thinking_end_ids=(6, 6, 7))
+    rules, tokens = ChoiceRules(TokenRules(sampling, VOCAB)), array("I", [1])
+    found = []
+    for token in (9, 9, 9, 9, 6, 6, 7):
+        tokens.append(token)
+        found.append([allowed(mask) for mask in rules.masks(tokens, 1, frozenset())])
+    rest = set(range(VOCAB)) - {8}
+    assert found == [*3 * [[{6}, rest]], [{6}], [{6}], [{7}], [rest]]
 
 
 def test_rules_that_do_not_depend_on_the_output_keep_steps_in_flight() -> None:

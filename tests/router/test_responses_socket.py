@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
+from certificates import write_https
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -25,7 +28,7 @@ Say = Callable[..., dict[str, Any]]
 
 @contextmanager
 def socket(router: RouterProcess, path: str = "/v1/responses", **fields: Any) -> Iterator[ClientConnection]:
-    url = f"ws://{router.address}{path}"
+    url = f"{'wss' if 'ssl' in fields else 'ws'}://{router.address}{path}"
     with connect(url, proxy=None, compression=None, open_timeout=20, close_timeout=1, **fields) as opened:
         yield opened
 
@@ -212,6 +215,23 @@ def test_keys_limits_and_drain(
                     each.recv(timeout=20)
                 assert closed.value.rcvd is not None
                 assert closed.value.rcvd.code == 1012
+
+
+def test_turns_over_tls(reading_dir: Path, scripted_node: ScriptedNode, say: Say, tmp_path: Path) -> None:
+    ca, cert, key, trust = trustme.CA(), tmp_path / "cert.pem", tmp_path / "key.pem", ssl.create_default_context()
+    write_https(cert, key, ca)
+    ca.configure_trust(trust)
+    flags = ["--decode", scripted_node.address, "--tls-cert", str(cert), "--tls-key", str(key)]
+    with router_process(reading_dir, flags) as router:
+        with socket(router, ssl=trust) as opened:
+            first = events(opened, say("one"))
+            assert text_of(first) == "one"
+            last = first[-1]["response"]["id"]
+            # More than a record of TLS holds, in both directions.
+            long = json.dumps(say("fox " * 5000, previous_response_id=last)) + " " * 50_000
+            assert text_of(events(opened, long)) == "fox " * 5000
+        with pytest.raises((InvalidHandshake, OSError, EOFError)), socket(router):
+            pass
 
 
 def _refuses(router: RouterProcess, headers: dict[str, str]) -> bool:
