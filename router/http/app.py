@@ -176,6 +176,11 @@ def _hint_of_path(path: str, app: FastAPI) -> str:
     return f"did you mean {nearest[0]}?" if nearest else f"{DOCS_PATH} lists the endpoints"
 
 
+def _methods_of_path(path: str, app: FastAPI) -> list[str]:
+    routes = (route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path))
+    return sorted({method for route in routes for method in route.methods or ()})
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(PdserveError)
     async def on_error(request: Request, exc: PdserveError) -> Response:
@@ -195,6 +200,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         message = messages.get(exc.status_code, str(exc.detail))
         response = http_error(exc.status_code, message, request.url.path)
         response.headers.update(exc.headers or {})
+        if exc.status_code == 405:  # Starlette names those of the first route alone
+            response.headers["allow"] = ", ".join(_methods_of_path(request.url.path, app))
         return response
 
     @app.exception_handler(Exception)

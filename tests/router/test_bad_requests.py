@@ -207,6 +207,9 @@ def test_unknown_paths_and_methods_return_error_objects(client: httpx.Client) ->
     refused(response, 405)
     assert response.headers["allow"] == "POST"
     refused(client.delete("/health"), 405)
+    several = client.put("/v1/responses/resp_1")
+    refused(several, 405)
+    assert several.headers["allow"] == "DELETE, GET"
 
 
 def test_large_body_is_rejected(client: httpx.Client) -> None:

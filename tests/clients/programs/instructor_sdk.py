@@ -39,6 +39,11 @@ class Never(BaseModel):
         raise ValueError("try again")
 
 
+class Person(BaseModel):
+    name: str
+    age: int
+
+
 def client(mode: instructor.Mode) -> Any:
     return instructor.from_openai(openai.OpenAI(**CONNECTION), mode=mode)
 
@@ -62,6 +67,14 @@ class Chats(unittest.TestCase):
             with self.subTest(mode):
                 parts = list(client(mode).chat.completions.create_partial(response_model=Paint, **CHAT))
                 assert parts[-1].colour in ("red", "green")
+
+    def test_facts_of_a_text(self) -> None:
+        """The embedded model knows these names, and finds facts for a JSON schema, not for a forced call."""
+        for name, age in (("Anna", 31), ("Maria", 17), ("Peter", 62)):
+            question = {"messages": [{"role": "user", "content": f"{name} is {age} years old."}]}
+            fields = {**CHAT, **question, "frequency_penalty": 0}
+            found = client(instructor.Mode.JSON_SCHEMA).chat.completions.create(response_model=Person, **fields)
+            assert (found.name, found.age) == (name, age)
 
     def test_iterable_is_streamed(self) -> None:
         found = client(instructor.Mode.TOOLS).chat.completions.create(
