@@ -53,18 +53,23 @@ class ModelRunner(Protocol):
         """
 
     def offered_weights(self) -> OfferedMemory:
-        """Return the tensors that are in memory as the checkpoint stores them, for peers that start."""
+        """Return the tensors that are in memory as the checkpoint stores them, for peers that start.
+
+        The next change of weights ends the offer; call this again after it.
+        """
 
     def check_weights(self, change: WeightChange) -> None:
-        """Compare a change with the weights in memory, without changing any.
+        """Compare a change with this rank's weights in memory, without changing any.
 
-        All ranks of a node call it. Raises CheckpointError on every rank if one rank finds a difference.
+        Any thread may call it while steps run. Raises CheckpointError with the first difference.
         """
 
     def change_weights(self, change: WeightChange) -> None:
         """Overwrite the weights in place; no step may be in flight.
 
-        All ranks of a node call it. KV computed before stays in the cache; the caller must drop its prefix cache.
+        All ranks of a node call it, and wait for each other. It checks the change first. KV computed before stays in
+        the cache; the caller must drop its prefix cache. Peers must not read ``offered_weights`` meanwhile.
+
         Raises CheckpointError on every rank if one rank fails. Then the old weights are in use (``has_weights``), or
         ``launch`` raises NodeError until a reload succeeds.
         """

@@ -23,6 +23,7 @@ from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests
 from runner.loading.memory import MemoryMeter, layout_that_fits
 from runner.loading.model_loader import LoadedModel
+from runner.loading.weight_changes import WeightChanger
 from runner.pending_step import FinishedStep, step_without_samples
 from runner.pooling import PromptPooling
 from runner.sampling.prompt_logprobs import PromptScoring
@@ -55,6 +56,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._parallel = parallel
         self._is_last_stage = parallel.position.is_last
         self._model = LoadedModel(config, parallel, progress, reader)
+        self._changer = WeightChanger(config, self._model)
         self._device = self._model.device
         self.max_in_flight = max_in_flight
         self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
@@ -109,8 +111,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        if self._model.problem:
-            raise NodeError(f"this node has no weights: {self._model.problem}; reload a checkpoint")
+        if self._changer.problem:
+            raise NodeError(f"this node has no weights: {self._changer.problem}; reload a checkpoint")
         self._update(plan)
         parts = [part for feature in self._features if (part := feature.part(plan)) is not None]
         step = self._run(plan, parts) if plan.scheduled else FinishedStep(StepOutput(plan.step))
@@ -127,14 +129,14 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         return self._model.offered_weights()
 
     def check_weights(self, change: WeightChange) -> None:
-        self._model.check(change)
+        self._changer.check(change)
 
     def change_weights(self, change: WeightChange) -> None:
-        self._model.change(change)
+        self._changer.apply(change)
 
     @property
     def has_weights(self) -> bool:
-        return not self._model.problem
+        return not self._changer.problem
 
     def close(self) -> None:
         if self._closed:
@@ -144,7 +146,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             torch.cuda.synchronize(self._device)
         self._free()
         self._stages.close()
-        del self._stages, self._model
+        del self._stages, self._model, self._changer
         self._parallel.close()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,9 +31,11 @@ from engine.ipc.messages import Mode, Submit
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_builder import FULL_STEP
 from pdserve.config.node_config import NodeConfig
-from pdserve.protocols import PendingStep
+from pdserve.errors import CheckpointError
+from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import ModelRunnerOutput, Sample, SamplingParams, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.weight_change import WeightChange
 
 _ROOT = Path(__file__).parent.parent
 _HEADER = struct.Struct("<I")
@@ -55,6 +57,7 @@ class _Order(msgspec.Struct, frozen=True, tag=True):
 
     config: NodeConfig
     rendezvous: str  # host:port; "" for rank 0, which opens it and reports the address
+    changes: tuple[WeightChange, ...] = ()
 
 
 def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once: int = 1 << 30) -> Outputs:
@@ -95,11 +98,13 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
     return dict(outputs)
 
 
-def generate_alone(config: NodeConfig, requests: Sequence[Request]) -> Outputs:
-    """Run the requests on one rank in this process, without cancelling any."""
+def generate_alone(config: NodeConfig, requests: Sequence[Request], changes: Sequence[WeightChange] = ()) -> Outputs:
+    """Run the requests on one rank in this process, after some changes of weights, without cancelling any."""
     from connector.backends.null import NullConnector
 
-    rank = Rank(runner.build(config, lambda stage, fraction: None), NullConnector())
+    model_runner = runner.build(config, lambda stage, fraction: None)
+    _apply(changes, model_runner)
+    rank = Rank(model_runner, NullConnector())
     outputs = generate(rank, config, [Request(request.prompt, request.sampling) for request in requests])
     rank.close()
     return outputs
@@ -128,14 +133,15 @@ class StagedNode:
     def __exit__(self, *error: object) -> None:
         self._ends.close()
 
-    def started(self, config: NodeConfig) -> StagedNode:
-        """Have all ranks close their runners and build them for a configuration."""
+    def started(self, config: NodeConfig, changes: tuple[WeightChange, ...] = ()) -> StagedNode:
+        """Have all ranks close their runners, build them for a configuration, and change their weights."""
         self._config, rendezvous = config, ""
         for rank, process in enumerate(self._ranks):
             assert process.stdin is not None
             assert process.stdout is not None
             device = msgspec.structs.replace(config.device, index=rank)
-            _write(process.stdin, msgspec.msgpack.encode(_Order(config.for_rank(rank, device), rendezvous)))
+            order = _Order(config.for_rank(rank, device), rendezvous, changes)
+            _write(process.stdin, msgspec.msgpack.encode(order))
             if rank == 0:
                 frame = _read(process.stdout)
                 assert frame is not None, "rank 0 has ended"
@@ -193,11 +199,19 @@ def _serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
                 rendezvous = socket.create_server(("127.0.0.1", 0))
                 _write(stdout, msgspec.msgpack.encode(f"127.0.0.1:{rendezvous.getsockname()[1]}"))
             current = runner.build(order.config, lambda stage, fraction: None, rendezvous)
+            _apply(order.changes, current)
         else:
             assert current is not None
             launched.put(current.launch(msgspec.msgpack.decode(frame, type=StepPlan)))
     launched.put(None)
     thread.join()
+
+
+def _apply(changes: Sequence[WeightChange], model_runner: ModelRunner) -> None:
+    """Change weights; a change that is refused leaves them as they are."""
+    for change in changes:
+        with suppress(CheckpointError):
+            model_runner.change_weights(change)
 
 
 def _write(stream: IO[bytes], frame: bytes) -> None:

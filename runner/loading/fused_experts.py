@@ -18,6 +18,13 @@ class ExpertSlice:
     def __init__(self, fused: Any, expert: int, first: int, shape: tuple[int, int]) -> None:
         self._fused, self._expert, self._first, self._shape = fused, expert, first, shape
 
+    @property
+    def origin(self) -> tuple[str, int]:
+        """The stored tensor, and the place of the first value in it."""
+        name, first = self._fused.origin
+        rows, columns = self._fused.get_shape()[1:]
+        return name, first + (self._expert * rows + self._first) * columns
+
     def get_shape(self) -> list[int]:
         return list(self._shape)
 

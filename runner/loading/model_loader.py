@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,24 +13,22 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_digests import known_tensor_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
-from pdserve.config.same_model import check_same_model
-from pdserve.errors import CheckpointError, ConfigError, PdserveError
-from pdserve.kv import UNSCALED
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.protocols import WeightReader
-from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.fused_experts import split_experts
 from runner.loading.memory import check_room
 from runner.loading.offered_weights import offer_shards
+from runner.loading.patches import CheckedPatch
 from runner.loading.peer_weights import PeerWeights
-from runner.loading.weights import fill_random, load_weights, open_weights
+from runner.loading.stored_weights import StoredWeights
+from runner.loading.weights import check_weights, fill_random, fill_shard, open_weights
 from runner.models.decoder import Decoder
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
@@ -41,6 +38,11 @@ if TYPE_CHECKING:
     from runner.models.from_transformers.decoder import TransformersDecoder
 
 _log = logging.getLogger(__name__)
+
+Progress = Callable[[float], None]
+
+_AT_ONCE = 1 << 25  # values that are read and converted at a time
+_WHOLE = 1 << 62  # a peer is asked for whole tensors
 
 
 class LoadedModel:
@@ -59,7 +61,7 @@ class LoadedModel:
         self.placement = TensorPlacement(
             self.device, dtype, compute_dtype(self.device, dtype), use_triton=config.attention_backend != "torch"
         )
-        self._config, self._parallel = config, parallel
+        self._config, self.parallel = config, parallel
         if self.placement.use_triton:
             parallel.enable_fused_all_reduce(config.model.hidden_size)
         if self.device.type == "cpu":
@@ -67,20 +69,27 @@ class LoadedModel:
         layout = None if config.measure_kv_memory else config.kv_layout
         check_room(config.model, config.position, layout, self.device, held_dtype(self.placement))
         self.decoder = self._build()
+        self.stored: StoredWeights | None = None  # None: of no checkpoint
+        self._source: Path | None = None  # the checkpoint whose tensors are in memory
         self._offered: list[Tensor] = []
-        self.problem = ""  # why the weights in memory are of no use
         peer = None if reader is None or not isinstance(self.decoder, Decoder) else self._ask_peer(reader)
         try:
-            self._load(config.model_dir, lambda fraction: progress("loading weights", fraction), peer)
+            if config.load_format == "dummy":
+                self._load_random()
+            else:
+                self.load(Path(config.model_dir), lambda fraction: progress("loading weights", fraction), peer)
         finally:
             if peer is not None:
                 peer.close()
 
     def offered_weights(self) -> OfferedMemory:
-        """Return the tensors that are in memory as the checkpoint stores them. They live as long as this object."""
-        if not isinstance(self.decoder, Decoder):
+        """Return the tensors that are in memory as the checkpoint stores them; none after a patch.
+
+        They live as long as this object. They may be read until the next change of weights.
+        """
+        if self._source is None or not isinstance(self.decoder, Decoder):
             return OfferedMemory((), ())
-        stored = ChainMap(*read_headers(Path(self._config.model_dir)).values())
+        stored = ChainMap(*read_headers(self._source).values())
         memory, self._offered = offer_shards(self.decoder.weight_shards(), stored)
         return memory
 
@@ -95,38 +104,42 @@ class LoadedModel:
         shard = shard_of(self._config.model, self._config.position)
         return msgspec.structs.replace(shard, attention=self.decoder.attention)
 
-    def check(self, change: WeightChange) -> None:
-        """Raise CheckpointError, on all ranks, unless the change fits the weights in memory."""
-        if change.patch:
-            raise CheckpointError("patches of weights are not supported yet; reload a checkpoint")
-        check_same_model(self._config, Path(change.model_dir))
-        self._check_kv_scales(Path(change.model_dir))
-
-    def change(self, change: WeightChange) -> None:
-        """Read another checkpoint of the same architecture and shape. No step may be in flight.
-
-        On a GPU the weights keep their addresses, so captured graphs stay right. Raises CheckpointError; after
-        the first write the only remedy is another reload (``problem``). Scales of an FP8 KV cache must stay.
-        """
-        self.check(change)
-        self.problem = "a reload has not ended"
-        try:
-            if self.device.type == "cpu":
-                self.decoder = self._build()  # packed weights cannot be filled again
-            self._load(change.model_dir, lambda fraction: None)
-        except CheckpointError as exc:
-            self.problem = str(exc)
-            raise
-        self.problem = ""
-
-    def _check_kv_scales(self, model_dir: Path) -> None:
-        """Raise CheckpointError unless another checkpoint has the scales that kernels and cached blocks have."""
+    def check_tensors(self, model_dir: Path) -> None:
+        """Raise CheckpointError unless each tensor of another checkpoint has its place in the model. Reads none."""
         config = self._config
-        if not config.kv_scales or config.load_format == "dummy":
-            return
-        found = read_kv_scales(read_headers(model_dir), config.model.num_layers)
-        if (found or (UNSCALED,) * config.model.num_layers) != config.kv_scales:
-            raise CheckpointError(f"{model_dir} has other scales of the FP8 KV cache; start the node again with it")
+        with open_weights(model_dir, config.model, self.device, self.placement.stored) as weights:
+            if isinstance(self.decoder, Decoder):
+                self._weights_to_load(self.decoder, model_dir, weights)
+
+    @torch.inference_mode()
+    def load(self, model_dir: Path, progress: Progress | None = None, peer: PeerWeights | None = None) -> None:
+        """Fill the weights in place, from ``peer`` where it has them. Raises CheckpointError.
+
+        They are then a mixture, and the only remedy is another checkpoint.
+        """
+        self.stored = self._source = None
+        tensors = ChainMap(*read_headers(model_dir).values())
+        with open_weights(model_dir, self._config.model, self.device, self.placement.stored, peer) as weights:
+            if not isinstance(self.decoder, Decoder):
+                self._load_library_model(self.decoder, model_dir, weights)
+            else:
+                found = self._weights_to_load(self.decoder, model_dir, weights)
+                self._fill(self.decoder, model_dir, found, progress, _AT_ONCE if peer is None else _WHOLE)
+                self.stored = StoredWeights(tensors, found)
+            self.synchronize()
+        self._source = model_dir
+
+    def patch(self, patch: CheckedPatch) -> None:
+        """Write new values in place."""
+        assert isinstance(self.decoder, Decoder)
+        self._source = None
+        patch.apply(self.decoder.weight_groups())
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until all writes on the device have ended."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def _build(self) -> Decoder | TransformersDecoder:
@@ -137,35 +150,49 @@ class LoadedModel:
                 TransformersDecoder,
             )  # on demand: it imports transformers
 
-            return TransformersDecoder(model, self._parallel, self.placement)
-        return decoder_class(model.architecture)(model, self._parallel, self.placement)
+            return TransformersDecoder(model, self.parallel, self.placement)
+        return decoder_class(model.architecture)(model, self.parallel, self.placement)
 
     @torch.inference_mode()
-    def _load(self, model_dir: str, progress: Callable[[float], None], peer: PeerWeights | None = None) -> None:
-        path, dummy = Path(model_dir), self._config.load_format == "dummy"
-        model, stored = self._config.model, self.placement.stored
-        with nullcontext() if dummy else open_weights(path, model, self.device, stored, peer) as weights:
-            if not isinstance(self.decoder, Decoder):
-                self._load_library_model(self.decoder, path, weights)
-                return
-            if weights is None:
-                fill_random(dict(self.decoder.weight_shards()), seed=0)
-            else:
-                shards = dict(self.decoder.weight_shards())
-                found = split_experts(weights, shards, self.decoder.checkpoint_name)
-                load_weights(path, found, shards, self.decoder.ignored_weights(found), progress)
-        self.decoder.process_weights_after_loading()
+    def _load_random(self) -> None:
+        if not isinstance(self.decoder, Decoder):
+            self._load_library_model(self.decoder, Path(self._config.model_dir), None)
+            return
+        for group in self.decoder.weight_groups():
+            fill_random(group.fillable_shards(), seed=0)
+            group.process()
+
+    def _weights_to_load(self, decoder: Decoder, model_dir: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the weights by the names that the model asks for. Raises CheckpointError unless all are there."""
+        shards = dict(decoder.weight_shards())
+        found = split_experts(weights, shards, decoder.checkpoint_name)
+        check_weights(model_dir, found, shards, decoder.ignored_weights(found))
+        return found
+
+    def _fill(
+        self, decoder: Decoder, model_dir: Path, weights: Mapping[str, Any], progress: Progress | None, at_once: int
+    ) -> None:
+        """Fill and process one group of tensors after the other."""
+        total, done = sum(shard.memory.numel() for _, shard in decoder.weight_shards()), 0
+        for group in decoder.weight_groups():
+            for name, shard in group.fillable_shards().items():
+                fill_shard(model_dir, name, shard, weights[name], at_once)
+                done += shard.memory.numel()
+                if progress is not None:
+                    progress(done / total)
+            group.process()
 
     def _load_library_model(self, decoder: TransformersDecoder, path: Path, weights: Mapping[str, Any] | None) -> None:
         """Load this rank's part, and test all ranks together. Every rank refuses a model that one rank refuses."""
         from runner.models.from_transformers.self_test import check_exactness
 
+        decoder.unload()
         refusal: PdserveError | None = None
         try:
             decoder.load(path, weights)
         except PdserveError as exc:
             refusal = exc
-        problem = self._parallel.first_problem("" if refusal is None else str(refusal))
+        problem = self.parallel.first_problem("" if refusal is None else str(refusal))
         if problem:
             raise refusal or ConfigError(problem)
         reference = partial(decoder.eager_logits, path, weights)

@@ -42,7 +42,13 @@ def offer_shards(
 def _equals_stored(shard: WeightShard, stored: StoredTensor) -> bool:
     """Return whether the shard's memory has the dtype, shape and order of its part in the file."""
     memory, shape = shard.memory, list(stored.shape)
-    if shard.order is not None or not memory.numel() or memory.ndim != len(shape) or tuple(shape) != shard.full_shape:
+    if (
+        memory.is_meta
+        or shard.order is not None
+        or not memory.numel()
+        or memory.ndim != len(shape)
+        or tuple(shape) != shard.full_shape
+    ):
         return False
     shape[shard.dim] = memory.shape[shard.dim]
     return list(memory.shape) == shape and memory.is_contiguous() and STORED_DTYPES.get(stored.dtype) == memory.dtype

@@ -45,7 +45,7 @@ class PeerWeights:
         self._started = time.monotonic()
 
     def slice(self, name: str, stored: Any) -> Any:
-        """Return ``stored``, a slice of safetensors, or one in its place that asks the peer first."""
+        """Return ``stored``, a FileSlice, or one in its place that asks the peer first."""
         offered = name in self._parts and name in self._digests and stored.get_dtype() in STORED_DTYPES
         return PeerSlice(self, name, stored) if offered else stored
 
@@ -122,6 +122,7 @@ class PeerSlice:
         self._weights = weights
         self._name = name
         self._stored = stored
+        self.origin: tuple[str, int] = stored.origin
 
     def get_shape(self) -> list[int]:
         shape: list[int] = self._stored.get_shape()

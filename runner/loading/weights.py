@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 
 from pdserve.checkpoint.kv_scales import is_kv_scale
@@ -22,6 +21,7 @@ from pdserve.config.kept_weights import is_linear
 from pdserve.config.model_config import NATIVE, ModelConfig
 from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
+from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.peer_weights import PeerWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.dequantize import DequantizedSlice, is_padding_bias
@@ -69,19 +69,21 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
 def open_weights(
     model_dir: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype, peer: PeerWeights | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a slice of safetensors for each weight, which reads nothing before it is indexed.
+    """Yield a FileSlice for each weight, which reads nothing before it is indexed.
 
     Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own or
     ``model`` keeps them: then X.weight is as stored, and X.weight_scale has a row for each output. With ``peer``,
     tensors that it offers are read from there. Raises CheckpointError, also for what cannot be read in the body.
     """
     headers = read_headers(model_dir)
-    with ExitStack() as files:
+    # The library copies tensors to the device itself.
+    with FileReader(device if model.impl == NATIVE else torch.device("cpu")) as reader, ExitStack() as files:
         try:
             stored: dict[str, Any] = {}
             for path, tensors in headers.items():
-                file = files.enter_context(safetensors.safe_open(path, framework="pt"))
-                stored.update((name, file.get_slice(name)) for name in tensors if not is_kv_scale(name))
+                file = files.enter_context(opened(path))
+                slices = ((name, FileSlice(reader, file, name, tensor)) for name, tensor in tensors.items())
+                stored.update((name, found) for name, found in slices if not is_kv_scale(name))
             rules = storage_rules(model.weight_format, model.quantization)
             if rules is None:
                 yield _named_as_causal(_asking(peer, stored), model)
@@ -99,10 +101,8 @@ def open_weights(
                 else:
                     quantized[name] = DequantizedSlice(name, weight, stored, device, dtype)
             yield _named_as_causal(plain | quantized, model)
-        except (OSError, safetensors.SafetensorError) as exc:
-            raise CheckpointError(
-                f"{model_dir} cannot be read as safetensors ({exc}); download the checkpoint again"
-            ) from exc
+        except OSError as exc:
+            raise CheckpointError(f"{model_dir} cannot be read ({exc}); download the checkpoint again") from exc
 
 
 def _asking(peer: PeerWeights | None, stored: dict[str, Any]) -> dict[str, Any]:
@@ -114,25 +114,6 @@ def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, A
     if model.impl != NATIVE or _EMBEDDING not in weights:
         return weights
     return {f"model.{name}": weight for name, weight in weights.items()}
-
-
-def load_weights(
-    model_dir: Path,
-    weights: Mapping[str, Any],
-    shards: Mapping[str, WeightShard],
-    ignored: Collection[str],
-    progress: Callable[[float], None],
-) -> None:
-    """Fill every shard from the weight of that name, converting dtype and device.
-
-    ``progress`` is called with the fraction filled. Raises CheckpointError, before anything is read as far as possible.
-    """
-    total = sum(shard.memory.numel() for shard in shards.values())
-    done = 0
-    for name in check_weights(model_dir, weights, shards, ignored):
-        _fill(model_dir, name, shards[name], weights[name])
-        done += shards[name].memory.numel()
-        progress(done / total)
 
 
 def check_weights(
@@ -176,12 +157,12 @@ def _check_tensor(model_dir: Path, name: str, shard: WeightShard, source: Any) -
         raise _wrong_dtype(model_dir, name, dtype, memory)
 
 
-def _fill(model_dir: Path, name: str, shard: WeightShard, source: Any) -> None:
-    """Copy the shard's part of ``source``."""
-    part, memory = shard.part_of(source), shard.memory
-    if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
-        raise _wrong_dtype(model_dir, name, source.get_dtype(), memory)
-    memory.copy_(part)
+def fill_shard(model_dir: Path, name: str, shard: WeightShard, source: Any, at_once: int) -> None:
+    """Copy the shard's part of ``source``, about ``at_once`` values at a time. Raises CheckpointError."""
+    for memory, part in shard.pieces_of(source, at_once):
+        if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
+            raise _wrong_dtype(model_dir, name, source.get_dtype(), memory)
+        memory.copy_(part)
 
 
 def _wrong_dtype(model_dir: Path, name: str, dtype: str, memory: torch.Tensor) -> CheckpointError:

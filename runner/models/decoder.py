@@ -8,7 +8,7 @@ made, and ``checkpoint_name`` where its tensors have other names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,7 @@ from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.rotary import RotaryEmbedding, rotary_order
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
+from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard, WeightShards, prefixed
 from runner.placement import TensorPlacement
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -171,8 +171,8 @@ class Decoder:
     """A rank's part of a model: token ids to hidden states, hidden states to logits.
 
     The first stage has the embedding, the last stage the final norm and the head. Where MLPs are shared, all stages but
-    the first also have the MLP of the layer before theirs. Fill ``weight_shards``, then call
-    ``process_weights_after_loading``, then the model.
+    the first also have the MLP of the layer before theirs. Fill and process each of the ``weight_groups``, then call
+    the model.
     """
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
@@ -269,7 +269,16 @@ class Decoder:
 
     def weight_shards(self) -> WeightShards:
         """Yield this rank's part of each of the checkpoint's tensors, by the checkpoint's name."""
-        return ((self.checkpoint_name(name), shard) for name, shard in self._shards())
+        return (shard for group in self.weight_groups() for shard in group.shards())
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        """Yield the tensors in groups of at most a layer; packing one needs memory for the group, not for the model."""
+        yield self._group("", self._vocabulary_shards, self._process_head)
+        for index, layer in enumerate(self.layers, self._first_layer):
+            yield self._group(f"model.layers.{index}.", layer.weight_shards, layer.process_weights_after_loading)
+        if (mlp := self._mlp_before) is not None:
+            prefix = f"model.layers.{self._first_layer - 1}."
+            yield self._group(prefix, mlp.weight_shards, mlp.process_weights_after_loading)
 
     def ignored_weights(self, stored: Iterable[str]) -> set[str]:
         """Return the stored tensors that other ranks load and check, and a tied head's copy of the embedding."""
@@ -283,30 +292,28 @@ class Decoder:
             return True
         return layer is not None and int(layer[1]) in self._other_layers
 
-    def process_weights_after_loading(self) -> None:
-        """Bring filled weights into the form that the model computes with."""
-        if self._head is not None:
-            if self.config.tie_word_embeddings and self._embedding is not None:
-                self._head.tie(self._embedding)
-            self._head.process_weights_after_loading()
-        for layer in self.layers:
-            layer.process_weights_after_loading()
-        if self._mlp_before is not None:
-            self._mlp_before.process_weights_after_loading()
+    def _group(self, prefix: str, shards: Callable[[], WeightShards], process: Callable[[], None]) -> WeightGroup:
+        def named() -> WeightShards:
+            return ((self.checkpoint_name(name), shard) for name, shard in prefixed(prefix, shards()))
 
-    def _shards(self) -> WeightShards:
+        return WeightGroup(named, process)
+
+    def _vocabulary_shards(self) -> WeightShards:
         if self._embedding is not None:
             yield _EMBEDDING, self._embedding.weight_shard()
-        for index, layer in enumerate(self.layers, self._first_layer):
-            yield from prefixed(f"model.layers.{index}.", layer.weight_shards())
-        if self._mlp_before is not None:
-            yield from prefixed(f"model.layers.{self._first_layer - 1}.", self._mlp_before.weight_shards())
         if self._norm is not None:
             yield _NORM, WeightShard.full(self._norm.weight)
         if self._head is not None and not self.config.tie_word_embeddings:
             yield _HEAD, self._head.weight_shard()
         elif self._head is not None and self._embedding is None:
             yield _EMBEDDING, self._head.weight_shard()
+
+    def _process_head(self) -> None:
+        if self._head is None:
+            return
+        if self.config.tie_word_embeddings and self._embedding is not None:
+            self._head.tie(self._embedding)
+        self._head.process_weights_after_loading()
 
     def _begin(self, inputs: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
         """Return x, normed for the first layer, and the residual."""

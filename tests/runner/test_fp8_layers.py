@@ -65,6 +65,7 @@ def load(
 
 def fill(linear: Fp8LinearMethod, stored: dict[str, Tensor], weights: list[Tensor], part: slice) -> None:
     first = 0
+    linear.restore_weights()
     for index, weight in enumerate(weights):
         rows = range(*part.indices(weight.shape[0]))
         outputs = ShardRange(rows.start, len(rows), weight.shape[0])

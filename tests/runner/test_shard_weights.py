@@ -16,7 +16,7 @@ from torch import Tensor
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import RankPosition, choose_parallel_config, num_parameters
 from pdserve.errors import CheckpointError
-from runner.loading.weights import fill_random, load_weights, open_weights
+from runner.loading.weights import check_weights, fill_random, fill_shard, open_weights
 from runner.models.decoder import Decoder
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
@@ -39,7 +39,8 @@ def loaded_shards(directory: Path, position: RankPosition) -> dict[str, WeightSh
     decoder = decoder_at(directory, position)
     shards = dict(decoder.weight_shards())
     with open_weights(directory, decoder.config, CPU.device, CPU.stored) as weights:
-        load_weights(directory, weights, shards, decoder.ignored_weights(weights), lambda fraction: None)
+        for name in check_weights(directory, weights, shards, decoder.ignored_weights(weights)):
+            fill_shard(directory, name, shards[name], weights[name], at_once=1 << 30)
     return shards
 
 

@@ -53,6 +53,9 @@ class Int8RowsLinearMethod(LinearMethod):
     def process_weights_after_loading(self) -> None:
         self.dequantized = self.weight.float() * self.scale
 
+    def restore_weights(self) -> None:
+        """Nothing: the weight stays."""
+
     def apply(self, x: Tensor) -> Tensor:
         return x @ self.dequantized.t()
 

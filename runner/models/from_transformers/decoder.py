@@ -49,6 +49,7 @@ class TransformersDecoder:
         self.attention: tuple[AttentionSpec, ...] = ()  # of each layer of this rank, once loaded
         self._placement, self._position = placement, parallel.position
         self._model: Any = None
+        self._body: Any = None
         self._scores: Any = None  # the head of a sequence classifier
         share = self._position.parallel.shares(config.num_kv_heads)[self._position.rank]
         self._heads = HeadShard(config.num_heads, share, parallel)
@@ -81,6 +82,10 @@ class TransformersDecoder:
             lacks_interface = self._model is not None and not self._model._supports_attention_backend
             known = NO_INTERFACE + "; " if lacks_interface else ""
             raise self._refusal(f"{known}its layers fail on two tokens: {shown(str(exc))}") from exc
+
+    def unload(self) -> None:
+        """Free the weights, so that others can be loaded."""
+        self._model = self._body = self._scores = None
 
     @torch.inference_mode()
     def __call__(

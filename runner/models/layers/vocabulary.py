@@ -5,6 +5,8 @@ All shards have as many rows, so that logits can be gathered; rows beyond the en
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,7 +66,8 @@ class ParallelLMHead:
             self._parallel.gather_columns(self._linear.apply(hidden), self._config.vocab_size, out)
 
     def weight_shard(self) -> WeightShard:
-        return _weight_shard(self._linear.weight, self._config, self._position)
+        shard = _weight_shard(self._linear.weight, self._config, self._position)
+        return replace(shard, restore=self._linear.restore_weights)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the filled embedding's weight; on GPUs that compute in its dtype, share its memory."""
@@ -72,6 +75,7 @@ class ParallelLMHead:
         if weight.dtype == self._dtype and weight.device.type != "cpu":
             self._linear.weight = weight
         else:
+            self._linear.restore_weights()
             self._linear.weight.copy_(weight)
 
     def process_weights_after_loading(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,6 +42,7 @@ class WeightShard:
     dim: int = 0
     start: int = 0
     order: Tensor | None = None  # of the rows of each head in memory, on the CPU; None: that of the full tensor
+    restore: Callable[[], None] | None = None  # unpacks the weights of the layer, if ``memory`` is meta
 
     @classmethod
     def full(cls, memory: Tensor) -> WeightShard:
@@ -49,11 +51,28 @@ class WeightShard:
     @property
     def index(self) -> tuple[slice, ...]:
         """Index of the part in the full tensor."""
-        return (slice(None),) * self.dim + (slice(self.start, self.start + self.memory.shape[self.dim]),)
+        return self._index(0, self.memory.shape[0])
 
     def part_of(self, full: Any) -> Tensor:
         """Return what ``memory`` holds of a full tensor or slice of safetensors."""
-        part: Tensor = full[self.index]
+        return self._in_order(full[self.index])
+
+    def pieces_of(self, full: Any, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows of ``memory`` and what they hold of a full tensor; about ``most`` values of it at a time."""
+        num_rows, unit = self.memory.shape[0], 1 if self.order is None else len(self.order)
+        height = max(1, most // max(1, prod(self.full_shape[1:])) // unit) * unit
+        for first in range(0, num_rows, height):
+            end = min(first + height, num_rows)
+            yield self.memory[first:end], self._in_order(full[self._index(first, end)])
+
+    def _index(self, first: int, end: int) -> tuple[slice, ...]:
+        """Return the index of rows of ``memory`` in the full tensor."""
+        if self.dim == 0:
+            return (slice(self.start + first, self.start + end),)
+        columns = slice(self.start, self.start + self.memory.shape[self.dim])
+        return (slice(first, end), *(slice(None),) * (self.dim - 1), columns)
+
+    def _in_order(self, part: Tensor) -> Tensor:
         if self.order is None:
             return part
         heads = part.reshape(-1, len(self.order), *part.shape[1:])
@@ -61,6 +80,21 @@ class WeightShard:
 
 
 WeightShards = Iterator[tuple[str, WeightShard]]  # with the tensor's name in the checkpoint
+
+
+class WeightGroup(NamedTuple):
+    """Tensors, such as those of a layer, that are filled together and then processed."""
+
+    shards: Callable[[], WeightShards]
+    process: Callable[[], None]  # brings filled tensors into the form that the model computes with
+
+    def fillable_shards(self) -> dict[str, WeightShard]:
+        """Return the shards with memory, and the values in it, also where processing has packed them."""
+        for _, shard in self.shards():
+            if shard.memory.is_meta:
+                assert shard.restore is not None
+                shard.restore()
+        return dict(self.shards())
 
 
 def prefixed(prefix: str, shards: WeightShards) -> WeightShards:

@@ -47,6 +47,13 @@ class LinearMethod(ABC):
         """Bring filled weights into the form that ``apply`` uses."""
 
     @abstractmethod
+    def restore_weights(self) -> None:
+        """Undo ``process_weights_after_loading``, bit for bit, where it has packed weights.
+
+        Until then the memory of their ``weight_shards`` is on the device meta, and ``restore`` is this method.
+        """
+
+    @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """Return y [tokens, out_features] of x [tokens, in_features]."""
 

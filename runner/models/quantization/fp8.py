@@ -42,36 +42,37 @@ class Fp8LinearMethod(LinearMethod):
         self.weight = torch.empty(out_features, in_features, device=placement.device, dtype=E4M3)
         self.bias = torch.empty(out_features, device=placement.device, dtype=placement.dtype) if bias else None
         self.scales = self._row_scales()
-        self._rows: Tensor | None = self.scales  # a row of scales per output, to be filled
+        self._rows = self.scales  # a row of scales per output, to be filled
         self._placement, self._has_blocks = placement, group > 0
         self._products: Fp8Products | None = None
 
     def weight_shards(self, first_output: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
         """Scales are filled a row per output, because projections and shards may begin within a block of outputs."""
         assert inputs.start % self._group == 0, "kept_problem refuses it"
-        if self._rows is None:  # filled again, or only looked at: the scales in use stay
-            self._rows = self._row_scales()
         self._row_block = gcd(self._row_block, first_output, outputs.start, outputs.size)
         rows = slice(first_output, first_output + outputs.size)
         dim, start = (0, outputs.start) if inputs.size == inputs.full_size else (1, inputs.start)
         yield "weight", WeightShard(self.weight[rows], (outputs.full_size, inputs.full_size), dim, start)
         full = outputs.full_size, -(-inputs.full_size // self._group) if self._has_blocks else 1
         dim, start = (1, start // self._group) if dim and self._has_blocks else (0, outputs.start)
-        yield "weight_scale", WeightShard(self._rows[rows], full, dim, start)
+        yield "weight_scale", WeightShard(self._rows[rows], full, dim, start, restore=self.restore_weights)
         if self.bias is not None:
             yield "bias", WeightShard(self.bias[rows], (outputs.full_size,), 0, outputs.start)
 
     def process_weights_after_loading(self) -> None:
         """Keep a row of scales for each block of outputs; choose the products of this device."""
-        assert self._rows is not None
         kept = self._rows[:: self._row_block].contiguous()
         if self._products is not None:
             self._products.scales.copy_(kept)  # captured graphs read it
         else:
             self.scales = kept
-        self._rows = self.scales if self._row_block == 1 else None
+        self._rows = self.scales if self._row_block == 1 else self._rows.to("meta")
         if self._products is None and self._computes_in_fp8():
             self._products = Fp8Products(self.weight, self.scales, self._row_block, self._group)
+
+    def restore_weights(self) -> None:
+        if self._rows.is_meta:
+            self._rows = self.scales.repeat_interleave(self._row_block, 0)[: len(self.weight)]
 
     def apply(self, x: Tensor) -> Tensor:
         if self._products is None:

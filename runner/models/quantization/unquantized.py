@@ -64,17 +64,19 @@ class UnquantizedLinearMethod(LinearMethod):
         self._blocked: Tensor | None = None  # packed for oneDNN
         self._float16: torch.ScriptObject | None = None  # packed for FBGEMM, with the bias
         self._scale: Tensor | None = None  # [out_features], of the output of ``_float16``
+        self._rounded: tuple[Tensor, Tensor] | None = None  # places and values that float16 does not hold exactly
         self._gemv: Callable[..., Tensor] | None = None  # for a single token
 
     def weight_shards(self, first_output: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
         rows = slice(first_output, first_output + outputs.size)
         dim, start = (0, outputs.start) if inputs.size == inputs.full_size else (1, inputs.start)
-        yield "weight", WeightShard(self.weight[rows], (outputs.full_size, inputs.full_size), dim, start)
+        full_shape = outputs.full_size, inputs.full_size
+        yield "weight", WeightShard(self.weight[rows], full_shape, dim, start, restore=self.restore_weights)
         if self.bias is not None:
             yield "bias", WeightShard(self.bias[rows], (outputs.full_size,), 0, outputs.start)
 
     def process_weights_after_loading(self) -> None:
-        """Pack the weight. On CPUs the plain weight is dropped, so it cannot be filled again."""
+        """Pack the weight. On CPUs the plain weight is dropped."""
         if self.weight.device.type != "cpu":
             self._choose_gemv()
             return
@@ -86,11 +88,26 @@ class UnquantizedLinearMethod(LinearMethod):
         else:
             self.weight = weight
             return
-        self.weight = weight.new_empty(0)
+        self.weight = self.weight.to("meta")
+
+    def restore_weights(self) -> None:
+        if self.weight.is_meta:
+            self.weight = self.plain_weight().to(self.weight.dtype)
+            self._blocked = self._float16 = self._scale = self._rounded = None
 
     def plain_weight(self) -> Tensor:
-        """Return the weight [out_features, in_features], unpacked if it was packed for oneDNN."""
-        return self.weight if self._blocked is None else self._blocked.to_dense()
+        """Return the weight [out_features, in_features], unpacked if it was packed."""
+        if self._blocked is not None:
+            return self._blocked.to_dense()
+        if self._float16 is None:
+            return self.weight
+        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._float16)[0]
+        if self._scale is not None:
+            weight = weight.mul_(self._scale[:, None])
+        if self._rounded is not None:
+            places, values = self._rounded
+            weight.view(-1)[places] = values
+        return weight
 
     def apply(self, x: Tensor) -> Tensor:
         y: Tensor
@@ -130,7 +147,10 @@ class UnquantizedLinearMethod(LinearMethod):
         bias = self.bias
         if not torch.equal(weight.to(torch.float16).float(), weight):
             exponents = _float16_exponents(weight)
-            weight = torch.ldexp(weight, exponents[:, None])
+            scaled = torch.ldexp(weight, exponents[:, None])
+            places = (scaled.to(torch.float16).float() != scaled).view(-1).nonzero().view(-1)
+            self._rounded = (places, weight.view(-1)[places]) if len(places) else None
+            weight = scaled
             bias = None if bias is None else torch.ldexp(bias, exponents)
             self._scale = torch.ldexp(torch.ones_like(exponents), -exponents)
         self._float16 = torch.ops.quantized.linear_prepack_fp16(weight, bias)

@@ -1,0 +1,52 @@
+"""Where the tensors of a checkpoint are in the model, by name: what a patch of the checkpoint's tensors must know."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from pdserve.checkpoint.safetensors_header import Tensor
+from pdserve.errors import CheckpointError, shown
+from runner.loading.stored_dtypes import STORED_DTYPES
+
+
+class WeightPart(NamedTuple):
+    """A weight of the model as a range of a flattened stored tensor: all of it, or one expert's of a fused one."""
+
+    weight: str
+    first: int
+
+
+class StoredWeight(NamedTuple):
+    """An unquantized tensor of a checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[WeightPart, ...]  # also those of other ranks, and of layers that are not loaded
+
+
+class StoredWeights:
+    """The tensors of the checkpoint in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], sources: Mapping[str, Any]) -> None:
+        """``tensors`` are those in the files, ``sources`` the slices that the model's weights are read from."""
+        parts: dict[str, list[WeightPart]] = {}
+        for weight, source in sources.items():
+            origin = getattr(source, "origin", None)  # quantized weights have none
+            if origin is not None and tensors[origin[0]].dtype in STORED_DTYPES:
+                parts.setdefault(origin[0], []).append(WeightPart(weight, origin[1]))
+        self._names: Collection[str] = tensors.keys() | sources.keys()
+        self._weights = {
+            name: StoredWeight(tensors[name].dtype, tensors[name].shape, tuple(found)) for name, found in parts.items()
+        }
+
+    def find(self, name: str) -> StoredWeight:
+        """Return an unquantized tensor. Raises CheckpointError that says why there is none."""
+        if name in self._weights:
+            return self._weights[name]
+        if name in self._names:
+            kinds = ", ".join(STORED_DTYPES)
+            raise CheckpointError(
+                f"tensor {shown(name)} is quantized; patches change {kinds} only. Reload a checkpoint to change it"
+            )
+        raise CheckpointError(f"tensor {shown(name)} is not in the checkpoint; use its names and the same model")

@@ -1,0 +1,120 @@
+"""Changes of a running model's weights: another checkpoint, or a patch. All ranks change, or none does.
+
+check ──► all ranks agree ──► write in place, layer by layer ──► all ranks agree
+  └ refused: the old weights serve on     └ failed: ``problem``, no weights until a reload succeeds
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pdserve.checkpoint.kv_scales import read_kv_scales
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.same_model import check_same_model
+from pdserve.errors import CheckpointError, PdserveError
+from pdserve.kv import UNSCALED
+from pdserve.weight_change import WeightChange
+from runner.loading.memory import free_memory
+from runner.loading.model_loader import LoadedModel
+from runner.loading.patches import CheckedPatch
+from runner.models.decoder import Decoder
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# Errors of devices and of memory, besides our own.
+_FAILURES = (PdserveError, OSError, RuntimeError, MemoryError)
+
+
+class WeightChanger:
+    """Checks and applies the changes of one rank."""
+
+    def __init__(self, config: NodeConfig, model: LoadedModel) -> None:
+        self.problem = ""  # why the weights in memory are of no use
+        self._config, self._model = config, model
+
+    def check(self, change: WeightChange) -> None:
+        """Raise CheckpointError unless the change fits the weights in memory."""
+        self._prepare(change)
+
+    @torch.inference_mode()
+    def apply(self, change: WeightChange) -> None:
+        """Overwrite the weights; their addresses stay, so captured graphs stay valid. No step may be in flight.
+
+        Raises CheckpointError on every rank. If ``problem`` is then empty, the old weights are in use.
+        """
+        started = time.monotonic()
+        write = self._on_all_ranks(lambda: self._prepare(change))
+        self._model.synchronize()
+        self.problem = "a change of its weights has not ended"
+        try:
+            self._on_all_ranks(write)
+        except CheckpointError as exc:
+            self.problem = str(exc)
+            raise
+        self.problem = ""
+        what = change.patch or change.model_dir
+        _log.info("weights are those of %s, after %.2f s", what, time.monotonic() - started)
+
+    def _on_all_ranks(self, step: Callable[[], T]) -> T:
+        """Run a step. Raises CheckpointError if it fails on any rank."""
+        failure: Exception | None = None
+        try:
+            result = step()
+        except _FAILURES as exc:
+            failure = exc
+        problem = self._model.parallel.first_problem("" if failure is None else str(failure) or repr(failure))
+        if problem:
+            raise CheckpointError(problem) from failure
+        return result
+
+    def _prepare(self, change: WeightChange) -> Callable[[], None]:
+        """Check a change, and return what writes it. Raises CheckpointError."""
+        if bool(change.model_dir) == bool(change.patch):
+            raise CheckpointError("a change of weights names a checkpoint or a patch, and not both")
+        if change.patch:
+            return self._prepare_patch(Path(change.patch))
+        model_dir = Path(change.model_dir)
+        check_same_model(self._config, model_dir)
+        self._check_kv_scales(model_dir)
+        self._model.check_tensors(model_dir)
+        return lambda: self._model.load(model_dir)
+
+    def _prepare_patch(self, path: Path) -> Callable[[], None]:
+        model = self._model
+        if self.problem:
+            raise CheckpointError("there are no weights to patch; reload a checkpoint")
+        if not isinstance(model.decoder, Decoder):
+            raise CheckpointError(
+                f"patch {path}: {self._config.model.architecture} runs through transformers, whose weights cannot be "
+                "patched; reload a checkpoint"
+            )
+        if model.stored is None:
+            raise CheckpointError(f"patch {path}: the weights are random (load_format dummy); reload a checkpoint")
+        patch = CheckedPatch(path, model.stored, self._keep_bytes(model.decoder))
+        return lambda: model.patch(patch)
+
+    def _keep_bytes(self, decoder: Decoder) -> int:
+        """Return the most bytes of a patch in host memory: those of a layer if the model is there, too."""
+        if self._model.device.type == "cpu":
+            groups = decoder.weight_groups()
+            return max(sum(shard.memory.nbytes for _, shard in group.shards()) for group in groups)
+        free = free_memory(torch.device("cpu"))
+        return 0 if free is None else free // (2 * self._config.parallel.num_ranks)
+
+    def _check_kv_scales(self, model_dir: Path) -> None:
+        """Raise CheckpointError unless another checkpoint has the scales that kernels and cached blocks have."""
+        config = self._config
+        if not config.kv_scales:
+            return
+        found = read_kv_scales(read_headers(model_dir), config.model.num_layers)
+        if (found or (UNSCALED,) * config.model.num_layers) != config.kv_scales:
+            raise CheckpointError(f"{model_dir} has other scales of the FP8 KV cache; start the node again with it")
