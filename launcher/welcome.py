@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.local_fleet import Member
+from pdserve.config.generation_defaults import GenerationDefaults, load_generation_defaults
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.pooling import EMBED
 from pdserve.logs import json_line
@@ -38,10 +39,20 @@ def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: Rout
     watch = f"Dashboard: {url}/dashboard\n" if router.dashboard else ""
     if router.chat_page and path == "chat/completions":
         watch = f"Chat: {url} in a browser, or pdserve chat {url} in a terminal\n{watch}"
+    if config.pooling is None:
+        watch += sampling_line(Path(config.model_dir), router)
     return (
         f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it).\n{watch}\n{node_table(nodes)}\nTry:\n\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
     )
+
+
+def sampling_line(model_dir: Path, router: RouterOptions) -> str:
+    """Name the checkpoint's defaults of sampling parameters; "" without any."""
+    defaults = load_generation_defaults(model_dir)
+    if router.generation_config != "auto" or defaults == GenerationDefaults():
+        return ""
+    return f"Sampling, where a request says nothing: {defaults} (--generation-config none: OpenAI's defaults)\n"
 
 
 def node_table(nodes: Sequence[Member]) -> str:

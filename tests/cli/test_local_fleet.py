@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,10 +14,10 @@ from launcher.local_fleet import FleetPlan, LocalFleet
 from launcher.restarts import STABLE, Restarts
 from launcher.supervisor import Child, Supervisor
 from launcher.up_flags import make_parser, role_words, router_options
-from launcher.welcome import node_table
+from launcher.welcome import node_table, sampling_line
 from pdserve.config.flags import CommandParser
 from pdserve.config.node_config import DeviceInfo
-from router.options import add_router_flags, router_options_from
+from router.options import RouterOptions, add_router_flags, router_options_from
 
 GIB = 1 << 30
 
@@ -137,3 +138,12 @@ def test_delays_between_restarts_double_and_end() -> None:
     assert delays == [0.5, 1, 2, 4]
     assert restarts.died(now=10.0, served=STABLE), "an hour of service ends a row of failures"
     assert restarts.delay == 0.5
+
+
+def test_start_screen_names_the_sampling_defaults_of_the_model(tmp_path: Path) -> None:
+    file, auto = tmp_path / "generation_config.json", RouterOptions(models=())
+    file.write_text('{"eos_token_id": 2, "temperature": 1.0}')
+    assert sampling_line(tmp_path, auto) == ""
+    file.write_text('{"temperature": 0.6, "top_k": 20}')
+    assert "temperature 0.6, top_k 20" in sampling_line(tmp_path, auto)
+    assert sampling_line(tmp_path, RouterOptions(models=(), generation_config="none")) == ""
