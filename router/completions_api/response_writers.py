@@ -233,6 +233,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         self._continuous_usage = self._include_usage and body.usage_in_stream.continuous_usage_stats
         self._opened: set[int] = set()
         self._detailed = self._num_logprobs >= 0 or body.return_token_ids
+        self._plain = not (self._detailed or self._continuous_usage)  # chunks have nothing but text, until the end
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         index = choice.index
@@ -280,9 +281,9 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         return None if usage is None else msgspec.structs.replace(usage, completion_tokens=0, reasoning_tokens=0)
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
-        usage = self._usage
-        if not self._detailed and usage is None and not choice.finish_reason:
+        if self._plain and not choice.finish_reason:
             return self._encoder.text_chunk(choice.index, text)
+        usage = self._usage
         if not self._detailed:
             return self._encoder.chunk(choice, text, usage=usage)
         tokens = token_ids = None

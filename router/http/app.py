@@ -177,7 +177,8 @@ def _hint_of_path(path: str, app: FastAPI) -> str:
 
 
 def _methods_of_path(path: str, app: FastAPI) -> list[str]:
-    routes = (route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path))
+    matching = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    routes = [route for route in matching if route.path == path] or matching  # one path is also another's {id}
     return sorted({method for route in routes for method in route.methods or ()})
 
 

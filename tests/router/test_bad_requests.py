@@ -210,6 +210,7 @@ def test_unknown_paths_and_methods_return_error_objects(client: httpx.Client) ->
     several = client.put("/v1/responses/resp_1")
     refused(several, 405)
     assert several.headers["allow"] == "DELETE, GET"
+    assert client.put("/v1/responses/compact").headers["allow"] == "POST"
 
 
 def test_large_body_is_rejected(client: httpx.Client) -> None:

@@ -14,6 +14,8 @@ import pytest
 from fleet import Fleet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from router_process import MODEL, router_process
+from vector_node import VectorNode
 
 from pdserve.config.hub import EMBEDDED_MODEL
 
@@ -40,21 +42,35 @@ def http(fleet: Fleet) -> Iterator[httpx.Client]:
         yield client
 
 
-def run_schemathesis(fleet: Fleet, folder: Path, *flags: str) -> None:
-    argv = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{fleet.url}/openapi.json", *FLAGS, *flags]
+def run_schemathesis(url: str, folder: Path, *flags: str) -> None:
+    argv = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json", *FLAGS, *flags]
     argv += ["--no-color", "--warnings", "off"]
     result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_schemathesis(fleet: Fleet, tmp_path: Path) -> None:
-    run_schemathesis(fleet, tmp_path, "--phases", "examples,fuzzing", "--max-examples", "8")
+    run_schemathesis(fleet.url, tmp_path, "--phases", "examples,fuzzing", "--max-examples", "8")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_schemathesis_at_length(fleet: Fleet, tmp_path: Path) -> None:
-    run_schemathesis(fleet, tmp_path, "--max-examples", "300")
+    run_schemathesis(fleet.url, tmp_path, "--max-examples", "300")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_schemathesis_of_pooling(tokenizer_dir: Path, task: str, tmp_path: Path) -> None:
+    node = VectorNode(MODEL, task, 8 if task == "embed" else 1, "p0", matryoshka=task == "embed")
+    try:
+        with router_process(tokenizer_dir, ["--prefill", node.address]) as router:
+            paths = ("--include-path-regex", "embeddings|score|rerank")
+            run_schemathesis(router.url, tmp_path, "--max-examples", "100", *paths)
+        assert node.calls
+    finally:
+        node.close()
 
 
 # ---------------------------------------------------------------- bodies that no schema describes
