@@ -50,6 +50,10 @@ class DecodeRole:
         if self._peers is not None:
             await self._peers.start(self._settings.peer_wait)
 
+    def reconnect(self, reason: str) -> None:
+        if self._peers is not None:
+            self._peers.reconnect(reason)
+
     def connected_peers(self) -> Sequence[str]:
         return self._peers.connected_ids() if self._peers is not None else ()
 

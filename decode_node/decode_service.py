@@ -39,6 +39,9 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             for generation in tuple(stream.generations.values()):
                 generation.fail(why)
 
+    def reopen(self) -> None:
+        self._streams.reopen()
+
     async def wait_released(self) -> None:
         await self._streams.ended()
 
@@ -80,6 +83,8 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         self._handoffs.counters["pdserve_decode_requests_total"] += 1
         try:
             node.check_ready()
+            if message.epoch not in ("", node.epoch):
+                raise Draining(f"{node.name} has other weights than when it was chosen; send the request again")
             tokens, sampling = unpack_tokens(message.token_ids), sampling_from_pb(message.sampling)
             resume = {choice.choice: unpack_tokens(choice.token_ids) for choice in message.resume}
             check_request(tokens, sampling, node.config)

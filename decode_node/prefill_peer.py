@@ -130,6 +130,12 @@ class PrefillPeer:
         self._broken = reason
         self._check_now.set()
 
+    def drop(self, reason: str) -> None:
+        """Take no more handoffs at once, and reconnect."""
+        if self.stream is not None:
+            self.stream.close(reason)
+        self.reset(reason)
+
     async def close(self) -> None:
         await self._dialer.close()
 
@@ -190,6 +196,8 @@ class PrefillPeer:
             raise PeerError(f"describes an impossible KV layout: {exc}") from exc
         self._metrics.epoch = reply.epoch
         connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
+        if request.epoch != self._node.epoch:
+            raise PeerLoading("was asked before this node changed its weights")
         self._check_transport(connection)
         self._metrics.transport = connection.transport
         peer = HandoffPeer(self.node_id, self.epoch, self._timing)

@@ -86,6 +86,11 @@ class PrefillPeers:
                 ", ".join(self._peers) or f"none is listed at {', '.join(self._settings.prefill)}",
             )
 
+    def reconnect(self, reason: str) -> None:
+        """Drop all connections at once and make them again."""
+        for peer in self._peers.values():
+            peer.drop(reason)
+
     async def close(self) -> None:
         await self._background.close(0)
         await self._streams.close()  # delivers releases of leases

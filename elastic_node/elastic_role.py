@@ -33,6 +33,10 @@ class BothServices:
         for service in self._services:
             service.hand_over(why)
 
+    def reopen(self) -> None:
+        for service in self._services:
+            service.reopen()
+
     async def wait_released(self) -> None:
         await asyncio.gather(*(service.wait_released() for service in self._services))
 
@@ -52,6 +56,9 @@ class ElasticRole:
 
     async def connect(self) -> None:
         await self._decode.connect()
+
+    def reconnect(self, reason: str) -> None:
+        self._decode.reconnect(reason)
 
     def connected_peers(self) -> Sequence[str]:
         return self._decode.connected_peers()

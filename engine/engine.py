@@ -8,6 +8,7 @@ from engine.ipc import messages
 from engine.ipc.channel import Channel
 from engine.liveness.heartbeat_sender import LoopTimer
 from engine.scheduler.scheduler import Scheduler
+from pdserve.errors import PdserveError
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 
@@ -79,10 +80,27 @@ class Engine:
                     scheduler.connector.connect(peer)
                 case messages.Disconnect(epoch):
                     scheduler.connector.disconnect(epoch)
+                case messages.ChangeWeights():
+                    self._change_weights(command)
                 case messages.Shutdown():
                     self._stopped = True
                 case messages.Configure():
                     raise AssertionError("a running engine cannot be configured again")
+
+    def _change_weights(self, command: messages.ChangeWeights) -> None:
+        while not self._pipeline.empty:
+            self._apply(self._pipeline.take_oldest())
+        kind = message = ""
+        try:
+            if command.only_check:
+                self._ranks.check_weights(command.change)
+            else:
+                self._scheduler.forget_cached()
+                self._ranks.change_weights(command.change)
+        except PdserveError as exc:
+            kind, message = type(exc).__name__, str(exc)
+        self._emit()
+        self._channel.send(messages.WeightsAnswer(kind, message, self._ranks.has_weights))
 
     def _emit(self) -> None:
         batch = self._scheduler.take_events()

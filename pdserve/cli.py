@@ -21,6 +21,7 @@ from pdserve.config.flags import (
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.plan.plan_flags import add_plan_flags
 from pdserve.process import run_command
+from pdserve.weights.flags import add_weights_flags
 
 #: Commands of this process: (module, function of the parsed flags that returns the exit status).
 COMMANDS = {
@@ -30,6 +31,7 @@ COMMANDS = {
     "plan": ("pdserve.plan.command", "plan"),
     "probe": ("pdserve.doctor.probe", "probe"),
     "top": ("pdserve.top.command", "top"),
+    "weights": ("pdserve.weights.command", "weights"),
     "key": ("pdserve.cli", "make_key"),
 }
 #: Commands that replace this process by another program: (module, help text).
@@ -89,6 +91,7 @@ def make_parser() -> CommandParser:
     add_plan_flags(commands.add_parser("plan", help="compute how many prefill and decode nodes a workload needs"))
     _add_probe(commands.add_parser("probe", help="check the health of a node: exit status 0 if healthy"))
     _add_top(commands.add_parser("top", help="watch a router and its nodes in a terminal"))
+    add_weights_flags(commands.add_parser("weights", help="show and change the weights of running nodes"))
     key = commands.add_parser("key", help="make an API key and its entry for `pdserve router --api-keys FILE`")
     key.add_argument("name", type=_key_name, metavar="NAME", help="name of the client, in logs and metrics")
     for name in COMMANDS:

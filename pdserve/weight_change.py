@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+WAIT, ABORT = "wait", "abort"
+WHEN = (WAIT, ABORT)  # running requests end first, or end now with an error that clients retry
+
 
 class WeightChange(msgspec.Struct, frozen=True):
     """What replaces the weights in memory: exactly one of the two paths, on the host of each rank."""

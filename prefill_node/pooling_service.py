@@ -87,6 +87,9 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
         for prompt in self._open:
             prompt.fail(why)
 
+    def reopen(self) -> None:
+        """Do nothing: there are no streams."""
+
     async def wait_released(self) -> None:
         """Return at once: no peer reads anything from this node."""
 

@@ -51,6 +51,9 @@ class PrefillRole:
     async def connect(self) -> None:
         """Do nothing: decode nodes connect to this node."""
 
+    def reconnect(self, reason: str) -> None:
+        """Do nothing: decode nodes notice the new epoch."""
+
     def connected_peers(self) -> Sequence[str]:
         return ()
 

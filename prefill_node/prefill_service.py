@@ -41,6 +41,9 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         for stream in self._streams:
             stream.fail(why)
 
+    def reopen(self) -> None:
+        self._streams.reopen()
+
     async def wait_released(self) -> None:
         await self._streams.until(lambda: self._leases.idle)
         await self._streams.ended()

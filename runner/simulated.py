@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import struct
 import time
 from array import array
@@ -18,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pdserve.checkpoint.files import open_regular, read_file
-from pdserve.checkpoint.safetensors_header import read_header
-from pdserve.checkpoint.weight_files import weight_files
+from pdserve.checkpoint.files import open_regular
+from pdserve.checkpoint.simulated_weights import simulated_digest
 from pdserve.checkpoint.weight_patch import read_patch
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_same_model
@@ -38,8 +36,6 @@ from pdserve.records import (
 from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
-
-_MAX_CONFIG, _END = 1 << 20, 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +123,14 @@ class SimulatedRunner:
 
 
 class SimulatedWeights(NamedTuple):
-    """A digest in place of weights: equal on all nodes whose checkpoints and patches have the same content.
-
-    A checkpoint's digest is that of config.json and of the header and both ends of each weight file; it may have none.
-    """
+    """A digest in place of weights: equal on all nodes whose checkpoints and patches have the same content."""
 
     digest: bytes
 
     @classmethod
     def of_checkpoint(cls, model_dir: Path) -> SimulatedWeights:
         """Raises CheckpointError."""
-        digest = hashlib.blake2b(read_file(model_dir / "config.json", _MAX_CONFIG), digest_size=16)
-        for path in weight_files(model_dir) if any(model_dir.glob("*.safetensors")) else ():
-            tensors = read_header(path)
-            with open_regular(path) as (fd, status):
-                data = min((tensor.begin for tensor in tensors.values()), default=status.st_size)
-                digest.update(os.pread(fd, data + _END, 0) + os.pread(fd, _END, max(data, status.st_size - _END)))
-        return cls(digest.digest())
+        return cls(simulated_digest(model_dir))
 
     def after(self, change: WeightChange) -> SimulatedWeights:
         """Return the weights after a change. Raises CheckpointError."""

@@ -14,10 +14,12 @@ from functools import partial
 
 from engine.executor.aggregator import OutputAggregator
 from engine.executor.rank import Pending, Rank
-from engine.executor.rank_messages import Step
+from engine.executor.rank_messages import ChangeRank, Step
 from engine.executor.rank_processes import RankProcesses
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
+from pdserve.errors import CheckpointError
 from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
+from pdserve.weight_change import WeightChange
 
 
 class Executor:
@@ -57,6 +59,29 @@ class Executor:
 
     def oldest_is_done(self) -> bool:
         return False
+
+    def check_weights(self, change: WeightChange) -> None:
+        self._others.send(ChangeRank(change, only_check=True))
+        self._on_own_rank(self._rank.check_weights, change)
+
+    def change_weights(self, change: WeightChange) -> None:
+        self._others.send(ChangeRank(change, only_check=False))
+        self._on_own_rank(self._rank.change_weights, change)
+
+    @property
+    def has_weights(self) -> bool:
+        return self._rank.has_weights
+
+    def _on_own_rank(self, call: Callable[[WeightChange], None], change: WeightChange) -> None:
+        """Raises the CheckpointError on which all ranks agree; any other error ends the node."""
+        refusal: CheckpointError | None = None
+        with self._others.reporting_own_failure():
+            try:
+                call(change)
+            except CheckpointError as exc:
+                refusal = exc
+        if refusal is not None:
+            raise refusal
 
     def _take(self, plan: StepPlan, own: Pending) -> ModelRunnerOutput:
         """Wait for every rank: only then all KV of the step is in the caches."""

@@ -11,6 +11,7 @@ from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import RankWeights
 
 #: A launched step: called once, in the order of launches, it waits for the step's tokens, then polls connectors.
@@ -39,6 +40,16 @@ class Ranks(Protocol):
 
     def oldest_is_done(self) -> bool:
         """Whether the result of the oldest step in flight would not wait; False if this is not known."""
+
+    def check_weights(self, change: WeightChange) -> None:
+        """See ModelRunner; no step may be in flight. All ranks take part."""
+
+    def change_weights(self, change: WeightChange) -> None:
+        """See ModelRunner; no step may be in flight. All ranks take part."""
+
+    @property
+    def has_weights(self) -> bool:
+        """See ModelRunner."""
 
     def announce_shutdown(self) -> None:
         """Tell the other ranks to exit. Without, they take the end of this process for a failure."""
@@ -88,6 +99,16 @@ class Rank:
         output = self._in_flight.popleft().result()
         self.runner_seconds += time.perf_counter() - start
         return ModelRunnerOutput(output, self._connector.poll())
+
+    def check_weights(self, change: WeightChange) -> None:
+        self._runner.check_weights(change)
+
+    def change_weights(self, change: WeightChange) -> None:
+        self._runner.change_weights(change)
+
+    @property
+    def has_weights(self) -> bool:
+        return self._runner.has_weights
 
     def poll(self) -> ModelRunnerOutput:
         """Return connector events outside a step."""

@@ -12,6 +12,7 @@ They travel in frames (engine/ipc/frames.py): over a Unix socket pair where the 
                                    ◄──        RankOutput            … and of NO_STEP, when its connector has events
                                    ◄──        Heartbeat             periodically, from RankReady on
                                    ◄──        Failed                an error that ends the rank
+      ChangeRank(change)           ──►                              between steps; the ranks agree on its outcome
       Shutdown                     ──►
 
 The end of the stream means that the other side has died: a rank exits at once, a leader ends the node.
@@ -26,6 +27,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import KVLayout
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer
 
 MAX_HELLO_BYTES = 1 << 19  # any program may connect to the port; a layer's tensor groups take about 200 bytes
@@ -67,6 +69,13 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
 
 
+class ChangeRank(msgspec.Struct, frozen=True, tag=True):
+    """Change the weights, or only check the change, as rank 0 does at the same time."""
+
+    change: WeightChange
+    only_check: bool
+
+
 class RankReady(msgspec.Struct, frozen=True, tag=True):
     kv: RankKV
     kv_layout: KVLayout
@@ -77,5 +86,5 @@ class RankOutput(msgspec.Struct, frozen=True, tag=True):
     output: ModelRunnerOutput
 
 
-ToRank = Assign | Step | Shutdown
+ToRank = Assign | Step | ChangeRank | Shutdown
 FromRank = RankReady | RankOutput | Heartbeat | Failed

@@ -1,6 +1,6 @@
 """A rank other than the leader: ``python -m engine.executor.rank_process FD``, its end of a socket to the leader.
 
-    leader ──► reader thread ──plans──► main thread: launch ──steps in flight──► reporter thread ──► leader
+    leader ──► reader thread ─orders──► main thread: launch ──steps in flight──► reporter thread ──► leader
                end of stream: exit                               connector events ──►
 
 Three threads, so that a step is launched while the one before it is computed, and so that the leader's end is noticed
@@ -21,10 +21,11 @@ from typing import NoReturn
 
 from engine.executor.build import build_rank
 from engine.executor.rank import Pending, Rank
-from engine.executor.rank_messages import Assign, FromRank, RankOutput, RankReady, Step, ToRank
+from engine.executor.rank_messages import Assign, ChangeRank, FromRank, RankOutput, RankReady, Step, ToRank
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Failed, Shutdown
 from engine.liveness.heartbeat_sender import HeartbeatSender, LoopTimer
+from pdserve.errors import CheckpointError
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_ORPHANED, end_with_parent, exit_status, log_failure
 from pdserve.records import EMPTY_OUTPUT, StepPlan
@@ -57,12 +58,25 @@ def main(argv: list[str]) -> int:
         leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights))
         HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
         threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
-        while (plan := leader.plans.get()) is not None:
-            in_flight.put(rank.launch(plan))
+        while (order := leader.orders.get()) is not None:
+            if isinstance(order, ChangeRank):
+                _change_weights(rank, order)
+            else:
+                in_flight.put(rank.launch(order))
         rank.close()
     except Exception as exc:
         leader.fail(exc)
     return 0
+
+
+def _change_weights(rank: Rank, order: ChangeRank) -> None:
+    try:
+        if order.only_check:
+            rank.check_weights(order.change)
+        else:
+            rank.change_weights(order.change)
+    except CheckpointError as exc:  # rank 0 raises it, too
+        _log.info("%s", exc)
 
 
 def _report(rank: Rank, in_flight: queue.SimpleQueue[Pending | None], leader: LeaderConnection) -> None:
@@ -82,7 +96,7 @@ class LeaderConnection:
     """A rank's connection to the leader. The process exits when it ends."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # None: exit
+        self.orders: queue.SimpleQueue[StepPlan | ChangeRank | None] = queue.SimpleQueue()  # None: exit
         self._socket = sock
         self._sending = threading.Lock()
         self._assigned: queue.SimpleQueue[Assign] = queue.SimpleQueue()
@@ -124,12 +138,14 @@ class LeaderConnection:
     def _receive(self, message: ToRank) -> None:
         match message:
             case Step(plan):
-                self.plans.put(plan)
+                self.orders.put(plan)
+            case ChangeRank():
+                self.orders.put(message)
             case Assign():
                 self._assigned.put(message)
             case Shutdown():
                 self._shutting_down = True
-                self.plans.put(None)
+                self.orders.put(None)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,10 @@ class Streams(Generic[S]):
             for stream in self:
                 stream.writer.put().draining = True
 
+    def reopen(self) -> None:
+        """Accept requests again, on new streams: peers end those that were told to drain."""
+        self.draining = False
+
     def changed(self) -> None:
         """Have ``until`` check its condition again."""
         self._changed.set()
@@ -107,15 +111,19 @@ class Drainable(Protocol):
     async def wait_released(self) -> None:
         """Return when no peer needs this node any more."""
 
+    def reopen(self) -> None:
+        """Accept requests again: the node was drained to change its weights."""
 
-async def drain(service: Drainable, seconds: float) -> None:
+
+async def drain(service: Drainable, seconds: float, reason: str = "the node shuts down") -> None:
     """Finish open requests within ``seconds``, hand the rest over, and wait until peers have closed their streams."""
     try:
         async with asyncio.timeout(seconds):
             await service.finish()
     except TimeoutError:
-        _log.warning("draining took longer than %g s: open requests are handed over", seconds)
-        service.hand_over(Draining(f"the node shuts down, and this took longer than {seconds:g} s; send it again"))
+        if seconds:
+            _log.warning("draining took longer than %g s: open requests are handed over", seconds)
+        service.hand_over(Draining(f"{reason}, and this request took longer than {seconds:g} s; send it again"))
     try:
         async with asyncio.timeout(service.release_timeout):
             await service.wait_released()

@@ -23,6 +23,7 @@ from typing import Protocol
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import (
     Batch,
+    ChangeWeights,
     Configure,
     DecodeAheadEnded,
     Failed,
@@ -43,6 +44,7 @@ from engine.ipc.messages import (
     Status,
     ToEngine,
     Totals,
+    WeightsAnswer,
 )
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve import errors
@@ -52,6 +54,7 @@ from pdserve.logs import chosen_format, message_of, relayed_line
 from pdserve.process import describe_exit
 from pdserve.records import FinishReason, RankKV, TokenLogprobs
 from pdserve.transports import Connected
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer
 
 Event = Prefilled | Scored | Pooled | Reserved | Refused | ReadEnded | ReadChecked | Leased | DecodeAheadEnded
@@ -91,6 +94,8 @@ class EngineClient:
         self.decision = config.decision  # likewise until ranks on other hosts have joined
         self.ranks: tuple[RankKV, ...] = ()
         self.weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
+        self.has_weights = True
+        self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_batch: Callable[[Batch], None] = lambda batch: None
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
@@ -144,6 +149,30 @@ class EngineClient:
         if self._transport is not None:
             self._transport.close()
 
+    # ------------------------------------------------------------ weights
+
+    async def check_weights(self, change: WeightChange) -> None:
+        """Compare a change with the weights. Raises what ``change_weights`` would; nothing changes."""
+        await self._order_weights(ChangeWeights(change, only_check=True))
+
+    async def change_weights(self, change: WeightChange) -> None:
+        """Change the weights and empty the prefix cache. No request may be open, and no other change runs.
+
+        Raises the ranks' error; then the old weights are in use, unless ``has_weights`` is False.
+        """
+        await self._order_weights(ChangeWeights(change))
+
+    async def _order_weights(self, order: ChangeWeights) -> None:
+        answered = self._weights_answer = asyncio.get_running_loop().create_future()
+        self.send(order)
+        await asyncio.wait([answered, self.closed], return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            raise self.closed.result()
+        answer = answered.result()
+        self.has_weights = answer.has_weights
+        if answer.kind:
+            raise getattr(errors, answer.kind)(answer.message)
+
     # ------------------------------------------------------------ requests
 
     def open(self, handler: RequestHandler) -> int:
@@ -193,6 +222,8 @@ class EngineClient:
                 self.on_progress(message)
             case Ready() if not self._started.done():  # else a signal came while loading
                 self._started.set_result(message)
+            case WeightsAnswer() if self._weights_answer is not None:
+                self._weights_answer.set_result(message)
             case Heartbeat():
                 self.monitor.receive(message)
             case Failed(kind, text) if not self._started.done():

@@ -30,6 +30,7 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "text"
     log_level: str = ""  # PDSERVE_LOG_LEVEL
     log_requests: bool = False
+    allow_weight_changes: str = ""  # directory of checkpoints; "": no changes
     traces: str = ""  # URL of a collector; "": no traces
 
     def address(self, port: int) -> str:
@@ -59,6 +60,13 @@ def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
         help="serve /metrics for Prometheus over HTTP on this port; 0 takes a free one (default: none)",
     )
     add_drain_flag(group, "it is handed over to other nodes")
+    group.add_argument(
+        "--allow-weight-changes",
+        default="",
+        metavar="DIR",
+        help="let callers of gRPC load other checkpoints of the same model from below DIR while the node runs, "
+        "and send patches (`pdserve weights`); use --grpc-tls with it (default: no changes)",
+    )
     observability = parser.add_argument_group("logs and traces")
     add_log_flag(observability)
     observability.add_argument("--log-requests", action="store_true", help="log a line per request")

@@ -2,7 +2,7 @@
 
     service               serves while the node is                        Kubernetes probe
     live                  anything but stuck                              liveness: the step loop makes progress
-    loaded                connecting, ready, stuck or draining            startup: weights loaded, kernels compiled
+    loaded                anything but loading                            startup: weights loaded, kernels compiled
     "" and its services   ready                                           readiness: it accepts requests
 
 ``live`` and ``loaded`` do not depend on other nodes: no node is restarted because a peer is gone.
@@ -24,6 +24,7 @@ class State(StrEnum):
     READY = "ready"
     STUCK = "stuck"
     DRAINING = "draining"
+    UNLOADED = "without weights"  # a reload has failed half-way
 
 
 class Health:

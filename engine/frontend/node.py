@@ -3,6 +3,8 @@
                                                           stuck  (no heartbeat of the engine; heartbeat_monitor.py)
                                                             ▲▼
     loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0   (drain.py)
+                                                            ▲▼
+                                                          new weights                       (weight_changes.py)
        └────────────┴───────────── engine or start failed ─────┴──► one line on stderr, exit 1 or 2
 
 The node answers ``Describe`` and health checks while it loads.
@@ -25,13 +27,15 @@ from engine.frontend.node_context import NodeContext, Role
 from engine.frontend.node_metrics import NodeMetrics
 from engine.frontend.node_reports import NodeReports
 from engine.frontend.node_service import NODE_SERVICE, NodeService, add_node_service, describe
+from engine.frontend.weight_changes import CHANGES_SERVICE, WeightChanges, WeightChangesService, WeightOrder
 from engine.frontend.weight_peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from engine.ipc.messages import Progress
 from engine.liveness.heartbeat_monitor import LivenessWatch
 from pdserve.config.resolve import with_weight_digests
-from pdserve.errors import Draining, NodeError
+from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter
+from pdserve.weight_change import ABORT
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +45,10 @@ _STOP_GRACE = 0.5  # seconds for last messages on open calls when the node exits
 class Node:
     """Composes role, engine client and gRPC services."""
 
-    def __init__(self, role: Role, context: NodeContext, server: grpc.aio.Server, status: StatusWriter) -> None:
+    def __init__(
+        self, role: Role, context: NodeContext, server: grpc.aio.Server, status: StatusWriter, weights_root: str
+    ) -> None:
+        """``weights_root`` is the directory of ``--allow-weight-changes``; empty: no changes."""
         self._role = role
         self._context = context
         self._engine = context.engine
@@ -54,8 +61,10 @@ class Node:
         self._health = Health(server, (NODE_SERVICE, WEIGHTS_SERVICE, *role.services))
         self.metrics = NodeMetrics(context, self._watch, role.metrics)
         service = NodeService(self._reports, lambda: self._engine.status, self.metrics)
-        add_node_service(server, service, (WEIGHTS_SERVICE, *role.services))
+        add_node_service(server, service, (WEIGHTS_SERVICE, CHANGES_SERVICE, *role.services))
         pb_grpc.add_WeightsServicer_to_server(WeightsService(context), server)
+        self._changes = WeightChanges(context)
+        pb_grpc.add_WeightChangesServicer_to_server(WeightChangesService(context, self._changes, weights_root), server)
         self._drainable = role.attach(context, server)
 
     async def start_server(self) -> None:
@@ -71,7 +80,7 @@ class Node:
         layout = self._engine.kv_layout
         self._status.ready(layout.num_blocks * layout.block_size)
         _log.info("ready: %s, %s", self._context.config.served_model_name, self._describe_cache())
-        await self._unless(signals.stop, self._watch_engine())
+        await self._unless(signals.stop, self._serve(drain_timeout))
         await self._enter(State.DRAINING)
         _log.info("draining for %g s at most; a second signal ends this node at once", drain_timeout)
         if not await self._unless(signals.hurry, self._drain(drain_timeout)):
@@ -113,12 +122,57 @@ class Node:
         finally:
             stop.set()
 
+    async def _serve(self, drain_timeout: float) -> None:
+        """Serve, and change the weights when that is ordered, until cancelled."""
+        while True:
+            order = await self._next_order()
+            try:
+                await self._change_weights(order, drain_timeout)
+            finally:
+                order.end(NodeError(f"{self._context.name} shuts down"))  # unless it has ended
+
+    async def _next_order(self) -> WeightOrder:
+        """Watch the engine until the weights are to be changed."""
+        watching = asyncio.create_task(self._watch_engine(), name="engine watch")
+        ordered = asyncio.create_task(self._changes.next(), name="next change of weights")
+        try:
+            await asyncio.wait([watching, ordered], return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()  # raises: it never returns
+            return ordered.result()
+        finally:
+            watching.cancel()
+            ordered.cancel()
+
+    async def _change_weights(self, order: WeightOrder, drain_timeout: float) -> None:
+        """Drain, change the weights, and serve again. Peers and routers see a node that has restarted."""
+        context, error = self._context, None
+        await self._enter(State.DRAINING)
+        await self._drain(0.0 if order.when == ABORT else drain_timeout, "the node changes its weights")
+        await self._enter(State.LOADING)
+        started = time.monotonic()
+        try:
+            await self._engine.change_weights(order.change)
+        except EngineDied:
+            raise
+        except PdserveError as exc:
+            error = exc
+        else:
+            context.begin_epoch(order.config)
+            self._role.reconnect("this node has changed its weights")
+            _log.info("weights changed in %.1f s: epoch %s", time.monotonic() - started, context.epoch)
+        self._drainable.reopen()
+        await self._enter(State.READY if self._engine.has_weights else State.UNLOADED)
+        order.end(error)
+
     async def _watch_engine(self) -> None:
         """Report engine liveness to health checks and routers until cancelled; fail requests while it is stuck."""
 
+        healthy = self._context.state
+
         async def on_change(trouble: str) -> None:
-            if self._context.state is not State.DRAINING:
-                await self._enter(State.STUCK if trouble else State.READY)
+            if healthy is not State.DRAINING:
+                await self._enter(State.STUCK if trouble else healthy)
             if trouble:
                 _log.error("%s: requests are refused until the engine answers", trouble)
                 self._engine.refuse_all(NodeError(f"{self._context.name}: {trouble}"))
@@ -127,10 +181,10 @@ class Node:
 
         await self._watch.run(on_change)
 
-    async def _drain(self, seconds: float) -> None:
+    async def _drain(self, seconds: float, reason: str = "the node shuts down") -> None:
         watching = asyncio.create_task(self._watch_engine(), name="engine watch while draining")
         try:
-            await drain(self._drainable, seconds)
+            await drain(self._drainable, seconds, reason)
         finally:
             watching.cancel()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -20,7 +19,7 @@ from engine.frontend.drain import ShutdownSignals
 from engine.frontend.engine_client import EngineClient
 from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
 from engine.frontend.node import Node
-from engine.frontend.node_context import NodeContext, Role
+from engine.frontend.node_context import NodeContext, Role, new_epoch
 from engine.frontend.node_metrics import exported_registry
 from engine.ipc.messages import RankPlacement
 from pdserve.config.device import node_devices
@@ -96,14 +95,14 @@ async def _serve(
     for choice in config.choices:
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
-    node_id, epoch = frontend.node_id or address, secrets.token_hex(8)
+    node_id, epoch = frontend.node_id or address, new_epoch()
     has_connector = role.uses_connector and config.pooling is None
     agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
     engine = EngineClient(config, agent, RankPlacement(devices, local.leader))
     tracer = make_tracer(frontend.traces, role.name, node_id)
     context = NodeContext(role.name, node_id, epoch, config, engine, tls, tracer, frontend.log_requests)
     set_process_fields(node=node_id)
-    node = Node(role, context, server, status)
+    node = Node(role, context, server, status, frontend.allow_weight_changes)
     try:
         await node.start_server()
         if metrics_server is not None:

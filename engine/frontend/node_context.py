@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,9 +21,13 @@ from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import Tracer
 
 
+def new_epoch() -> str:
+    return secrets.token_hex(8)
+
+
 @dataclass
 class NodeContext:
-    """One node from start to exit. A restart draws a new epoch."""
+    """One node from start to exit. A restart draws a new epoch, and so does a change of the weights."""
 
     role: str  # "prefill", "decode" or "both"
     node_id: str
@@ -40,6 +45,11 @@ class NodeContext:
         """Use a configuration whose ``compat_fields`` are complete."""
         self.config = config
         self.compat_hash = compat_hash(config.compat_fields)
+
+    def begin_epoch(self, config: NodeConfig) -> None:
+        """Be a new node for peers and routers, with the weights of ``config``."""
+        self.set_config(config)
+        self.epoch = new_epoch()
 
     @property
     def name(self) -> str:
@@ -70,6 +80,9 @@ class Role(Protocol):
 
     async def connect(self) -> None:
         """Connect to peers, within a bound. The engine is ready; the node becomes ready afterwards."""
+
+    def reconnect(self, reason: str) -> None:
+        """Drop the connections to peers at once, as this node has other weights, and connect to those of their kind."""
 
     def connected_peers(self) -> Sequence[str]:
         """Ids of the nodes that KV can be read from."""

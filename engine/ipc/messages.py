@@ -40,6 +40,7 @@ from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams, TokenLogprobs
 from pdserve.request_cost import Throughput
 from pdserve.transports import Connected
+from pdserve.weight_change import WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer
 
 #: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.
@@ -145,6 +146,16 @@ class Disconnect(msgspec.Struct, frozen=True, tag=True):
     epoch: str
 
 
+class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
+    """Change the weights of all ranks, or with ``only_check`` compare them with the change. Answered by WeightsAnswer.
+
+    A change drops the prefix cache; no request may be open.
+    """
+
+    change: WeightChange
+    only_check: bool = False
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -161,6 +172,7 @@ ToEngine = (
     | FreeLease
     | Connect
     | Disconnect
+    | ChangeWeights
     | Shutdown
 )
 
@@ -376,4 +388,12 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     waiting_for: str = ""  # ranks that the step loop or a read waits for, in words
 
 
-FromEngine = Progress | Ready | Failed | Batch | Heartbeat
+class WeightsAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The end of a ChangeWeights. ``kind`` is the name of a class in pdserve.errors; empty without an error."""
+
+    kind: str
+    message: str
+    has_weights: bool  # the new ones, or after an error the old ones; without weights, no request can be served
+
+
+FromEngine = Progress | Ready | Failed | Batch | Heartbeat | WeightsAnswer

@@ -123,6 +123,14 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self.events.add(block_hash)
 
+    def forget_cached(self) -> None:
+        """Empty the prefix cache."""
+        for block in tuple(self._hash_of):
+            self._evict(block)
+        for block in self._evictable:
+            self._free.add(block)
+        self._evictable.clear()
+
     def _evict(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]

@@ -176,6 +176,11 @@ class Scheduler:
         self.connector.free_lease(rid)
         self.events.status_changed = True
 
+    def forget_cached(self) -> None:
+        """Empty the prefix cache, since other weights compute other KV. No request may be open."""
+        self.pool.forget_cached()
+        self.events.status_changed = True
+
     # ------------------------------------------------------------ a step
 
     @property

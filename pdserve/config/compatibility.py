@@ -22,8 +22,13 @@ def compat_hash(fields: Mapping[str, str], protocol: int = PROTOCOL_VERSION) -> 
 
 def weights_hash(fields: Mapping[str, str]) -> str:
     """Return a hash over the weights alone: equal for nodes that can load each other's tensors."""
-    groups = {name: value for name, value in fields.items() if name.startswith(WEIGHTS_OF)}
+    groups = {name: value for name, value in fields.items() if name.startswith(WEIGHTS_OF) or name == "weights"}
     return hashlib.sha256(json.dumps(sorted(groups.items())).encode()).hexdigest()
+
+
+def weights_version(fields: Mapping[str, str]) -> str:
+    """Return a short name of the weights: equal for all nodes with equal weights."""
+    return weights_hash(fields)[:12]
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there") -> str:

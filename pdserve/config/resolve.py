@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
+from pdserve.checkpoint.simulated_weights import simulated_digest
 from pdserve.checkpoint.weight_digests import fold_digests, group_digests, known_tensor_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import (
@@ -350,8 +351,11 @@ def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None)
 
     Reads all weights, unless they are cached or not those of the checkpoint. Raises CheckpointError, Stopped.
     """
-    if config.compat_fields["weights"] != "checkpoint":
-        return config
+    match config.compat_fields["weights"]:
+        case "simulated":
+            return _with_groups(config, {"simulated": simulated_digest(Path(config.model_dir)).hex()})
+        case "dummy":
+            return config
     return _with_groups(config, group_digests(Path(config.model_dir), stop))
 
 
@@ -359,6 +363,21 @@ def with_known_digests(config: NodeConfig) -> NodeConfig | None:
     """Return what ``with_weight_digests`` does if that reads no weights, else None. Raises CheckpointError."""
     known = known_tensor_digests(Path(config.model_dir))
     return None if known is None else _with_groups(config, fold_digests(known))
+
+
+def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:
+    """Return the configuration with the weights of another checkpoint of the same model. Raises CheckpointError."""
+    fields = {name: value for name, value in config.compat_fields.items() if not name.startswith(WEIGHTS_OF)}
+    if fields["weights"] == "dummy":
+        fields["weights"] = "checkpoint"
+    return with_weight_digests(msgspec.structs.replace(config, model_dir=model_dir, compat_fields=fields))
+
+
+def with_patch(config: NodeConfig, digest: str) -> NodeConfig:
+    """Return the configuration after a patch with this hex digest. Its weights depend on all patches in order."""
+    patches = f"{WEIGHTS_OF}patches"
+    chain = hashlib.sha256(f"{config.compat_fields.get(patches, '')} {digest}".encode()).hexdigest()
+    return msgspec.structs.replace(config, compat_fields=config.compat_fields | {patches: chain[:32]})
 
 
 def _with_groups(config: NodeConfig, groups: Mapping[str, str]) -> NodeConfig:

@@ -104,14 +104,15 @@ class NodeDescription(_message.Message):
     STALLED_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     HANDS_OFF_ALL_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
-    """random id, drawn at each start"""
+    """random id, drawn at each start and each change of the weights"""
     role: _builtins.str
     """"prefill", "decode" or "both" """
     state: _builtins.str
-    """"loading", "connecting", "ready", "stuck", "draining" """
+    """"loading", "connecting", "ready", "stuck", "draining", "without weights" """
     model: _builtins.str
     """served model name"""
     version: _builtins.str
@@ -128,6 +129,8 @@ class NodeDescription(_message.Message):
     """"ready", but a step takes far longer than usual: it may never end; use other nodes if there are any"""
     task: _builtins.str
     """"generate" (or empty), "embed" or "classify"; nodes of the latter serve PoolingNode"""
+    weights: _builtins.str
+    """short name of the weights: equal for nodes with equal weights; empty while loading"""
     hands_off_all: _builtins.bool
     """--handoff-min-tokens 0: routers name a node to read from for every prompt"""
     @_builtins.property
@@ -162,11 +165,12 @@ class NodeDescription(_message.Message):
         stalled: _builtins.bool = ...,
         task: _builtins.str = ...,
         pooling: Global___Pooling | None = ...,
+        weights: _builtins.str = ...,
         hands_off_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -736,6 +740,7 @@ class Generate(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number of the request, unique on this stream"""
@@ -757,6 +762,8 @@ class Generate(_message.Message):
     """also of W3C Trace Context"""
     client: _builtins.int
     """the router's keyed hash of the client; nodes are fair between these"""
+    epoch: _builtins.str
+    """of D, as the router knows it: D with other weights refuses the request as draining; empty: any"""
     paused: _builtins.bool
     """as if Pause followed before any step: a request that migrates while its client does not read"""
     @_builtins.property
@@ -780,11 +787,12 @@ class Generate(_message.Message):
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
         client: _builtins.int = ...,
+        epoch: _builtins.str = ...,
         paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "paused", b"paused", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1673,6 +1681,77 @@ class Released(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
+class ReloadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_DIR_FIELD_NUMBER: _builtins.int
+    WHEN_FIELD_NUMBER: _builtins.int
+    model_dir: _builtins.str
+    """on the node's hosts; below the directory of --allow-weight-changes, or relative to it"""
+    when: _builtins.str
+    """"wait" (or empty): running requests end first; "abort": they end now, and routers try other nodes"""
+    def __init__(
+        self,
+        *,
+        model_dir: _builtins.str = ...,
+        when: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_dir", b"model_dir", "when", b"when"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadRequest: _TypeAlias = ReloadRequest  # noqa: Y015
+
+@_typing.final
+class PatchPiece(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    WHEN_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """of the file, in order"""
+    when: _builtins.str
+    """as in ReloadRequest; in the first piece"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        when: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "when", b"when"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PatchPiece: _TypeAlias = PatchPiece  # noqa: Y015
+
+@_typing.final
+class WeightsChanged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    weights: _builtins.str
+    """as in NodeDescription"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        weights: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsChanged: _TypeAlias = WeightsChanged  # noqa: Y015
 
 @_typing.final
 class OfferRequest(_message.Message):

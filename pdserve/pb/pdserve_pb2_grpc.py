@@ -480,6 +480,135 @@ class PrefillNode:
             _registered_method=True)
 
 
+class WeightChangesStub:
+    """------------------------------------------------------------------ administrator → node
+
+    Needs --allow-weight-changes of the node. A change ends when the node serves again; the caller's end does not stop it.
+    FAILED_PRECONDITION, INVALID_ARGUMENT: nothing has changed. After any other error, Describe has the state and weights.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Reload = channel.unary_unary(
+                '/pdserve.v1.WeightChanges/Reload',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+                _registered_method=True)
+        self.Patch = channel.stream_unary(
+                '/pdserve.v1.WeightChanges/Patch',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.PatchPiece.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+                _registered_method=True)
+
+
+class WeightChangesServicer:
+    """------------------------------------------------------------------ administrator → node
+
+    Needs --allow-weight-changes of the node. A change ends when the node serves again; the caller's end does not stop it.
+    FAILED_PRECONDITION, INVALID_ARGUMENT: nothing has changed. After any other error, Describe has the state and weights.
+    """
+
+    def Reload(self, request, context):
+        """Load another checkpoint of the same model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Patch(self, request_iterator, context):
+        """Change some values (pdserve/checkpoint/weight_patch.py).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WeightChangesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ReloadRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.SerializeToString,
+            ),
+            'Patch': grpc.stream_unary_rpc_method_handler(
+                    servicer.Patch,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PatchPiece.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.WeightChanges', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.WeightChanges', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WeightChanges:
+    """------------------------------------------------------------------ administrator → node
+
+    Needs --allow-weight-changes of the node. A change ends when the node serves again; the caller's end does not stop it.
+    FAILED_PRECONDITION, INVALID_ARGUMENT: nothing has changed. After any other error, Describe has the state and weights.
+    """
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.WeightChanges/Reload',
+            pdserve_dot_pb_dot_pdserve__pb2.ReloadRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Patch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pdserve.v1.WeightChanges/Patch',
+            pdserve_dot_pb_dot_pdserve__pb2.PatchPiece.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class WeightsStub:
     """------------------------------------------------------------------ node → node that starts
 

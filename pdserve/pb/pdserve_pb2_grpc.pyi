@@ -222,6 +222,61 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class WeightChangesStub:
+    """------------------------------------------------------------------ administrator → node
+
+    Needs --allow-weight-changes of the node. A change ends when the node serves again; the caller's end does not stop it.
+    FAILED_PRECONDITION, INVALID_ARGUMENT: nothing has changed. After any other error, Describe has the state and weights.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WeightChangesAsyncStub: ...
+    Reload: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.ReloadRequest, _pdserve_pb2.WeightsChanged]
+    """Load another checkpoint of the same model."""
+    Patch: _grpc.StreamUnaryMultiCallable[_pdserve_pb2.PatchPiece, _pdserve_pb2.WeightsChanged]
+    """Change some values (pdserve/checkpoint/weight_patch.py)."""
+
+@_typing.type_check_only
+class WeightChangesAsyncStub(WeightChangesStub):
+    """------------------------------------------------------------------ administrator → node
+
+    Needs --allow-weight-changes of the node. A change ends when the node serves again; the caller's end does not stop it.
+    FAILED_PRECONDITION, INVALID_ARGUMENT: nothing has changed. After any other error, Describe has the state and weights.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Reload: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.ReloadRequest, _pdserve_pb2.WeightsChanged]  # type: ignore[assignment]
+    """Load another checkpoint of the same model."""
+    Patch: _aio.StreamUnaryMultiCallable[_pdserve_pb2.PatchPiece, _pdserve_pb2.WeightsChanged]  # type: ignore[assignment]
+    """Change some values (pdserve/checkpoint/weight_patch.py)."""
+
+class WeightChangesServicer(metaclass=_abc_1.ABCMeta):
+    """------------------------------------------------------------------ administrator → node
+
+    Needs --allow-weight-changes of the node. A change ends when the node serves again; the caller's end does not stop it.
+    FAILED_PRECONDITION, INVALID_ARGUMENT: nothing has changed. After any other error, Describe has the state and weights.
+    """
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _pdserve_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.WeightsChanged, _abc.Awaitable[_pdserve_pb2.WeightsChanged]]:
+        """Load another checkpoint of the same model."""
+
+    @_abc_1.abstractmethod
+    def Patch(
+        self,
+        request_iterator: _MaybeAsyncIterator[_pdserve_pb2.PatchPiece],
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.WeightsChanged, _abc.Awaitable[_pdserve_pb2.WeightsChanged]]:
+        """Change some values (pdserve/checkpoint/weight_patch.py)."""
+
+def add_WeightChangesServicer_to_server(servicer: WeightChangesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class WeightsStub:
     """------------------------------------------------------------------ node → node that starts
 

@@ -8,6 +8,7 @@ import grpc
 
 from pdserve.errors import (
     CapacityError,
+    ConfigError,
     DeadlineExceeded,
     Draining,
     NodeError,
@@ -29,6 +30,7 @@ _CODES: tuple[tuple[type[PdserveError], grpc.StatusCode, pb.Failure.Code.ValueTy
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, pb.Failure.DEADLINE),
     (PeerError, grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NODE_FAILED),
     (NodeError, grpc.StatusCode.UNAVAILABLE, pb.Failure.NODE_FAILED),
+    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NODE_FAILED),
     (PdserveError, grpc.StatusCode.INTERNAL, pb.Failure.NODE_FAILED),
 )
 _ERROR_OF_STATUS: dict[grpc.StatusCode, type[PdserveError]] = {

@@ -247,8 +247,10 @@ class NodeClient:
             raise ValueError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
         assert self.description is not None, "the first report has a description"
         if self._usable and self._decodes and self.stream is None:
-            limit = request_limit(self.description.max_model_len)
-            self.stream = ServeStream(self._dialer.channel, self.description.node_id, limit, self._on_stream_change)
+            node = self.description
+            limit = request_limit(node.max_model_len)
+            on_change = self._on_stream_change
+            self.stream = ServeStream(self._dialer.channel, node.node_id, limit, on_change, node.epoch)
             changed = True
         if self.stream is not None and self.description.state == "draining":
             self.stream.drain()

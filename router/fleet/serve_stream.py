@@ -63,10 +63,16 @@ class ServeStream:
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, name: str, max_request: int, on_change: Callable[[ServeStream], None]
+        self,
+        channel: grpc.aio.Channel,
+        name: str,
+        max_request: int,
+        on_change: Callable[[ServeStream], None],
+        epoch: str = "",
     ) -> None:
-        """``max_request`` is what the node accepts, in bytes."""
+        """``max_request`` is what the node accepts, in bytes; in another ``epoch`` it refuses all requests."""
         self.name = name
+        self._epoch = epoch
         self._max_request = max_request
         self.draining = False
         self._on_change = on_change
@@ -101,7 +107,7 @@ class ServeStream:
             )
         number = self._next_number
         self._next_number += 1
-        message.request = number
+        message.request, message.epoch = number, self._epoch
         messages = [*(pb.ServeRequest(resumed_choices=part) for part in _split_resume(message))]
         messages.append(pb.ServeRequest(generate=message))
         if (size := max(each.ByteSize() for each in messages)) > self._max_request:

@@ -164,7 +164,8 @@ class NixlConnector:
             if error:
                 raise PeerError(error)
             self._remove_drained(at_once=True)
-            if peer.epoch in self._connections:
+            agents = {source.rank.agent for source in sources}  # a new epoch of a running node has those of the last
+            if any(agents & connection.agents for connection in self._connections.values()):
                 raise PeerError("reads from an earlier connection to this peer have not ended yet; try again later")
             self._connections[peer.epoch] = PeerConnection(self._context, self._completions, peer, sources, lanes)
         except PeerError as failure:

@@ -89,6 +89,7 @@ class PeerConnection:
         self.connected = combine(
             [_connected(context, peer, source, of_source) for source, of_source in zip(sources, lanes, strict=True)]
         )
+        self.agents = frozenset(source.rank.agent for source in sources)
         self.ready = False
         self.failure = ""  # reason, once nothing is read any more
         self.failed_at = 0.0

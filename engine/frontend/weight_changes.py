@@ -1,0 +1,192 @@
+"""Changes of the weights of a running node: the service that takes orders, and their execution.
+
+    ready ──order──► draining ──no request, no lease──► loading ──new epoch──► ready
+      │                                                    ├── failed, the old weights are in use: ready, the old epoch
+      └── refused: nothing has changed                     └── failed half-way: no weights, until a reload succeeds
+
+Peers and routers see a node that drains and comes back, as at a restart: their streams end, and the new epoch and
+compatibility hash keep KV and requests of one version from the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from engine.frontend.health import State
+from engine.frontend.node_context import NodeContext
+from pdserve.config.compatibility import weights_version
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.resolve import with_patch, with_reload
+from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError, RequestError, cut
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc.errors import abort
+from pdserve.weight_change import WAIT, WHEN, WeightChange
+
+CHANGES_SERVICE = "pdserve.v1.WeightChanges"
+
+_log = logging.getLogger(__name__)
+
+_MAX_PATCH = 64 << 30  # bytes
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class WeightOrder:
+    """A change that all ranks have checked, and the configuration of the node afterwards."""
+
+    change: WeightChange
+    config: NodeConfig
+    when: str
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, error: PdserveError | None = None) -> None:
+        """Answer the caller, once."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
+class WeightChanges:
+    """The orders of one node, one at a time. ``next`` gives each to the node, which carries it out and ends it."""
+
+    def __init__(self, node: NodeContext) -> None:
+        self.counts = {"done": 0, "refused": 0, "failed": 0}
+        self._node = node
+        self._turn = asyncio.Lock()
+        self._orders: asyncio.Queue[WeightOrder] = asyncio.Queue()
+
+    async def next(self) -> WeightOrder:
+        return await self._orders.get()
+
+    async def run(self, change: WeightChange, when: str, changed: Callable[[NodeConfig], NodeConfig]) -> None:
+        """Check a change and have it carried out. ``changed`` returns the configuration afterwards, on a thread.
+
+        Raises PdserveError: the old weights are in use, unless the error says that there are none.
+        """
+        if self._turn.locked():
+            raise NodeError(f"{self._node.name} changes its weights already; try again when it has ended")
+        async with self._turn:
+            try:
+                order = await self._check(change, when, changed)
+            except PdserveError:
+                self.counts["refused"] += 1
+                raise
+            self._orders.put_nowait(order)
+            try:
+                await order.done
+            except PdserveError:
+                self.counts["failed"] += 1
+                raise
+            self.counts["done"] += 1
+
+    async def _check(self, change: WeightChange, when: str, changed: Callable[[NodeConfig], NodeConfig]) -> WeightOrder:
+        node = self._node
+        if node.state not in (State.READY, State.UNLOADED):
+            raise NodeError(f"{node.name} is {node.state}; try again when it is ready")
+        if node.state is State.UNLOADED and change.patch:
+            raise NodeError(f"{node.name} has no weights that a patch could change; reload a checkpoint")
+        config = await asyncio.to_thread(changed, node.config)
+        await node.engine.check_weights(change)
+        return WeightOrder(change, config, when)
+
+
+class WeightChangesService(pb_grpc.WeightChangesServicer):
+    """Takes orders of callers that ``--allow-weight-changes`` admits, for checkpoints below its directory."""
+
+    def __init__(self, node: NodeContext, changes: WeightChanges, root: str) -> None:
+        """Without ``root``, all orders are refused."""
+        self._node = node
+        self._changes = changes
+        self._root = root
+
+    async def Reload(self, request: pb.ReloadRequest, context: Context) -> pb.WeightsChanged:
+        async def reload() -> None:
+            model_dir = self._allowed(request.model_dir)
+            change = WeightChange(model_dir=model_dir)
+            await self._changes.run(change, self._when(request.when), lambda config: with_reload(config, model_dir))
+
+        return await self._answer(reload, context)
+
+    async def Patch(self, request_iterator: AsyncIterator[pb.PatchPiece], context: Context) -> pb.WeightsChanged:
+        async def patch() -> None:
+            self._check_allowed()
+            if self._node.engine.has_remote_ranks:
+                raise ConfigError("a patch reaches the ranks of one host only; reload a checkpoint on all hosts")
+            with tempfile.TemporaryDirectory(prefix="pdserve-patch-") as folder:
+                path = Path(folder, "patch.safetensors")
+                when, digest = await _receive(request_iterator, path)
+                change = WeightChange(patch=str(path))
+                await self._changes.run(change, self._when(when), lambda config: with_patch(config, digest))
+
+        return await self._answer(patch, context)
+
+    async def _answer(self, work: Callable[[], Awaitable[None]], context: Context) -> pb.WeightsChanged:
+        task = asyncio.ensure_future(work())  # goes on if the caller leaves
+        task.add_done_callback(_log_outcome)
+        try:
+            await asyncio.shield(task)
+        except PdserveError as exc:
+            await abort(context, exc)
+        return pb.WeightsChanged(epoch=self._node.epoch, weights=weights_version(self._node.config.compat_fields))
+
+    def _when(self, when: str) -> str:
+        if (when or WAIT) not in WHEN:
+            raise RequestError(f"when {cut(when)!r} is none of {', '.join(WHEN)}", "when")
+        return when or WAIT
+
+    def _check_allowed(self) -> None:
+        if not self._root:
+            raise ConfigError(f"{self._node.name} changes no weights; start it with --allow-weight-changes DIR")
+
+    def _allowed(self, model_dir: str) -> str:
+        """Return the directory that is meant, without links. Raises ConfigError outside of the allowed one."""
+        self._check_allowed()
+        root, path = os.path.realpath(self._root), os.path.realpath(os.path.join(self._root, model_dir))
+        if "\0" in model_dir or os.path.commonpath([root, path]) != root:
+            raise ConfigError(
+                f"{cut(model_dir)} is not below {root}, the directory of --allow-weight-changes of {self._node.name}"
+            )
+        return path
+
+
+def _log_outcome(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.warning("weights were not changed: %s", error)
+
+
+async def _receive(pieces: AsyncIterator[pb.PatchPiece], path: Path) -> tuple[str, str]:
+    """Write a patch to a file. Return ``when`` of the first piece, and the hex SHA-256 of the file."""
+    when, digest, size = "", hashlib.sha256(), 0
+    with _reporting_full_disk(path), path.open("wb") as file:
+        async for piece in pieces:
+            when = when or piece.when
+            size += len(piece.data)
+            if size > _MAX_PATCH:
+                raise RequestError(f"the patch has more than {_MAX_PATCH} bytes, which is the limit; send several")
+            digest.update(piece.data)
+            file.write(piece.data)
+    return when, digest.hexdigest()
+
+
+@contextmanager
+def _reporting_full_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise CapacityError(f"the patch cannot be written to {path.parent}: {exc.strerror}; set TMPDIR") from exc

@@ -1,0 +1,1 @@
+"""``pdserve weights``: show and change the weights of running nodes."""

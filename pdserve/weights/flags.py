@@ -1,0 +1,43 @@
+"""Flags of ``pdserve weights``."""
+
+from __future__ import annotations
+
+import argparse
+
+from pdserve.config.flags import add_tls_flag
+from pdserve.weight_change import WAIT, WHEN
+
+
+def add_weights_flags(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _add_nodes(actions.add_parser("show", help="print state and weights of nodes"))
+    reload = actions.add_parser(
+        "reload", help="load another checkpoint of the same model, one node after the other"
+    )
+    _add_nodes(reload)
+    reload.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="directory of the checkpoint on the nodes' hosts, below that of their --allow-weight-changes",
+    )
+    _add_when(reload)
+    patch = actions.add_parser("patch", help="change some values of the weights, one node after the other")
+    _add_nodes(patch)
+    patch.add_argument("--file", required=True, metavar="FILE", help="patch in safetensors format (docs/operate.md)")
+    _add_when(patch)
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("nodes", nargs="+", metavar="NODE", help="host:port of a node")
+    add_tls_flag(parser)
+
+
+def _add_when(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--when",
+        choices=WHEN,
+        default=WAIT,
+        help="wait: requests that run on the node end first, within its --drain-timeout; abort: they end now, and "
+        "routers continue them on nodes with the same weights (default %(default)s)",
+    )

@@ -1,0 +1,148 @@
+"""Weights that change while a node serves: which are accepted, and what is never mixed. The nodes are simulated."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fleet import Fleet, NodeProcess
+from node_client import RouterClient, greedy
+from safetensors.torch import load_file, save_file
+
+from pdserve.cli import main
+from pdserve.pb import pdserve_pb2 as pb
+
+SLOW_STEPS = ("--engine", "simulated", "--sim-costs", "step=0.02", "--drain-timeout", "20")
+PROMPT = list(range(3, 43))
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def versions(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the checkpoints a, b of the same model, and other of another one."""
+    folder = tmp_path_factory.mktemp("versions")
+    for name in ("a", "b", "other"):
+        shutil.copytree(checkpoint, folder / name)
+    (weights,) = (folder / "b").glob("*.safetensors")
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
+    config = folder / "other" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert config.read_text() != (folder / "a" / "config.json").read_text()
+    return folder
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with Fleet() as fleet:
+        yield fleet
+
+
+def start(fleet: Fleet, versions: Path, role: str, name: str, *flags: str) -> NodeProcess:
+    start_node = fleet.start_prefill if role == "prefill" else fleet.start_decode
+    return start_node(versions / name, [*SLOW_STEPS, "--allow-weight-changes", str(versions), *flags])
+
+
+def change(*words: str) -> int:
+    return main(["weights", *words])
+
+
+def tokens(node: NodeProcess, prefill_node: str = "") -> list[int]:
+    with RouterClient(node.address) as router:
+        return router.generate(PROMPT, greedy(4), prefill_node).tokens
+
+
+def write_patch(path: Path, name: str = NORM) -> Path:
+    save_file({f"{name}.indices": torch.tensor([1]), f"{name}.values": torch.tensor([0.5])}, path)
+    return path
+
+
+def test_node_after_a_reload_is_a_node_that_was_started_with_the_checkpoint(fleet: Fleet, versions: Path) -> None:
+    node, fresh = (start(fleet, versions, "decode", name) for name in "ab")
+    fleet.wait_ready()
+    before, old = node.describe(), tokens(node)
+    assert fresh.describe().weights != before.weights
+    assert change("reload", node.address, "--model", "b") == 0
+    after = node.describe()
+    assert after.state == "ready"
+    assert after.weights == fresh.describe().weights
+    assert after.compat_hash == fresh.describe().compat_hash
+    assert after.epoch != before.epoch
+    with RouterClient(node.address) as router:
+        generated = router.generate(PROMPT, greedy(4))
+        assert generated.cached_tokens == 0, "KV of the old weights"
+        assert generated.tokens == tokens(fresh) != old
+        stale = router.generate(PROMPT, greedy(4), epoch=before.epoch)
+        assert stale.failure is not None
+        assert stale.failure.code == pb.Failure.DRAINING
+
+
+def test_refused_changes_leave_a_node_as_it_was(
+    fleet: Fleet, versions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = start(fleet, versions, "decode", "a")
+    closed = fleet.start_decode(versions / "a", SLOW_STEPS)
+    fleet.wait_ready()
+    before, old = node.describe(), tokens(node)
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"no safetensors" * 100)
+    for words, reason in (
+        (("reload", closed.address, "--model", "b"), "--allow-weight-changes"),
+        (("reload", node.address, "--model", "../../etc"), "is not below"),
+        (("reload", node.address, "--model", "none"), "config.json"),
+        (("reload", node.address, "--model", "other"), "rms_norm_eps"),
+        (("patch", node.address, "--file", str(garbage)), "safetensors"),
+        (("patch", closed.address, "--file", str(write_patch(tmp_path / "patch"))), "--allow-weight-changes"),
+    ):
+        assert change(*words) == 1
+        assert reason in capsys.readouterr().err
+    after = node.describe()
+    assert (after.epoch, after.weights, after.state) == (before.epoch, before.weights, "ready")
+    assert tokens(node) == old
+
+
+def test_running_requests_end_or_are_handed_over_before_a_change(fleet: Fleet, versions: Path) -> None:
+    node = start(fleet, versions, "decode", "a")
+    fleet.wait_ready()
+    with RouterClient(node.address) as router:
+        expected = router.generate(PROMPT, greedy(40)).tokens
+        running = router.send(PROMPT, greedy(40))
+        running.started.wait(20.0)
+        router.half_close()
+        assert change("reload", node.address, "--model", "b") == 0
+        assert running.wait().tokens == expected
+    with RouterClient(node.address) as router:
+        running = router.send(PROMPT, greedy(1000))
+        running.started.wait(20.0)
+        router.half_close()
+        assert change("reload", node.address, "--model", "a", "--when", "abort") == 0
+        failure = running.wait().failure
+        assert failure is not None
+        assert failure.code == pb.Failure.DRAINING
+        assert running.choices[0] != expected[: len(running.choices[0])], "they are tokens of b"
+    assert tokens(node) == expected[:4]
+
+
+def test_nodes_exchange_kv_only_with_those_of_their_weights(fleet: Fleet, versions: Path, tmp_path: Path) -> None:
+    prefill = start(fleet, versions, "prefill", "a")
+    decode = start(fleet, versions, "decode", "a", "--handoff-min-tokens", "1")
+    fleet.wait_ready()
+    name, patch = prefill.describe().node_id, str(write_patch(tmp_path / "patch"))
+    connected = lambda: list(decode.describe().connected_peers) == [name]  # noqa: E731
+    first = tokens(decode, name)
+    for words in (("reload", "--model", "b"), ("patch", "--file", patch)):
+        assert change(words[0], prefill.address, *words[1:]) == 0
+        fleet.wait_until(lambda: not connected(), 20.0)
+        assert tokens(decode, name) == first, "computed by D alone"
+        assert change(words[0], decode.address, *words[1:]) == 0
+        fleet.wait_until(connected, 20.0)
+        handed_off = prefill.counter("leases_released")
+        second = tokens(decode, name)
+        assert second != first
+        assert prefill.counter("leases_released") == handed_off + 1
+        first = second
+    for node in (prefill, decode):
+        node.wait_idle()
+    assert change("show", prefill.address, decode.address) == 0
