@@ -152,10 +152,9 @@ class ThroughputMeter:
         if self._decodes and (added or expected):  # else all of it is hidden, as expected
             if not self._chunks and usual >= _LARGE:  # a first small chunk would tell little about large ones
                 self._chunks.add(_LARGE, 0.0, _LARGE * token)
-            if expected > line.base:  # one odd step, such as the first of a kernel, counts little
-                self._chunks.add(prompt_tokens, context, min(max(added, expected / _ODD), expected * _ODD))
-            else:
-                self._chunks.add(prompt_tokens, context, added)
+            # One odd step, such as the first of a kernel, counts little. No step is oddly fast: then the fit was wrong.
+            most = expected * _ODD if expected > line.base else added
+            self._chunks.add(prompt_tokens, context, min(added, most))
             self._chunk = self._chunks.cost(line.base)
         return added
 

