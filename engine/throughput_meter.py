@@ -15,6 +15,7 @@ _SHARE_SECONDS = 1.0  # time constant of PromptShare
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
 _ODD = 1.5  # times what is expected
+_FEW_ODD = 2  # odd steps that are no rule yet
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
 _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
 
@@ -134,6 +135,7 @@ class ThroughputMeter:
         self._decodes = LineFit(_KEEP_DECODES, flat=True)
         self._chunks = ChunkFit(_KEEP)
         self._chunk: ChunkCost | None = None
+        self._num_odd = 0  # odd steps, less those that were as expected
 
     def add_step(self, decodes: int, prompt_tokens: int, seconds: float, context: float = 0.0) -> float:
         """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences.
@@ -152,11 +154,20 @@ class ThroughputMeter:
         if self._decodes and (added or expected):  # else all of it is hidden, as expected
             if not self._chunks and usual >= _LARGE:  # a first small chunk would tell little about large ones
                 self._chunks.add(_LARGE, 0.0, _LARGE * token)
-            # One odd step, such as the first of a kernel, counts little. No step is oddly fast: then the fit was wrong.
-            most = expected * _ODD if expected > line.base else added
-            self._chunks.add(prompt_tokens, context, min(added, most))
+            self._chunks.add(prompt_tokens, context, min(added, self._credible(expected, added, line.base)))
             self._chunk = self._chunks.cost(line.base)
         return added
+
+    def _credible(self, expected: float, added: float, base: float) -> float:
+        """Return the most seconds of a chunk to learn from: an odd step, such as the first of a kernel, counts little.
+
+        Several odd ones are a rule. No step is oddly fast: then the fit was wrong. ``base`` is that of a decode step.
+        """
+        if expected <= base:
+            return added
+        odd = added > expected * _ODD
+        self._num_odd = max(0, self._num_odd + (1 if odd else -1))
+        return expected * _ODD if odd and self._num_odd <= _FEW_ODD else added
 
     @property
     def measures_decodes(self) -> bool:

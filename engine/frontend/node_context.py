@@ -14,7 +14,7 @@ from engine.frontend.drain import Drainable
 from engine.frontend.engine_client import EngineClient
 from engine.frontend.health import State
 from engine.frontend.violations import Violations
-from pdserve.config.compatibility import compat_hash
+from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError
 from pdserve.rpc.tls import PeerTls
@@ -39,6 +39,7 @@ class NodeContext:
     log_requests: bool
     state: State = State.LOADING
     violations: Violations = field(default_factory=Violations)
+    weight_changes: dict[str, int] = field(default_factory=lambda: {"done": 0, "refused": 0, "failed": 0})
     compat_hash: str = ""  # empty until the digests of the weights are known
 
     def set_config(self, config: NodeConfig) -> None:
@@ -50,6 +51,11 @@ class NodeContext:
         """Be a new node for peers and routers, with the weights of ``config``."""
         self.set_config(config)
         self.epoch = new_epoch()
+
+    @property
+    def weights(self) -> str:
+        """Short name of the weights: equal for nodes with equal weights; empty until their digests are known."""
+        return weights_version(self.config.compat_fields) if self.compat_hash else ""
 
     @property
     def name(self) -> str:

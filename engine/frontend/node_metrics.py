@@ -52,6 +52,10 @@ class NodeMetrics(Collector):
         yield CounterMetricFamily(
             "pdserve_stream_violations", "Streams ended for a violation of the protocol.", node.violations.count
         )
+        changes = CounterMetricFamily("pdserve_weight_changes", "Ordered changes of the weights.", labels=["outcome"])
+        for outcome, count in node.weight_changes.items():
+            changes.add_metric([outcome], count)
+        yield changes
         yield from _gaps(node.engine.monitor.last, self._watch.longest_gap)
         yield from self._role_metrics()
 
@@ -73,6 +77,7 @@ def _info(node: NodeContext) -> Metric:
         "runner": node.engine.decision.runner,
         "version": __version__,
         "compat_hash": node.compat_hash,
+        "weights": node.weights,
     }
     return InfoMetricFamily("pdserve_node", "Identity of the node.", labels)
 

@@ -15,7 +15,6 @@ from engine.frontend.node_context import NodeContext, Role
 from engine.frontend.node_reports import NodeReports, sample_bits
 from engine.ipc.messages import Status
 from pdserve import __version__
-from pdserve.config.compatibility import weights_version
 from pdserve.config.pooling import GENERATE, YES_OR_NO
 from pdserve.metrics import flat
 from pdserve.pb import pdserve_pb2 as pb
@@ -47,7 +46,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
         stalled=node.engine.stalled,
         cache_sample_bits=sample_bits(layout.num_blocks),
         hands_off_all=role.hands_off_all,
-        weights=weights_version(config.compat_fields) if node.compat_hash else "",
+        weights=node.weights,
         task=GENERATE if pooling is None else pooling.task,
         pooling=None
         if pooling is None

@@ -25,7 +25,6 @@ import grpc
 
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
-from pdserve.config.compatibility import weights_version
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolve import with_patch, with_reload
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError, RequestError, cut
@@ -66,7 +65,6 @@ class WeightChanges:
     """The orders of one node, one at a time. ``next`` gives each to the node, which carries it out and ends it."""
 
     def __init__(self, node: NodeContext) -> None:
-        self.counts = {"done": 0, "refused": 0, "failed": 0}
         self._node = node
         self._turn = asyncio.Lock()
         self._orders: asyncio.Queue[WeightOrder] = asyncio.Queue()
@@ -85,15 +83,15 @@ class WeightChanges:
             try:
                 order = await self._check(change, when, changed)
             except PdserveError:
-                self.counts["refused"] += 1
+                self._node.weight_changes["refused"] += 1
                 raise
             self._orders.put_nowait(order)
             try:
                 await order.done
             except PdserveError:
-                self.counts["failed"] += 1
+                self._node.weight_changes["failed"] += 1
                 raise
-            self.counts["done"] += 1
+            self._node.weight_changes["done"] += 1
 
     async def _check(self, change: WeightChange, when: str, changed: Callable[[NodeConfig], NodeConfig]) -> WeightOrder:
         node = self._node
@@ -143,7 +141,7 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
             await asyncio.shield(task)
         except PdserveError as exc:
             await abort(context, exc)
-        return pb.WeightsChanged(epoch=self._node.epoch, weights=weights_version(self._node.config.compat_fields))
+        return pb.WeightsChanged(epoch=self._node.epoch, weights=self._node.weights)
 
     def _when(self, when: str) -> str:
         if (when or WAIT) not in WHEN:

@@ -20,12 +20,12 @@ The scheduler is plain Python over plain values: no device, no transfer. No deci
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import chain, islice
 
 import msgspec
 
-from engine.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Pooled, Refused, Scored, Status, Submit, Totals
+from engine.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Status, Submit, Totals
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -38,8 +38,9 @@ from engine.scheduler.itl_target import ItlTarget
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.step_builder import CROWDING_PART, StepBuilder
+from engine.scheduler.step_results import StepResults
 from engine.throughput_meter import ThroughputMeter
-from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
+from pdserve.records import ModelRunnerOutput, StepPlan
 
 ConnectorFactory = Callable[[BlockPool, Batch, int], KVConnectorScheduler]  # the last is the block size
 
@@ -96,6 +97,10 @@ class Scheduler:
             block_size=block_size,
             first_chunk=max(1, full_step // CROWDING_PART),
         )
+        self._results = StepResults(
+            *(self._in_flight, self._live, self._kv, self._choices, self.connector),
+            *(self.events, self.totals, self.meter),
+        )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
 
@@ -140,7 +145,7 @@ class Scheduler:
         self._live.run(sequence)
         if not self._choices.take_from_peer(sequence, outputs):
             self._live.finish(sequence)
-        self._branch(sequence)
+        self._results.branch(sequence)
 
     def prefill_locally(self, rid: int, outputs: Outputs) -> None:
         """Give up the handoff: drop the KV that was read and compute the prompt here, before waiting requests."""
@@ -214,13 +219,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
         """Apply the results of a step that took ``seconds``."""
-        self._apply_prompt_logprobs(output.step.prompt_logprobs)
-        self._apply_pooled(output.step.pooled)
-        self.connector.update(output)
-        if plan.scheduled:
-            self._apply_step(plan.scheduled, output.step.samples, seconds)
-            self.totals.steps += 1
-            self.totals.step_seconds += seconds
+        self._results.apply(plan, output, seconds)
         self._constraints.request_masks()
 
     def take_events(self) -> Batch | None:
@@ -427,70 +426,3 @@ class Scheduler:
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
         builder.add_prompt(sequence)
         self.connector.scheduled(sequence)
-
-    # ------------------------------------------------------------ results
-
-    def _apply_step(
-        self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...], seconds: float
-    ) -> None:
-        """Apply the oldest step in flight."""
-        step = self._in_flight.pop()
-        for sequence, sample in step.decode_samples(samples):
-            if self._add_computed(sequence, 1) and not self._choices.take_token(sequence, sample):
-                self._live.finish(sequence)
-        decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
-        for sequence, num_tokens, sampled in step.prompt_samples(scheduled, samples):
-            if sequence.num_computed < sequence.prompt_len:
-                prompt_tokens += num_tokens
-                context += num_tokens * (sequence.num_computed + num_tokens / 2)
-            else:  # tokens that a peer has sampled for it
-                decodes += 1
-            if self._add_computed(sequence, num_tokens):
-                self._apply_prompt(sequence, sampled)
-        self._measure(decodes, prompt_tokens, seconds, context / max(prompt_tokens, 1))
-
-    def _measure(self, decodes: int, prompt_tokens: int, seconds: float, context: float) -> None:
-        totals = self.totals
-        totals.prompt_seconds += self.meter.add_step(decodes, prompt_tokens, seconds, context)
-        if decodes and prompt_tokens:
-            totals.mixed_steps += 1
-            totals.mixed_step_seconds += seconds
-            totals.mixed_prompt_tokens += prompt_tokens
-
-    def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
-        """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""
-        for seq, logprobs in found:
-            sequence = self._live.running.get(seq) or self._live.preemptible.get(seq)
-            if sequence is not None:  # else it was cancelled meanwhile
-                sequence.request.num_scored = logprobs.end
-                self.events.scored.append(Scored(sequence.rid, logprobs))
-
-    def _apply_pooled(self, pooled: Iterable[tuple[int, bytes]]) -> None:
-        for seq, vector in pooled:
-            sequence = self._live.running.get(seq)
-            if sequence is not None:  # else it was cancelled meanwhile
-                self.events.pooled.append(Pooled(sequence.rid, vector))
-
-    def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Count ``num_tokens`` more tokens with KV. Return whether the sequence is still live."""
-        sequence.num_computed += num_tokens
-        if sequence.ended:
-            self._live.free_unless_in_flight(sequence)
-            return False
-        if sequence.num_computed >= sequence.next_full:
-            self._kv.cache_full_blocks(sequence)
-        return True
-
-    def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
-        """Apply a prompt chunk; ``samples`` is empty unless the prompt ended."""
-        continues = not samples or self._choices.take_prompt_samples(sequence, samples)
-        self.connector.computed(sequence)
-        self._branch(sequence)
-        if not continues:
-            self._live.finish(sequence)
-
-    def _branch(self, sequence: Sequence) -> None:
-        """Put the choices that wait for the prompt's KV at the head of the queue, once it is complete."""
-        if sequence.request.branches and sequence.num_computed >= sequence.prompt_len:
-            for branch in reversed(self._choices.branch(sequence)):
-                self._live.wait(branch, first=True)

@@ -11,9 +11,7 @@ from pdserve.weight_change import WAIT, WHEN
 def add_weights_flags(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_nodes(actions.add_parser("show", help="print state and weights of nodes"))
-    reload = actions.add_parser(
-        "reload", help="load another checkpoint of the same model, one node after the other"
-    )
+    reload = actions.add_parser("reload", help="load another checkpoint of the same model, one node after the other")
     _add_nodes(reload)
     reload.add_argument(
         "--model",

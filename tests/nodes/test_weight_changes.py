@@ -130,7 +130,10 @@ def test_nodes_exchange_kv_only_with_those_of_their_weights(fleet: Fleet, versio
     decode = start(fleet, versions, "decode", "a", "--handoff-min-tokens", "1")
     fleet.wait_ready()
     name, patch = prefill.describe().node_id, str(write_patch(tmp_path / "patch"))
-    connected = lambda: list(decode.describe().connected_peers) == [name]  # noqa: E731
+
+    def connected() -> bool:
+        return list(decode.describe().connected_peers) == [name]
+
     first = tokens(decode, name)
     for words in (("reload", "--model", "b"), ("patch", "--file", patch)):
         assert change(words[0], prefill.address, *words[1:]) == 0

@@ -1,0 +1,114 @@
+"""Applies the results of steps: counts the KV that they wrote, emits tokens, and ends sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.ipc.messages import Batch, Pooled, Scored, Totals
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.request import Sequence
+from engine.scheduler.choices import ChoiceManager
+from engine.scheduler.live_sequences import LiveSequences
+from engine.scheduler.microbatch import StepsInFlight
+from engine.throughput_meter import ThroughputMeter
+from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
+
+
+class StepResults:
+    """The part of the scheduler that takes results, in the order of the plans."""
+
+    def __init__(
+        self,
+        in_flight: StepsInFlight,
+        live: LiveSequences,
+        kv: KVCacheManager,
+        choices: ChoiceManager,
+        connector: KVConnectorScheduler,
+        events: Batch,
+        totals: Totals,
+        meter: ThroughputMeter,
+    ) -> None:
+        self._in_flight = in_flight
+        self._live = live
+        self._kv = kv
+        self._choices = choices
+        self._connector = connector
+        self._events = events
+        self._totals = totals
+        self._meter = meter
+
+    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float) -> None:
+        """Apply the results of a step that took ``seconds``."""
+        self._apply_prompt_logprobs(output.step.prompt_logprobs)
+        self._apply_pooled(output.step.pooled)
+        self._connector.update(output)
+        if plan.scheduled:
+            self._apply_step(plan.scheduled, output.step.samples, seconds)
+            self._totals.steps += 1
+            self._totals.step_seconds += seconds
+
+    def _apply_step(
+        self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...], seconds: float
+    ) -> None:
+        """Apply the oldest step in flight."""
+        step = self._in_flight.pop()
+        for sequence, sample in step.decode_samples(samples):
+            if self._add_computed(sequence, 1) and not self._choices.take_token(sequence, sample):
+                self._live.finish(sequence)
+        decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
+        for sequence, num_tokens, sampled in step.prompt_samples(scheduled, samples):
+            if sequence.num_computed < sequence.prompt_len:
+                prompt_tokens += num_tokens
+                context += num_tokens * (sequence.num_computed + num_tokens / 2)
+            else:  # tokens that a peer has sampled for it
+                decodes += 1
+            if self._add_computed(sequence, num_tokens):
+                self._apply_prompt(sequence, sampled)
+        self._measure(decodes, prompt_tokens, seconds, context / max(prompt_tokens, 1))
+
+    def _measure(self, decodes: int, prompt_tokens: int, seconds: float, context: float) -> None:
+        totals = self._totals
+        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context)
+        if decodes and prompt_tokens:
+            totals.mixed_steps += 1
+            totals.mixed_step_seconds += seconds
+            totals.mixed_prompt_tokens += prompt_tokens
+
+    def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
+        """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""
+        for seq, logprobs in found:
+            sequence = self._live.running.get(seq) or self._live.preemptible.get(seq)
+            if sequence is not None:  # else it was cancelled meanwhile
+                sequence.request.num_scored = logprobs.end
+                self._events.scored.append(Scored(sequence.rid, logprobs))
+
+    def _apply_pooled(self, pooled: Iterable[tuple[int, bytes]]) -> None:
+        for seq, vector in pooled:
+            sequence = self._live.running.get(seq)
+            if sequence is not None:  # else it was cancelled meanwhile
+                self._events.pooled.append(Pooled(sequence.rid, vector))
+
+    def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Count ``num_tokens`` more tokens with KV. Return whether the sequence is still live."""
+        sequence.num_computed += num_tokens
+        if sequence.ended:
+            self._live.free_unless_in_flight(sequence)
+            return False
+        if sequence.num_computed >= sequence.next_full:
+            self._kv.cache_full_blocks(sequence)
+        return True
+
+    def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
+        """Apply a prompt chunk; ``samples`` is empty unless the prompt ended."""
+        continues = not samples or self._choices.take_prompt_samples(sequence, samples)
+        self._connector.computed(sequence)
+        self.branch(sequence)
+        if not continues:
+            self._live.finish(sequence)
+
+    def branch(self, sequence: Sequence) -> None:
+        """Put the choices that wait for the prompt's KV at the head of the queue, once it is complete."""
+        if sequence.request.branches and sequence.num_computed >= sequence.prompt_len:
+            for branch in reversed(self._choices.branch(sequence)):
+                self._live.wait(branch, first=True)
