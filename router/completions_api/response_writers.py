@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from router.completions_api.json_pieces import in_chunks, lazy_numbers
 from router.completions_api.request_bodies import ChatBody
 from router.completions_api.response_encoders import DONE, FinishedChoice, ResponseEncoder
 from router.completions_api.response_objects import prompt_logprobs
+from router.completions_api.wake import Wake
 from router.errors import error_body
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration
@@ -41,7 +41,7 @@ class Response(ABC):
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
-        self.wake = asyncio.Event()
+        self.wake = Wake()
         self.started = False  # a token, or the end without an error, has arrived
         self.ended = False
         self.disconnected = False
