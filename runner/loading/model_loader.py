@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from runner.loading.peer_weights import PeerWeights
 from runner.loading.stored_weights import StoredWeights
 from runner.loading.weights import check_weights, fill_random, fill_shard, open_weights
 from runner.models.decoder import Decoder
+from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement, compute_dtype
@@ -42,6 +44,7 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[float], None]
 
 _AT_ONCE = 1 << 25  # values that are read and converted at a time
+_C_LIBRARY = ctypes.CDLL(None)
 _WHOLE = 1 << 62  # a peer is asked for whole tensors
 
 
@@ -159,8 +162,7 @@ class LoadedModel:
             self._load_library_model(self.decoder, Path(self._config.model_dir), None)
             return
         for group in self.decoder.weight_groups():
-            fill_random(group.fillable_shards(), seed=0)
-            group.process()
+            group.refill(partial(fill_random, seed=0))
 
     def _weights_to_load(self, decoder: Decoder, model_dir: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the weights by the names that the model asks for. Raises CheckpointError unless all are there."""
@@ -174,13 +176,18 @@ class LoadedModel:
     ) -> None:
         """Fill and process one group of tensors after the other."""
         total, done = sum(shard.memory.numel() for _, shard in decoder.weight_shards()), 0
-        for group in decoder.weight_groups():
-            for name, shard in group.fillable_shards().items():
+
+        def fill(shards: Mapping[str, WeightShard]) -> None:
+            nonlocal done
+            for name, shard in shards.items():
                 fill_shard(model_dir, name, shard, weights[name], at_once)
                 done += shard.memory.numel()
                 if progress is not None:
                     progress(done / total)
-            group.process()
+
+        for group in decoder.weight_groups():
+            group.refill(fill)
+            return_free_memory()
 
     def _load_library_model(self, decoder: TransformersDecoder, path: Path, weights: Mapping[str, Any] | None) -> None:
         """Load this rank's part, and test all ranks together. Every rank refuses a model that one rank refuses."""
@@ -199,3 +206,9 @@ class LoadedModel:
         layout = self._config.kv_layout.with_dtype(self._config.dtype)  # without the error of an FP8 cache
         error = check_exactness(decoder, reference, layout, self.placement)
         _log.info("%s of transformers equals its eager forward within %.1e", decoder.config.architecture, error)
+
+
+def return_free_memory() -> None:
+    """Return freed host memory to the system, which the C library keeps for later; without glibc, do nothing."""
+    if hasattr(_C_LIBRARY, "malloc_trim"):
+        _C_LIBRARY.malloc_trim(0)

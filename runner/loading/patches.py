@@ -8,8 +8,9 @@ So nothing can fail once the first value is written. A patch that is larger than
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,13 +97,14 @@ class CheckedPatch:
             touched = {entry: None for name, _ in group.shards() for entry in by_weight.get(name, ())}
             if not touched:
                 continue
-            shards = group.fillable_shards()
-            for entry in touched:
-                parts = [part for part in self._stored.find(entry.name).parts if part.weight in shards]
-                for piece in self._pieces(entry) if self._kept is None else self._kept[entry]:
-                    for part in parts:
-                        _scatter(shards[part.weight], part.first, piece)
-            group.process()
+            group.refill(partial(self._write_entries, touched))
+
+    def _write_entries(self, entries: Iterable[PatchEntry], shards: Mapping[str, WeightShard]) -> None:
+        for entry in entries:
+            parts = [part for part in self._stored.find(entry.name).parts if part.weight in shards]
+            for piece in self._pieces(entry) if self._kept is None else self._kept[entry]:
+                for part in parts:
+                    _scatter(shards[part.weight], part.first, piece)
 
     def _read(self, entry: PatchEntry, keep: bool) -> list[Piece]:
         """Check the digests and indices of an entry."""

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_KEPT_BESIDE_A_MODEL = 64 << 20  # bytes of a patch in the memory of a CPU
+
 # Errors of devices and of memory, besides our own.
 _FAILURES = (PdserveError, OSError, RuntimeError, MemoryError)
 
@@ -99,14 +101,13 @@ class WeightChanger:
             )
         if model.stored is None:
             raise CheckpointError(f"patch {path}: the weights are random (load_format dummy); reload a checkpoint")
-        patch = CheckedPatch(path, model.stored, self._keep_bytes(model.decoder))
+        patch = CheckedPatch(path, model.stored, self._keep_bytes())
         return lambda: model.patch(patch)
 
-    def _keep_bytes(self, decoder: Decoder) -> int:
-        """Return the most bytes of a patch in host memory: those of a layer if the model is there, too."""
+    def _keep_bytes(self) -> int:
+        """Return the most bytes of a patch that host memory has room for."""
         if self._model.device.type == "cpu":
-            groups = decoder.weight_groups()
-            return max(sum(shard.memory.nbytes for _, shard in group.shards()) for group in groups)
+            return _KEPT_BESIDE_A_MODEL
         free = free_memory(torch.device("cpu"))
         return 0 if free is None else free // (2 * self._config.parallel.num_ranks)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.records import SamplingParams
 from pdserve.weight_change import WeightChange
 
+_ROOT = Path(__file__).parents[2]
 _SAMPLING = SamplingParams(3, temperature=0.0, logprobs=20, ignore_eos=True)
 REQUESTS = [Request(tuple((7 * index + seed) % 120 + 3 for index in range(20)), _SAMPLING) for seed in range(2)]
 
@@ -130,3 +135,20 @@ def test_every_changed_model_of_two_ranks_is_that_of_the_resulting_checkpoint(
                 )
             )
             assert ours == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_change_takes_memory_for_one_layer_on_a_cpu(tmp_path: Path, dtype: str) -> None:
+    """Here the C library returns blocks of 1 MiB at once, as it always does with those of 32 MiB."""
+    directory = make_checkpoint(
+        tmp_path, "llama", dtype=dtype, vocab_size=8000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8
+    )
+    largest = max(8000 * 512, 512 * (512 * 2 + 256 * 2 + 2048 * 3)) * 4 / 2**20
+    command = [sys.executable, "bench/reload.py", str(directory), "--rounds", "2", "--share", "0.05", "--device", "cpu"]
+    environ = os.environ | {"PYTHONPATH": str(_ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    output = subprocess.run(command, cwd=_ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"(reload|patch) +(\d+) MiB.*host +(\d+) MiB", output)
+    assert len(found) == 4, output
+    for kind, size, peak in found:  # the values of a small patch are kept
+        assert int(peak) <= 1.2 * largest + (int(size) if kind == "patch" else 0), output

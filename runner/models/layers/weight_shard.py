@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -88,13 +88,18 @@ class WeightGroup(NamedTuple):
     shards: Callable[[], WeightShards]
     process: Callable[[], None]  # brings filled tensors into the form that the model computes with
 
-    def fillable_shards(self) -> dict[str, WeightShard]:
-        """Return the shards with memory, and the values in it, also where processing has packed them."""
+    def refill(self, fill: Callable[[Mapping[str, WeightShard]], None]) -> None:
+        """Unpack what processing has packed, ``fill`` the shards, which have their old values, and process them again.
+
+        ``fill`` keeps no shard: its memory is free once it is packed.
+        """
         for _, shard in self.shards():
             if shard.memory.is_meta:
                 assert shard.restore is not None
                 shard.restore()
-        return dict(self.shards())
+        del shard
+        fill(dict(self.shards()))
+        self.process()
 
 
 def prefixed(prefix: str, shards: WeightShards) -> WeightShards:

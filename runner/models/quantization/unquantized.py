@@ -32,6 +32,7 @@ from runner.models.quantization import LinearMethod
 from runner.placement import TensorPlacement
 
 _PACK_BATCH_HINT = 32  # tokens; oneDNN picks the blocking for it, and accepts any other number
+_COMPARED = 1 << 22  # values at a time
 _FLOAT16_TOP = 15  # exponent of the largest float16 numbers
 
 
@@ -144,21 +145,31 @@ class UnquantizedLinearMethod(LinearMethod):
             self._gemv = gemv.gemv if gemv.fits(self.weight) else None
 
     def _pack_float16(self, weight: Tensor) -> None:
+        """``weight`` is float32, and a copy."""
         bias = self.bias
-        if not torch.equal(weight.to(torch.float16).float(), weight):
+        if len(_inexact_in_float16(weight)):
             exponents = _float16_exponents(weight)
-            scaled = torch.ldexp(weight, exponents[:, None])
-            places = (scaled.to(torch.float16).float() != scaled).view(-1).nonzero().view(-1)
-            self._rounded = (places, weight.view(-1)[places]) if len(places) else None
-            weight = scaled
+            weight = weight.ldexp_(exponents[:, None])
             bias = None if bias is None else torch.ldexp(bias, exponents)
             self._scale = torch.ldexp(torch.ones_like(exponents), -exponents)
+            places = _inexact_in_float16(weight)
+            self._rounded = (places, self.weight.view(-1)[places].float()) if len(places) else None
         self._float16 = torch.ops.quantized.linear_prepack_fp16(weight, bias)
 
 
 def _has_float16_kernel() -> bool:
     """Whether torch has FBGEMM, which is on x86; newer torch names the quantization engine "x86"."""
     return torch.backends.quantized.engine in ("fbgemm", "x86")
+
+
+def _inexact_in_float16(weight: Tensor) -> Tensor:
+    """Return the places of float32 values in the flattened weight that float16 rounds."""
+    parts, height = [torch.empty(0, dtype=torch.long)], max(1, _COMPARED // max(1, weight.shape[1]))
+    for first in range(0, len(weight), height):
+        rows = weight[first : first + height]
+        differs = rows.to(torch.float16).float() != rows
+        parts.append(differs.view(-1).nonzero().view(-1) + first * weight.shape[1])
+    return torch.cat(parts)
 
 
 def _float16_exponents(weight: Tensor) -> Tensor:
@@ -168,5 +179,6 @@ def _float16_exponents(weight: Tensor) -> Tensor:
     subnormal. A weight further below its row's largest than these 32 powers of two loses less than 2^-39 of that
     largest, which no float32 sum could show.
     """
-    largest = torch.frexp(weight.abs().amax(1)).exponent
+    low, high = weight.aminmax(dim=1)
+    largest = torch.frexp(torch.maximum(-low, high)).exponent
     return _FLOAT16_TOP - largest.float()

@@ -1,0 +1,222 @@
+"""Changes of weights that fail: the old weights serve on, bit for bit, or no step can be launched."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, node_config
+from quantized_checkpoints import quantize
+from safetensors.torch import load_file, save_file
+from stepper import Running, Stepper
+from weight_patches import Entries, data_of, patched, read_tensors, write_checkpoint, write_patch
+
+import runner
+from pdserve.checkpoint.safetensors_header import read_header
+from pdserve.errors import CheckpointError, NodeError
+from pdserve.protocols import ModelRunner
+from pdserve.records import SamplingParams
+from pdserve.weight_change import WeightChange
+from runner.base import BaseModelRunner
+from runner.loading.patches import CheckedPatch
+from runner.models.decoder import Decoder
+
+SAMPLING = SamplingParams(1, temperature=0.0, logprobs=20)
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+LAST = "model.layers.1.mlp.down_proj.weight"
+
+
+class Serving(NamedTuple):
+    """A runner that serves a checkpoint."""
+
+    runner: ModelRunner
+    stepper: Stepper
+    directory: Path
+
+    def answer(self) -> list[Running]:
+        return self.stepper.generate([[(7 * index) % 120 + 3 for index in range(20)]], 3, SAMPLING)
+
+    def refuse(self, change: WeightChange, reason: str) -> None:
+        """Check that a change is refused for a reason, and that the old weights serve on."""
+        before = self.answer()
+        for call in (self.runner.check_weights, self.runner.change_weights):
+            with pytest.raises(CheckpointError, match=reason):
+                call(change)
+        assert self.runner.has_weights
+        assert [each.samples for each in self.answer()] == [each.samples for each in before]
+
+
+def start(directory: Path) -> Serving:
+    built = runner.build(node_config(directory, num_blocks=32), lambda stage, fraction: None)
+    return Serving(built, Stepper(built), directory)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    found = start(make_checkpoint(tmp_path_factory.mktemp("models") / "model", "llama", num_hidden_layers=2))
+    yield found
+    found.runner.close()
+
+
+def indexed(name: str, indices: list[int], dtype: torch.dtype = torch.float32) -> Entries:
+    return {f"{name}.indices": torch.tensor(indices), f"{name}.values": torch.zeros(len(indices), dtype=dtype)}
+
+
+REFUSED: dict[str, tuple[Entries, str]] = {
+    "unknown tensor": (indexed("model.layers.9.norm", [0]), "'model.layers.9.norm' is not in the checkpoint"),
+    "unknown kind": ({"model.norm.weight": torch.zeros(64)}, "names end in .indices, .values or .rows.NUMBER"),
+    "no values": ({f"{NORM}.indices": torch.tensor([0])}, "'model.norm.weight.indices' but no 'model.norm.weight.val"),
+    "other lengths": ({f"{NORM}.indices": torch.arange(2), f"{NORM}.values": torch.zeros(3)}, "as many numbers"),
+    "indices of floats": ({f"{NORM}.indices": torch.zeros(1), f"{NORM}.values": torch.zeros(1)}, "are I64 or I32"),
+    "beyond the end": (indexed(NORM, [3, 64]), "index 64 is outside of the tensor's 64 values"),
+    "negative": (indexed(NORM, [-1, 3]), "index -1 is outside"),
+    "twice": (indexed(NORM, [3, 3]), "index 3 follows 3; sort them, each once"),
+    "not sorted": (indexed(NORM, [3, 1]), "index 1 follows 3"),
+    "other dtype": (indexed(NORM, [3], torch.bfloat16), "has dtype BF16, the checkpoint F32"),
+    "too many rows": ({f"{EMBEDDING}.rows.127": torch.zeros(2, 64)}, r"of shape \(2, 64\) do not fit"),
+    "other rows": ({f"{EMBEDDING}.rows.0": torch.zeros(2, 32)}, r"of shape \(2, 32\) do not fit"),
+    "a row twice": (
+        {f"{EMBEDDING}.rows.{first}": torch.zeros(3, 64) for first in (0, 2)},
+        "that overlap, at 'model.embed_tokens.weight.rows.2'",
+    ),
+    "rows and indices": ({f"{EMBEDDING}.rows.7": torch.zeros(1, 64)} | indexed(EMBEDDING, [0]), "that overlap"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_entry_changes_nothing(serving: Serving, tmp_path: Path, case: str) -> None:
+    """The right entries beside it are not written, either."""
+    entries, reason = REFUSED[case]
+    right = {f"{LAST}.rows.0": torch.ones(64, 96), "lm_head.weight.rows.3": torch.ones(9, 64)}
+    patch = write_patch(tmp_path / "patch.safetensors", right | entries)
+    serving.refuse(WeightChange(patch=str(patch)), reason)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def damage_header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:20] + b"\xff" + data[21:])
+
+
+def damage_last_value(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    truncate: "the file is truncated",
+    damage_header: "broken safetensors header",
+    damage_last_value: "is damaged: its digest is another",
+    Path.unlink: "cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_patch_changes_nothing(serving: Serving, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    patch = write_patch(tmp_path / "patch.safetensors", {f"{EMBEDDING}.rows.0": torch.zeros(128, 64)})
+    damage(patch)
+    serving.refuse(WeightChange(patch=str(patch)), DAMAGES[damage])
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(serving: Serving, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
+    serving.refuse(WeightChange(str(other)), "has num_layers 1, this node has 2; only weights of the same model")
+
+
+@pytest.mark.parametrize("damage", [truncate, damage_header, Path.unlink])
+def test_a_damaged_checkpoint_changes_nothing(serving: Serving, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    other = shutil.copytree(serving.directory, tmp_path / "other")
+    damage(other / "model.safetensors")
+    serving.refuse(WeightChange(str(other)), "truncated|header|no .*safetensors")
+
+
+def test_a_checkpoint_without_a_tensor_changes_nothing(serving: Serving, tmp_path: Path) -> None:
+    tensors = read_tensors(serving.directory)
+    del tensors[LAST]
+    other = write_checkpoint(tmp_path / "other", serving.directory, tensors)
+    serving.refuse(WeightChange(str(other)), f"lacks the tensors {LAST}")
+
+
+def test_a_patch_in_memory_does_not_need_its_file_any_more(serving: Serving, tmp_path: Path) -> None:
+    """A larger one does: it is read again, and an error says that it has changed."""
+    assert isinstance(serving.runner, BaseModelRunner)
+    model = serving.runner._model
+    assert isinstance(model.decoder, Decoder)
+    assert model.stored is not None
+    entries: Entries = {f"{LAST}.rows.0": torch.ones(64, 96)}
+    for keep, name in ((1 << 20, "kept"), (1000, "read again")):
+        patch = write_patch(tmp_path / name, entries)
+        checked = CheckedPatch(patch, model.stored, keep)
+        patch.write_bytes(patch.read_bytes() + b"more")
+        if keep > patch.stat().st_size:
+            checked.apply(model.decoder.weight_groups())
+        else:
+            with pytest.raises(CheckpointError, match="changed since it was checked"):
+                checked.apply(model.decoder.weight_groups())
+    expected = patched(read_tensors(serving.directory), entries)
+    fresh = start(write_checkpoint(tmp_path / "expected", serving.directory, expected))
+    assert [each.samples for each in serving.answer()] == [each.samples for each in fresh.answer()]
+    serving.runner.change_weights(WeightChange(str(serving.directory)))
+
+
+def test_a_reload_that_fails_half_way_leaves_no_weights_until_one_succeeds(tmp_path: Path) -> None:
+    """The last layer of the damaged checkpoint names a group of scales that does not exist."""
+    good = quantize(
+        make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2), tmp_path / "good", "gptq desc_act"
+    )
+    damaged = shutil.copytree(good, tmp_path / "damaged")
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.g_idx"][-1] = 1000
+    tensors["model.layers.0.mlp.down_proj.qweight"].zero_()
+    save_file(tensors, damaged / "model.safetensors")
+    serving = start(good)
+    expected = serving.answer()
+    serving.runner.check_weights(WeightChange(str(damaged)))
+    with pytest.raises(CheckpointError, match="names groups beyond"):
+        serving.runner.change_weights(WeightChange(str(damaged)))
+    assert not serving.runner.has_weights
+    assert not serving.runner.offered_weights().parts
+    with pytest.raises(NodeError, match=r"no weights: .* names groups beyond .*; reload a checkpoint"):
+        serving.answer()
+    patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
+    with pytest.raises(CheckpointError, match="no weights to patch; reload a checkpoint"):
+        serving.runner.change_weights(WeightChange(patch=str(patch)))
+    serving.runner.change_weights(WeightChange(str(good)))
+    again = Serving(serving.runner, Stepper(serving.runner), good)
+    again.stepper._next = 100  # the runner has seen the others
+    assert [each.samples for each in again.answer()] == [each.samples for each in expected]
+    assert serving.runner.has_weights
+
+
+def test_quantized_tensors_cannot_be_patched(tmp_path: Path) -> None:
+    """The others of such a checkpoint can."""
+    good = quantize(make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=1), tmp_path / "fp8", "fp8 blocks")
+    serving = start(good)
+    name = "model.layers.0.mlp.down_proj.weight"
+    patch = write_patch(tmp_path / "patch", {f"{name}.rows.0": torch.zeros(1, 96), f"{NORM}.rows.0": torch.ones(64)})
+    serving.refuse(WeightChange(patch=str(patch)), f"tensor '{name}' is quantized; patches change F32, BF16, F16 only")
+    before = serving.answer()
+    serving.runner.change_weights(WeightChange(patch=str(write_patch(patch, {f"{NORM}.rows.0": torch.ones(64)}))))
+    assert [each.samples for each in serving.answer()] != [each.samples for each in before]
+
+
+def test_peers_are_offered_what_is_in_memory(tmp_path: Path) -> None:
+    """A patched tensor is that of no checkpoint."""
+    directories = [make_checkpoint(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in range(2)]
+    serving = start(directories[0])
+    first = serving.runner.offered_weights()
+    serving.runner.change_weights(WeightChange(str(directories[1])))
+    assert serving.runner.offered_weights() == first
+    part = next(part for part in first.parts if ".experts.0.down_proj" in part.name)
+    stored = read_tensors(directories[1])[part.name]
+    assert part.num_bytes == len(data_of(stored))
+    assert read_header(directories[1] / "model.safetensors").keys() >= {each.name for each in first.parts}
+    patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
+    serving.runner.change_weights(WeightChange(patch=str(patch)))
+    assert not serving.runner.offered_weights().parts
