@@ -54,6 +54,7 @@ class Answer:
     """The answer to one request, with its choices by index."""
 
     choices: dict[int, ChoiceAnswer] = field(default_factory=dict)
+    weights: str = ""  # their version as the answer names it
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -65,6 +66,9 @@ class Answer:
         """Append a chunk, or a whole response body. Raises ErrorAnswer."""
         if "error" in event:
             raise ErrorAnswer(event["error"]["message"])
+        weights = event["system_fingerprint"] or ""
+        assert self.weights in ("", weights), f"the answer names {self.weights}, then {weights}"
+        self.weights = weights
         for choice in event["choices"]:
             self.choices.setdefault(choice["index"], ChoiceAnswer()).add(choice)
         if usage := event.get("usage"):

@@ -63,6 +63,7 @@ class Load:
 
     bodies: list[dict[str, Any]]
     expected: list[Answer] = field(default_factory=list)
+    versions: dict[str, list[Answer]] = field(default_factory=dict)  # expected answers by weights, if these change
     outcomes: Counter[str] = field(default_factory=Counter)
     in_flight: dict[str, int] = field(default_factory=dict)  # indices of requests by salt
     tokens: int = 0
@@ -81,6 +82,14 @@ class Load:
                     middle = len(text) // 2
                     body["stop"] = text[middle : middle + 4]
             self.expected = list(await asyncio.gather(*(send_completion(client, body) for body in self.bodies)))
+
+    async def record_version(self, url: str) -> None:
+        """Keep the answers of a fleet with other weights, after ``record_expected``."""
+        self.versions.setdefault(self.expected[0].weights, self.expected)
+        async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False, headers=self.headers) as client:
+            answers = list(await asyncio.gather(*(send_completion(client, body) for body in self.bodies)))
+        (weights,) = {answer.weights for answer in answers}
+        self.versions[weights] = answers
 
     async def run(self, url: str, clients: int, seconds: float, seed: int) -> None:
         """Run ``clients`` clients for ``seconds``, each with one request at a time."""
@@ -111,13 +120,14 @@ class Load:
                 continue
             finally:
                 del self.in_flight[salt]
+            expected = self.versions.get(answer.weights, self.expected)[index]
             self.slowest = max(self.slowest, time.monotonic() - began)
             if answer.num_tokens >= disconnect_after:
                 self._add("left", answer.num_tokens)
-            elif answer.matches(self.expected[index], self.tolerance):
+            elif answer.matches(expected, self.tolerance):
                 self._add("exact", answer.num_tokens)
             else:
-                difference = first_difference(answer, self.expected[index])
+                difference = first_difference(answer, expected)
                 self._add("different", answer.num_tokens, f"request {index}: {difference}")
 
     def _add(self, outcome: str, num_tokens: int, failure: str = "") -> None:

@@ -53,6 +53,8 @@ class RunningRequest:
             self.tokens.append(output.token_id)
         self._changed.set()
 
+    def on_weights(self, weights: str) -> None: ...
+
     def on_end(self, error: PdserveError | None) -> None:
         self.error, self._ended = error, True
         self._changed.set()

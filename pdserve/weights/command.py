@@ -29,9 +29,9 @@ def weights(args: argparse.Namespace) -> int:
         case "show":
             asyncio.run(_show(args.nodes, tls))
         case "reload":
-            asyncio.run(_change(args.nodes, tls, _reload(args.model, args.when)))
+            asyncio.run(_change(args.nodes, tls, _reload(args.model, args.when), args.pause))
         case "patch":
-            asyncio.run(_change(args.nodes, tls, _patch(Path(args.file), args.when)))
+            asyncio.run(_change(args.nodes, tls, _patch(Path(args.file), args.when), args.pause))
     return 0
 
 
@@ -45,8 +45,9 @@ async def _show(nodes: list[str], tls: PeerTls | None) -> None:
         print(f"{address}  {node.role:<8} {node.state:<16} weights {node.weights or '-'}  epoch {node.epoch}")
 
 
-async def _change(nodes: list[str], tls: PeerTls | None, change: Change) -> None:
+async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: float) -> None:
     for done, address in enumerate(nodes):
+        await asyncio.sleep(pause if done else 0.0)
         async with open_channel(address, tls=tls) as channel:
             try:
                 changed = await change(channel)

@@ -33,6 +33,14 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
 
 def _add_when(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--pause",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds between a node and the next one, in which routers and peers learn that it serves again "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
         "--when",
         choices=WHEN,
         default=WAIT,

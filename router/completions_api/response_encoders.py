@@ -61,10 +61,15 @@ class ResponseEncoder(ABC):
         self.names = names
         self._num_top = num_top  # alternatives per token
         self._head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": int(time.time()), "model": model}
-        head = _encode({**self._head, "object": self.chunk_object})[:-1]
-        self._chunk_head = b"data: " + head + b',"choices":['
+        self.use_weights("")
         self._no_usage = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._text_chunk_end = b',"logprobs":null,"finish_reason":null}' + self._no_usage
+
+    def use_weights(self, weights: str) -> None:
+        """Name the version of the weights in what follows; "" if it is not known."""
+        self._head["system_fingerprint"] = f"fp_{weights}" if weights else None
+        head = _encode({**self._head, "object": self.chunk_object})[:-1]
+        self._chunk_head = b"data: " + head + b',"choices":['
 
     @abstractmethod
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:

@@ -79,6 +79,7 @@ class Completion(Struct):
     id: str
     created: int
     model: str
+    system_fingerprint: str | None  # of the weights
     object: Literal["text_completion"]
     usage: UsageInfo
     choices: list[CompletionChoice]
@@ -133,6 +134,7 @@ class ChatCompletion(Struct):
     id: str
     created: int
     model: str
+    system_fingerprint: str | None  # of the weights
     object: Literal["chat.completion"]
     usage: UsageInfo
     choices: list[ChatChoice]

@@ -55,6 +55,10 @@ class Response(ABC):
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         """See Consumer."""
 
+    def on_weights(self, weights: str) -> None:
+        """See Consumer."""
+        self.weights = weights  # most protocols have no field for it
+
     def on_end(self, error: PdserveError | None) -> None:
         self.ended = True
         self.started = self.started or error is None
@@ -159,6 +163,9 @@ class ChoicesResponse(Response):
         self._return_token_ids = body.return_token_ids
         self._echo = body.echoes
         self._echoed_chat = body.echoed_text if isinstance(body, ChatBody) and body.echoes else ""
+
+    def on_weights(self, weights: str) -> None:
+        self._encoder.use_weights(weights)
 
     def _prompt_of(self, choice_index: int) -> int:
         return choice_index // self.jobs[0].sampling.n

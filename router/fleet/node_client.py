@@ -108,6 +108,7 @@ class NodeClient:
             model=node.model,
             ready=self.ready,
             compat_hash=node.compat_hash,
+            weights=node.weights,
             version=node.version,
             connected_peers=self._peers,
             hands_off_all=node.hands_off_all,

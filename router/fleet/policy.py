@@ -36,6 +36,7 @@ class NodeView(msgspec.Struct, frozen=True):
     throughput: Throughput = Throughput()
     task: str = GENERATE
     hands_off_all: bool = False  # prompts of any length and cost
+    weights: str = ""  # short name of the weights: equal for nodes with equal weights
 
     @property
     def decodes(self) -> bool:

@@ -17,6 +17,7 @@ from pdserve.tracing.spans import NO_SPAN, SpanKind
 from router.fleet.fleet import Fleet, NodeCall
 from router.fleet.policy import NodeChoice, NodeView
 from router.fleet.prefix_index import PromptPrefix
+from router.generation.answer_weights import AnswerWeights
 from router.generation.choice import Choice
 from router.generation.job import GenerationOptions, Job
 from router.generation.migration import Accepts, Migration
@@ -39,6 +40,9 @@ class Consumer(Protocol):
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         """Handle a token, the end of the choice (``choice.finish_reason``), or both."""
+
+    def on_weights(self, weights: str) -> None:
+        """Note the version of the weights that make the whole answer. Called once, before all else."""
 
     def on_end(self, error: PdserveError | None) -> None:
         """Handle the end. Without an error every choice has a finish reason."""
@@ -63,6 +67,7 @@ class RequestGeneration:
         self.nodes = ("", "")  # ids of P and D of the first token; no P: D has computed the prompt
         self.runs = [PromptRun(self, job, index * job.sampling.n, tokenizer) for index, job in enumerate(jobs)]
         self.paused = False
+        self.weights = AnswerWeights(consumer.on_weights)
         self._unfinished = len(self.runs)
         self._ended = False
 
@@ -108,7 +113,7 @@ class RequestGeneration:
         """Cancel, and break reference cycles: garbage collection of cycles would pause all streams. Called once."""
         self.cancel()
         self.runs.clear()
-        del self.consumer
+        del self.consumer, self.weights
 
     def run_finished(self) -> None:
         self._unfinished -= 1
@@ -150,7 +155,8 @@ class PromptRun:
 
     def _send(self, to: Accepts | NodeChoice | None) -> None:
         """Send the prompt with the tokens so far. Raises Overloaded when no accepted decode node is ready."""
-        options, sampling = self._generation.options, self.job.sampling
+        generation = self._generation
+        options, sampling = generation.options, self.job.sampling
         if self._started:  # prompt log-probabilities arrive before the first token
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
         message = pb.Generate(
@@ -161,7 +167,7 @@ class PromptRun:
             cache_salt=options.cache_salt,
             priority=options.priority,
             client=options.client_tag,
-            paused=self._generation.paused,
+            paused=generation.paused,
         )
         for index, choice in enumerate(self.choices):
             if choice.token_ids and not choice.finish_reason:
@@ -172,7 +178,9 @@ class PromptRun:
             num_tokens = self.prefix.num_tokens + self._num_unfinished_tokens
             self._call = self._fleet.move(message, self, to, num_tokens)
         else:
-            self._call = self._fleet.generate(message, self, to, self.prefix)
+            self._call = self._fleet.generate(message, self, generation.weights.accepting(to), self.prefix)
+            if len(generation.runs) > 1:
+                generation.weights.settle(self._call.node)
         self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
@@ -236,6 +244,8 @@ class PromptRun:
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
+        if not self._generation.weights.settled and self._call is not None:
+            self._generation.weights.settle(self._call.node)
         if self.scores is not None:
             if output.HasField("prompt_logprobs"):
                 self.scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))

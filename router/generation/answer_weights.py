@@ -1,0 +1,28 @@
+"""The version of the weights that make an answer: one for all of its tokens, and for all prompts of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from router.fleet.policy import NodeView
+
+
+class AnswerWeights:
+    """Settled by the first token, or by the first of several prompts. Then only nodes with these weights continue."""
+
+    def __init__(self, on_settled: Callable[[str], None]) -> None:
+        self.settled = False
+        self._on_settled = on_settled
+        self._weights = ""
+
+    def settle(self, node: NodeView) -> None:
+        """Take the weights of this node, unless they are settled."""
+        if not self.settled:
+            self.settled, self._weights = True, node.weights
+            self._on_settled(node.weights)
+
+    def accepting(self, accepts: Callable[[NodeView], bool] | None) -> Callable[[NodeView], bool] | None:
+        """Return ``accepts``, or once settled also whether a node has the weights."""
+        if not self.settled:
+            return accepts
+        return lambda node: node.weights == self._weights and (accepts is None or accepts(node))
