@@ -59,9 +59,9 @@ class ModelRunner(Protocol):
         """
 
     def check_weights(self, change: WeightChange) -> None:
-        """Compare a change with this rank's weights in memory, without changing any.
+        """Compare a change with the weights in memory, without changing any; no step may be in flight.
 
-        Any thread may call it while steps run. Raises CheckpointError with the first difference.
+        All ranks of a node call it. Raises CheckpointError with the first difference, on every rank.
         """
 
     def change_weights(self, change: WeightChange) -> None:

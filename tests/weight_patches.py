@@ -1,15 +1,42 @@
-"""Patches of weights for tests: random ones in files, and checkpoints with the same changes."""
+"""Random changes of weights for tests: reloads, patches in files, and the checkpoints that they result in."""
 
 from __future__ import annotations
 
 import random
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
+from checkpoints import make_checkpoint
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from staged_node import Request
 from torch import Tensor
+
+from pdserve.records import SamplingParams
+from pdserve.weight_change import WeightChange
+
+_SAMPLING = SamplingParams(3, temperature=0.0, logprobs=20, ignore_eos=True)
+REQUESTS = [Request(tuple((7 * index + seed) % 120 + 3 for index in range(20)), _SAMPLING) for seed in range(2)]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131, "num_hidden_layers": 2}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 130, "num_hidden_layers": 2}),
+    "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 2}),
+    "qwen3-moe-fused": ("qwen3_moe", {"num_hidden_layers": 2, "fused": True}),
+    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 2}),
+    "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),
+    "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
+    "mixtral": ("mixtral", {"num_hidden_layers": 2}),
+    "float16-products": ("llama", {"dtype": "bfloat16", "num_hidden_layers": 2}),
+}
+
+Steps = list[tuple[str, int]]  # kind of change and seed
+
+CHANGES = st.lists(st.tuples(st.sampled_from(["reload", "patch"]), st.integers(0, 1 << 16)), max_size=4)
 
 Tensors = dict[str, Tensor]
 Entries = dict[str, Tensor]  # by their names in the file
@@ -73,3 +100,36 @@ def write_checkpoint(directory: Path, like: Path, tensors: Tensors) -> Path:
             shutil.copy(path, directory)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     return directory
+
+
+class Model:
+    """A checkpoint, and sequences of changes of it."""
+
+    def __init__(self, folder: Path, name: str, **overrides: Any) -> None:
+        family, options = MODELS[name][0], MODELS[name][1] | overrides
+        self.directory = make_checkpoint(folder / name, family, **options)
+        self.dtype: str = options.get("dtype", "float32")
+        self.tensors = read_tensors(self.directory)
+        self._folder = folder
+
+    def changed(self, steps: Steps) -> tuple[tuple[WeightChange, ...], Path]:
+        """Return random changes, and the checkpoint that they result in."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        tensors, found = self.tensors, []
+        for number, (kind, seed) in enumerate(steps):
+            if kind == "reload":
+                tensors = self._drawn(seed)
+                found.append(WeightChange(str(write_checkpoint(folder / str(number), self.directory, tensors))))
+            else:
+                entries = random_patch(tensors, seed)
+                tensors = patched(tensors, entries)
+                found.append(WeightChange(patch=str(write_patch(folder / f"{number}.safetensors", entries))))
+        return tuple(found), write_checkpoint(folder / "result", self.directory, tensors)
+
+    def _drawn(self, seed: int) -> Tensors:
+        """Return tensors whose values are those of this checkpoint in another order, with other signs."""
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: (tensor.view(-1)[torch.randperm(tensor.numel(), generator=generator)] * -0.9).view(tensor.shape)
+            for name, tensor in self.tensors.items()
+        }

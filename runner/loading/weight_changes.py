@@ -44,8 +44,8 @@ class WeightChanger:
         self._config, self._model = config, model
 
     def check(self, change: WeightChange) -> None:
-        """Raise CheckpointError unless the change fits the weights in memory."""
-        self._prepare(change)
+        """Raise CheckpointError on every rank unless the change fits the weights in memory."""
+        self._on_all_ranks(lambda: self._prepare(change))
 
     @torch.inference_mode()
     def apply(self, change: WeightChange) -> None:

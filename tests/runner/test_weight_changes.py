@@ -7,75 +7,20 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint, node_config
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from staged_node import Request, StagedNode, generate, generate_alone
-from weight_patches import Tensors, patched, random_patch, read_tensors, write_checkpoint, write_patch
+from staged_node import StagedNode, generate, generate_alone
+from weight_patches import CHANGES, MODELS, REQUESTS, Model, Steps
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.records import SamplingParams
-from pdserve.weight_change import WeightChange
 
 _ROOT = Path(__file__).parents[2]
-_SAMPLING = SamplingParams(3, temperature=0.0, logprobs=20, ignore_eos=True)
-REQUESTS = [Request(tuple((7 * index + seed) % 120 + 3 for index in range(20)), _SAMPLING) for seed in range(2)]
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131, "num_hidden_layers": 2}),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 130, "num_hidden_layers": 2}),
-    "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 2}),
-    "qwen3-moe-fused": ("qwen3_moe", {"num_hidden_layers": 2, "fused": True}),
-    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 2}),
-    "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),
-    "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
-    "mixtral": ("mixtral", {"num_hidden_layers": 2}),
-    "float16-products": ("llama", {"dtype": "bfloat16", "num_hidden_layers": 2}),
-}
 BACKENDS = {"V1": "torch", "V2": "triton"}
-
-Steps = list[tuple[str, int]]  # kind of change and seed
-
-changes = st.lists(st.tuples(st.sampled_from(["reload", "patch"]), st.integers(0, 1 << 16)), max_size=4)
-
-
-class Model:
-    """A checkpoint, and sequences of changes of it."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        family, options = MODELS[name]
-        self.directory = make_checkpoint(folder / name, family, **options)
-        self.dtype: str = options.get("dtype", "float32")
-        self.tensors = read_tensors(self.directory)
-        self._folder = folder
-
-    def changed(self, steps: Steps) -> tuple[tuple[WeightChange, ...], Path]:
-        """Return random changes, and the checkpoint that they result in."""
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
-        tensors, found = self.tensors, []
-        for number, (kind, seed) in enumerate(steps):
-            if kind == "reload":
-                tensors = self._drawn(seed)
-                found.append(WeightChange(str(write_checkpoint(folder / str(number), self.directory, tensors))))
-            else:
-                entries = random_patch(tensors, seed)
-                tensors = patched(tensors, entries)
-                found.append(WeightChange(patch=str(write_patch(folder / f"{number}.safetensors", entries))))
-        return tuple(found), write_checkpoint(folder / "result", self.directory, tensors)
-
-    def _drawn(self, seed: int) -> Tensors:
-        """Return tensors whose values are those of this checkpoint in another order, with other signs."""
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            name: (tensor.view(-1)[torch.randperm(tensor.numel(), generator=generator)] * -0.9).view(tensor.shape)
-            for name, tensor in self.tensors.items()
-        }
 
 
 def config_of(directory: Path, model: Model, version: str, **parallel: Any) -> NodeConfig:
@@ -95,7 +40,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @settings(max_examples=3)
-@given(changes)
+@given(CHANGES)
 def test_a_changed_model_is_that_of_the_resulting_checkpoint(llama: Model, steps: Steps) -> None:
     check_alone(llama, "V1", steps)
 
@@ -108,7 +53,7 @@ def test_every_changed_model_is_that_of_the_resulting_checkpoint(tmp_path: Path,
     model = Model(tmp_path, name)
 
     @settings(max_examples=12 if version == "V1" else 3)
-    @given(changes)
+    @given(CHANGES)
     def check(steps: Steps) -> None:
         check_alone(model, version, steps)
 
