@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+from typing import Any
 
 gc.disable()  # until all tests are collected
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
 _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
+#: Folders whose tests share one set of processes that is costly to start.
+_ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")
 
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,6 +26,21 @@ settings.load_profile("busy machine")
 def pytest_collection_finish() -> None:
     """Enable the garbage collector, which would search the objects of torch and transformers many times before."""
     gc.enable()
+
+
+class _Scheduler(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has no types
+    """Keep all tests of a file, or of a folder of ``_ON_ONE_WORKER``, on one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        folder = file.rpartition("/")[0]
+        return folder if folder in _ON_ONE_WORKER else file
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest may run without pytest-xdist's plugin
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Return the scheduler of ``--dist loadfile``."""
+    return _Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def _clear_shell_variables() -> None:

@@ -20,12 +20,12 @@ from pdserve.config.hub import EMBEDDED_MODEL
 SIMULATED = ["--engine", "simulated"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> Path:
     return EMBEDDED_MODEL
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fleet(model: Path) -> Iterator[Fleet]:
     with Fleet() as fleet:
         fleet.start_prefill(model, [*SIMULATED, "--node-id", "p-one"])
@@ -49,7 +49,7 @@ def watched(browser: Browser) -> Iterator[Watched]:
     context.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def streams(fleet: Fleet) -> Streams:
     """``streams(n)`` keeps n requests running inside a ``with`` block."""
 

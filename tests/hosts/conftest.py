@@ -16,13 +16,13 @@ from traffic import Traffic
 OVERLAY = "multi-node"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", vocab_size=VOCABULARY)
     return add_tokenizer(made)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def started(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     require_namespaces()
     with Cluster(OVERLAY, tmp_path_factory.mktemp("hosts"), checkpoint) as cluster:
@@ -38,7 +38,7 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
     started.wait_connected()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def traffic(started: Cluster) -> Traffic:
     """Requests with expected answers from the undisturbed cluster."""
     return Traffic(started, seed=3, count=6)

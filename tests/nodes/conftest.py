@@ -10,12 +10,12 @@ from checkpoints import make_checkpoint
 from node_fleet import Nodes, start_nodes
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("nodes") / "model", "qwen3", num_hidden_layers=2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def all_nodes(checkpoint: Path) -> Iterator[Nodes]:
     with start_nodes(checkpoint) as nodes:
         yield nodes

@@ -15,21 +15,21 @@ from tokenizers import AddedToken
 from router.text.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer with a chat template."""
     config = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>", "chat_template": small_tokenizers.CHATML}
     return small_tokenizers.write(tmp_path_factory.mktemp("small"), small_tokenizers.byte_level(), **config)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripted_node() -> Iterator[ScriptedNode]:
     node = ScriptedNode(MODEL)
     yield node
     node.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
     """A router in front of the scripted node. No other node could continue its requests."""
     flags = ["--decode", scripted_node.address, "--request-timeout", "20", "--migrations", "0"]
@@ -37,7 +37,7 @@ def router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterP
         yield process
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(router: RouterProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=router.url, timeout=20, trust_env=False) as client:
         yield client
@@ -54,7 +54,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reading_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend = small_tokenizers.byte_level()
     backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
@@ -63,19 +63,19 @@ def reading_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reading_tokenizer(reading_dir: Path) -> Tokenizer:
     return Tokenizer.load(reading_dir)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reading_router(reading_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
     flags = ["--decode", scripted_node.address, "--trust-request-chat-template", "--max-logprobs", "-1"]
     with router_process(reading_dir, flags) as process:
         yield process
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sdk(reading_router: RouterProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{reading_router.url}/v1", api_key="none", max_retries=0, timeout=20) as sdk:
         yield sdk
