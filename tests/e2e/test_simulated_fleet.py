@@ -43,9 +43,9 @@ def new_prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 4096), k=length)
 
 
-def expected(prompt: list[int], num_tokens: int) -> list[int]:
-    """Return the tokens of the simulated runner alone."""
-    options = NodeOptions(model=str(EMBEDDED_MODEL), engine="simulated", sim_speed=float("inf"))
+def expected(model: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return the tokens of the simulated runner alone. They depend on the files of the checkpoint."""
+    options = NodeOptions(model=str(model), engine="simulated", sim_speed=float("inf"))
     model_runner = runner.build(resolve(options, node_devices(options, 1)[0], {}), lambda stage, fraction: None)
     (running,) = Stepper(model_runner).generate([prompt], num_tokens)
     return running.output
@@ -68,26 +68,26 @@ def uses_a_device(node: NodeProcess) -> bool:
     return any(name in m.path for p in node.processes() for m in p.memory_maps() for name in ("torch", "nixl", "libuc"))
 
 
-def test_tokens_are_equal_with_and_without_handoff_and_after_prefill_death(fleet: Fleet) -> None:
+def test_tokens_are_equal_with_and_without_handoff_and_after_prefill_death(fleet: Fleet, model: Path) -> None:
     (prefill,), (decode,) = fleet.prefill, fleet.decode
     assert [node.describe().runner for node in (prefill, decode)] == ["simulated", "simulated"]
     assert not uses_a_device(prefill)
     assert not uses_a_device(decode)
 
     handed_off, local, disturbed, alone = (new_prompt(length, length) for length in (100, 20, 1000, 101))
-    assert streamed(fleet, handed_off, 12) == expected(handed_off, 12)
+    assert streamed(fleet, handed_off, 12) == expected(model, handed_off, 12)
     assert decode.counter("handoffs") == 1
     assert decode.counter("kv_read_bytes") > 0
-    assert streamed(fleet, local, 12) == expected(local, 12)
+    assert streamed(fleet, local, 12) == expected(model, local, 12)
     assert decode.counter("handoffs") == 1
 
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(streamed, fleet, disturbed, 12)
         fleet.wait_until(lambda: decode.counter("kv_reads") > 1, 10.0)  # of the first part
         prefill.kill()
-        assert answer.result(30.0) == expected(disturbed, 12)
+        assert answer.result(30.0) == expected(model, disturbed, 12)
     assert decode.counter("handoff_recomputes") == 1
-    assert streamed(fleet, alone, 12) == expected(alone, 12)
+    assert streamed(fleet, alone, 12) == expected(model, alone, 12)
     decode.wait_idle()
 
 
@@ -97,7 +97,7 @@ def test_thirty_simulated_nodes_serve_together(model: Path) -> None:
     with start_fleet(model, 15, 15, prefill_flags=SIMULATED, decode_flags=SIMULATED) as fleet:
         with ThreadPoolExecutor(20) as threads:
             answers = list(threads.map(lambda prompt: streamed(fleet, prompt, 20), prompts))
-        assert answers == [expected(prompt, 20) for prompt in prompts]
+        assert answers == [expected(model, prompt, 20) for prompt in prompts]
         assert sum(node.counter("handoffs") for node in fleet.decode) == len(prompts)
         for node in [*fleet.prefill, *fleet.decode]:
             node.wait_idle()
