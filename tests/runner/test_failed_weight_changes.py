@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ class Serving(NamedTuple):
         assert [each.samples for each in self.answer()] == [each.samples for each in before]
 
 
-def start(directory: Path) -> Serving:
-    built = runner.build(node_config(directory, num_blocks=32), lambda stage, fraction: None)
+def start(directory: Path, **options: Any) -> Serving:
+    built = runner.build(node_config(directory, num_blocks=32, **options), lambda stage, fraction: None)
     return Serving(built, Stepper(built), directory)
 
 
@@ -220,3 +220,24 @@ def test_peers_are_offered_what_is_in_memory(tmp_path: Path) -> None:
     patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
     serving.runner.change_weights(WeightChange(patch=str(patch)))
     assert not serving.runner.offered_weights().parts
+
+
+@pytest.mark.slow
+def test_models_of_the_library_are_reloaded_but_not_patched(tmp_path: Path) -> None:
+    first, second = (make_checkpoint(tmp_path / str(seed), "llama", seed=seed, num_hidden_layers=1) for seed in (0, 1))
+    serving, expected = start(first, impl="transformers"), start(second, impl="transformers").answer()
+    patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
+    serving.refuse(
+        WeightChange(patch=str(patch)), "LlamaForCausalLM runs through transformers, whose weights cannot be"
+    )
+    serving.runner.change_weights(WeightChange(str(second)))
+    assert [each.samples for each in serving.answer()] == [each.samples for each in expected]
+
+
+def test_random_weights_are_reloaded_but_not_patched(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
+    serving, expected = start(directory, load_format="dummy"), start(directory).answer()
+    patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
+    serving.refuse(WeightChange(patch=str(patch)), "the weights are random")
+    serving.runner.change_weights(WeightChange(str(directory)))
+    assert [each.samples for each in serving.answer()] == [each.samples for each in expected]
