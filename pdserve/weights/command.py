@@ -12,6 +12,7 @@ import grpc
 from pdserve.errors import ConfigError, NodeError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc.address import split_address
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.rpc.tls import PeerTls
@@ -25,6 +26,8 @@ Change = Callable[[grpc.aio.Channel], Awaitable[pb.WeightsChanged]]
 def weights(args: argparse.Namespace) -> int:
     """Run ``pdserve weights``. Raises the error of the first node that fails; later ones are not asked."""
     tls = None if args.grpc_tls is None else PeerTls(args.grpc_tls)
+    for address in args.nodes:
+        split_address(address)
     match args.action:
         case "show":
             asyncio.run(_show(args.nodes, tls))
