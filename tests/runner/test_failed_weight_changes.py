@@ -12,8 +12,9 @@ import torch
 from checkpoints import make_checkpoint, node_config
 from quantized_checkpoints import quantize
 from safetensors.torch import load_file, save_file
+from staged_node import StagedNode, generate
 from stepper import Running, Stepper
-from weight_patches import Entries, data_of, patched, read_tensors, write_checkpoint, write_patch
+from weight_patches import REQUESTS, Entries, data_of, patched, read_tensors, write_checkpoint, write_patch
 
 import runner
 from pdserve.checkpoint.safetensors_header import read_header
@@ -165,16 +166,33 @@ def test_a_patch_in_memory_does_not_need_its_file_any_more(serving: Serving, tmp
     serving.runner.change_weights(WeightChange(str(serving.directory)))
 
 
-def test_a_reload_that_fails_half_way_leaves_no_weights_until_one_succeeds(tmp_path: Path) -> None:
-    """The last layer of the damaged checkpoint names a group of scales that does not exist."""
-    good = quantize(
-        make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2), tmp_path / "good", "gptq desc_act"
-    )
+def damaged_in_the_last_layer(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a checkpoint, and one whose last layer names a group of scales that does not exist."""
+    plain = make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2)
+    good = quantize(plain, tmp_path / "good", "gptq desc_act")
     damaged = shutil.copytree(good, tmp_path / "damaged")
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.g_idx"][-1] = 1000
     tensors["model.layers.0.mlp.down_proj.qweight"].zero_()
     save_file(tensors, damaged / "model.safetensors")
+    return good, damaged
+
+
+@pytest.mark.slow
+def test_a_reload_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    """The first stage has loaded its layer when the second one fails: a patch is then refused on both."""
+    good, damaged = damaged_in_the_last_layer(tmp_path)
+    patch = WeightChange(patch=str(write_patch(tmp_path / "patch", {f"{EMBEDDING}.rows.0": torch.ones(128, 64)})))
+    config = node_config(good, pp=2, num_blocks=8, max_num_seqs=4)
+    with StagedNode(2) as node:
+        expected = generate(node.started(config), config, REQUESTS)
+        changes = (WeightChange(str(damaged)), patch, WeightChange(str(good)))
+        assert generate(node.started(config, changes), config, REQUESTS) == expected
+        assert generate(node.started(config, (patch,)), config, REQUESTS) != expected
+
+
+def test_a_reload_that_fails_half_way_leaves_no_weights_until_one_succeeds(tmp_path: Path) -> None:
+    good, damaged = damaged_in_the_last_layer(tmp_path)
     serving = start(good)
     expected = serving.answer()
     serving.runner.check_weights(WeightChange(str(damaged)))
