@@ -65,11 +65,19 @@ class Terminal:
             assert time.monotonic() < end, self.said
             self._read()
 
-    def read_text(self, wanted: str) -> str:
-        """Wait for text that a program without frames prints; return what came before it, and forget both."""
-        end = time.monotonic() + PATIENCE
+    def read_text(self, wanted: str, repeat: Callable[[], None] | None = None) -> str:
+        """Wait for text that a program without frames prints; return what came before it, and forget both.
+
+        ``repeat`` is called every five seconds until then.
+        """
+        start = time.monotonic()
+        repeats = 0
         while wanted not in (text := _CONTROL.sub("", self.said)):
-            assert time.monotonic() < end, self.said
+            waited = time.monotonic() - start
+            assert waited < PATIENCE, self.said
+            if repeat and waited > 5.0 * (repeats + 1):
+                repeats += 1
+                repeat()
             self._read()
         before, _, self.said = text.partition(wanted)
         return before
