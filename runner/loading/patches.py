@@ -193,7 +193,7 @@ def _scatter(shard: WeightShard, first: int, piece: Piece) -> None:
     piece = piece.between(begin, first + prod(full_shape) if dim else begin + size * inner)
     if not len(piece.values):
         return
-    places, values = piece.places(memory.device).sub_(begin), piece.values.to(memory.device)
+    places, values = piece.places(memory.device) - begin, piece.values.to(memory.device)
     if dim:
         position = places // inner % full_shape[dim] - shard.start
         mine = (position >= 0) & (position < size)
