@@ -50,9 +50,9 @@ class DecodeRole:
         if self._peers is not None:
             await self._peers.start(self._settings.peer_wait)
 
-    def reconnect(self, reason: str) -> None:
+    def drop_peers(self, reason: str) -> None:
         if self._peers is not None:
-            self._peers.reconnect(reason)
+            self._peers.drop(reason)
 
     def connected_peers(self) -> Sequence[str]:
         return self._peers.connected_ids() if self._peers is not None else ()

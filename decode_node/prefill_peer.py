@@ -29,6 +29,7 @@ from decode_node.decode_metrics import PeerMetrics
 from decode_node.engine_peers import EnginePeers
 from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
+from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import ConfigError, PdserveError, PeerError
@@ -170,6 +171,8 @@ class PrefillPeer:
 
     async def _connect(self) -> None:
         """Raises PdserveError when the peer cannot be connected now."""
+        if self._node.state in (State.LOADING, State.ASLEEP):
+            raise PeerLoading(f"waits for this node, which is {self._node.state}")
         self._use(await self._dialer.renew())
         description = await self._describe()
         self._check_identity(description)

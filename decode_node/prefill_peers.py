@@ -86,8 +86,8 @@ class PrefillPeers:
                 ", ".join(self._peers) or f"none is listed at {', '.join(self._settings.prefill)}",
             )
 
-    def reconnect(self, reason: str) -> None:
-        """Drop all connections at once and make them again."""
+    def drop(self, reason: str) -> None:
+        """Drop all connections at once, and make them again while the node is ready."""
         for peer in self._peers.values():
             peer.drop(reason)
 

@@ -57,8 +57,9 @@ class ElasticRole:
     async def connect(self) -> None:
         await self._decode.connect()
 
-    def reconnect(self, reason: str) -> None:
-        self._decode.reconnect(reason)
+    def drop_peers(self, reason: str) -> None:
+        self._prefill.drop_peers(reason)
+        self._decode.drop_peers(reason)
 
     def connected_peers(self) -> Sequence[str]:
         return self._decode.connected_peers()

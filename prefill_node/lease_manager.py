@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class LeaseManager:
             prompt.on_end = None
         if self.table.cancel(lease):
             self._free(lease, LeaseState.ABORTED)
+
+    def end_all(self) -> None:
+        """End the granted leases, as their blocks are about to be lost: no release of them says that they stood."""
+        for lease in self.table.expire(math.inf):
+            self._free(lease, LeaseState.EXPIRED)
 
     def close(self) -> None:
         """End the traces of all leases. Streams that gRPC cancels afterwards change nothing."""

@@ -51,8 +51,10 @@ class PrefillRole:
     async def connect(self) -> None:
         """Do nothing: decode nodes connect to this node."""
 
-    def reconnect(self, reason: str) -> None:
-        """Do nothing: decode nodes notice the new epoch."""
+    def drop_peers(self, reason: str) -> None:
+        """End all leases; decode nodes connect again by themselves."""
+        if self._leases is not None:
+            self._leases.end_all()
 
     def connected_peers(self) -> Sequence[str]:
         return ()

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from engine.ipc.frames import Frames, framed
@@ -61,6 +62,8 @@ Event = Prefilled | Scored | Pooled | Reserved | Refused | ReadEnded | ReadCheck
 
 _LAST_LINES = 20  # of the engine's stderr, kept for the error when it exits
 _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
+_SLEEP_SECONDS = 10.0  # for all ranks to free their devices
+_STOPPED = Status(0, 0, 0, 0, 0, 0, 0, 0, Totals())
 
 
 class RequestHandler(Protocol):
@@ -74,7 +77,7 @@ class RequestHandler(Protocol):
 
 
 class EngineClient:
-    """One engine process. No method but ``start`` and ``shutdown`` waits."""
+    """One engine process at a time. No method but ``start``, ``shutdown`` and those of weights waits."""
 
     def __init__(self, config: NodeConfig, agent: str, placement: RankPlacement) -> None:
         self._agent = agent
@@ -85,9 +88,11 @@ class EngineClient:
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._starts = itertools.count()
+        self._started: asyncio.Future[Ready]
+        self._must_run = False
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
-        self.status = Status(0, 0, 0, 0, 0, 0, 0, 0, Totals())
+        self.status = _STOPPED
         self._full_step = config.max_batch_tokens, config.max_num_seqs
         self.monitor = HeartbeatMonitor(config.peer_timing.answer_timeout)
         self.kv_layout = config.kv_layout  # an estimate until the engine is ready, where memory is measured
@@ -110,11 +115,15 @@ class EngineClient:
 
         Raises the error that it reports, or EngineDied.
         """
+        self._started = asyncio.get_running_loop().create_future()
+        agent = (
+            self._agent and f"{self._agent}-{next(self._starts)}"
+        )  # stale references to an earlier start cannot match
         ours, theirs = socket.socketpair()
         heartbeats, their_heartbeats = socket.socketpair()
         with theirs, their_heartbeats:
             fds = theirs.fileno(), their_heartbeats.fileno()
-            self._process = await asyncio.create_subprocess_exec(
+            process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "engine.process", *map(str, fds)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -122,18 +131,25 @@ class EngineClient:
                 pass_fds=fds,
                 start_new_session=True,  # the frontend handles Ctrl-C
             )
-        self._watch = asyncio.create_task(self._watch_process(self._process), name="engine watch")
+        self._watch = asyncio.create_task(self._watch_process(process), name="engine watch")
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(
-            lambda: _EngineProtocol(self._receive, self._socket_ended), sock=ours
+            lambda: _EngineProtocol(self._receive, partial(_end_soon, process)), sock=ours
         )
         await loop.create_connection(lambda: _EngineProtocol(self._receive, lambda: None), sock=heartbeats)
-        self.send(Configure(config, self._agent, self._placement, peer))
+        self.send(Configure(config, agent, self._placement, peer))
         ready = await self._started
         self.ranks, self.kv_layout, self.decision = ready.ranks, ready.kv_layout, ready.decision
         self.weights = ready.weights
         total = ready.kv_layout.num_blocks
         self.status = Status(total, 0, 0, 0, total, 0, 0, 0, Totals())
+        self.has_weights = True
+
+    async def sleep(self) -> None:
+        """End the engine, or what has failed to start, until the next ``start``. No request may be open."""
+        self._must_run = False
+        await self.shutdown(_SLEEP_SECONDS)
+        self.status, self.weights = _STOPPED, ()
 
     async def shutdown(self, seconds: float = 1.0) -> None:
         """End the engine: request, terminate, kill. Takes little more than twice ``seconds``. Idempotent."""
@@ -221,6 +237,7 @@ class EngineClient:
             case Progress():
                 self.on_progress(message)
             case Ready() if not self._started.done():  # else a signal came while loading
+                self._must_run = True
                 self._started.set_result(message)
             case WeightsAnswer() if self._weights_answer is not None:
                 self._weights_answer.set_result(message)
@@ -252,17 +269,8 @@ class EngineClient:
             if (handler := self._handlers.get(event.rid)) is not None:  # else it was closed meanwhile
                 handler.on_event(event)
 
-    def _socket_ended(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            asyncio.get_running_loop().call_later(_EXIT_GRACE, self._kill)
-
-    def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just exited
-                self._process.kill()
-
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
-        """Relay the engine's output until it exits, then complete ``closed``."""
+        """Relay the engine's output until it exits, then complete ``closed`` unless that was meant."""
         assert process.stdout is not None
         in_json = chosen_format() == "json"
         async for line in _lines(process.stdout):
@@ -272,7 +280,20 @@ class EngineClient:
         error = EngineDied(_exit_reason(await process.wait(), self._last_lines))
         if not self._started.done():
             self._started.set_exception(error)
-        self.closed.set_result(error)
+        if self._must_run:
+            self.closed.set_result(error)
+
+
+def _end_soon(process: asyncio.subprocess.Process) -> None:
+    """Kill an engine that has closed its socket, unless it exits."""
+
+    def kill() -> None:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just exited
+                process.kill()
+
+    if process.returncode is None:
+        asyncio.get_running_loop().call_later(_EXIT_GRACE, kill)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -25,6 +25,7 @@ class State(StrEnum):
     STUCK = "stuck"
     DRAINING = "draining"
     UNLOADED = "without weights"  # a reload has failed half-way
+    ASLEEP = "asleep"  # the engine process has ended, until the node is woken
 
 
 class Health:

@@ -4,7 +4,7 @@
                                                             ▲▼
     loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0   (drain.py)
                                                             ▲▼
-                                                          new weights                       (weight_changes.py)
+                                                          new weights, asleep               (weight_changes.py)
        └────────────┴───────────── engine or start failed ─────┴──► one line on stderr, exit 1 or 2
 
 The node answers ``Describe`` and health checks while it loads.
@@ -27,15 +27,16 @@ from engine.frontend.node_context import NodeContext, Role
 from engine.frontend.node_metrics import NodeMetrics
 from engine.frontend.node_reports import NodeReports
 from engine.frontend.node_service import NODE_SERVICE, NodeService, add_node_service, describe
-from engine.frontend.weight_changes import CHANGES_SERVICE, WeightChanges, WeightChangesService, WeightOrder
+from engine.frontend.weight_changes import CHANGES_SERVICE, Power, WeightChanges, WeightChangesService, WeightOrder
 from engine.frontend.weight_peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from engine.ipc.messages import Progress
 from engine.liveness.heartbeat_monitor import LivenessWatch
+from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolve import with_weight_digests
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter
-from pdserve.weight_change import ABORT
+from pdserve.weight_change import ABORT, WeightChange
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Node:
         if not await self._unless(signals.stop, self._load()):
             return
         await self._enter(State.READY)
+        self._engine.on_progress = lambda progress: None  # a node that wakes does not start
         layout = self._engine.kv_layout
         self._status.ready(layout.num_blocks * layout.block_size)
         _log.info("ready: %s, %s", self._context.config.served_model_name, self._describe_cache())
@@ -104,35 +106,37 @@ class Node:
 
     async def _load(self) -> None:
         started = time.monotonic()
-        await self._start_engine()
+        self._context.set_config(await self._start_engine(self._context.config))
         _log.info("engine ready after %.1f s", time.monotonic() - started)
         await self._enter(State.CONNECTING)
         await self._role.connect()
 
-    async def _start_engine(self) -> None:
-        """Start the engine; compute the digests of the weights while it loads them."""
-        context, stop = self._context, threading.Event()
-        peer = None if context.config.load_from == "disk" else await find_weights(context)
-        digests = asyncio.create_task(asyncio.to_thread(with_weight_digests, context.config, stop))
+    async def _start_engine(self, config: NodeConfig) -> NodeConfig:
+        """Start the engine. Return the configuration with the digests of the weights, computed while it loads them."""
+        stop = threading.Event()
+        peer = None if config.load_from == "disk" else await find_weights(self._context, config)
+        digests = asyncio.create_task(asyncio.to_thread(with_weight_digests, config, stop))
         try:
             if self._engine.has_remote_ranks:  # they send theirs when they join
-                context.set_config(await digests)
-            await asyncio.gather(self._engine.start(context.config, peer), digests)
-            context.set_config(digests.result())
+                config = await digests
+            await asyncio.gather(self._engine.start(config, peer), digests)
+            return digests.result()
         finally:
             stop.set()
 
     async def _serve(self, drain_timeout: float) -> None:
-        """Serve, and change the weights when that is ordered, until cancelled."""
+        """Serve, and carry out orders, until cancelled."""
         while True:
             order = await self._next_order()
             try:
-                await self._change_weights(order, drain_timeout)
+                await self._carry_out(order, drain_timeout)
             finally:
                 order.end(NodeError(f"{self._context.name} shuts down"))  # unless it has ended
 
     async def _next_order(self) -> WeightOrder:
-        """Watch the engine until the weights are to be changed."""
+        """Watch the engine, if it runs, until an order comes."""
+        if self._context.state is State.ASLEEP:
+            return await self._changes.next()
         watching = asyncio.create_task(self._watch_engine(), name="engine watch")
         ordered = asyncio.create_task(self._changes.next(), name="next change of weights")
         try:
@@ -144,22 +148,58 @@ class Node:
             watching.cancel()
             ordered.cancel()
 
-    async def _change_weights(self, order: WeightOrder, drain_timeout: float) -> None:
-        """Drain, change the weights, and serve again. Peers and routers see a node that has restarted."""
-        context, error = self._context, None
+    async def _carry_out(self, order: WeightOrder, drain_timeout: float) -> None:
+        if order.action is Power.WAKE:
+            await self._wake(order)
+            return
+        sleeps = order.action is Power.SLEEP
         await self._enter(State.DRAINING)
-        await self._drain(0.0 if order.when == ABORT else drain_timeout, "the node changes its weights")
+        reason = "the node goes to sleep" if sleeps else "the node changes its weights"
+        await self._drain(0.0 if order.when == ABORT else drain_timeout, reason)
+        await (self._sleep(order) if sleeps else self._change_weights(order))
+
+    async def _sleep(self, order: WeightOrder) -> None:
+        """End the engine, whose memory is then free, and its handoffs before that."""
+        await self._enter(State.ASLEEP)
+        self._role.drop_peers("this node is asleep")
+        await self._engine.sleep()
+        _log.info("asleep: weights and KV cache are freed")
+        order.end()
+
+    async def _wake(self, order: WeightOrder) -> None:
+        """Start the engine again, and serve. Peers and routers see a node that has restarted."""
         await self._enter(State.LOADING)
         started = time.monotonic()
         try:
-            await self._engine.change_weights(order.change)
+            config = await self._start_engine(order.config)
+        except PdserveError as exc:
+            await self._engine.sleep()
+            await self._enter(State.ASLEEP)
+            order.end(exc)
+            return
+        self._context.begin_epoch(config)
+        self._drainable.reopen()
+        await self._enter(State.READY)
+        _log.info(
+            "awake after %.1f s: epoch %s, %s", time.monotonic() - started, self._context.epoch, self._describe_cache()
+        )
+        order.end()
+
+    async def _change_weights(self, order: WeightOrder) -> None:
+        """Change the weights, and serve again. Peers and routers see a node that has restarted."""
+        context, error = self._context, None
+        assert isinstance(order.action, WeightChange)
+        await self._enter(State.LOADING)
+        started = time.monotonic()
+        try:
+            await self._engine.change_weights(order.action)
         except EngineDied:
             raise
         except PdserveError as exc:
             error = exc
         else:
             context.begin_epoch(order.config)
-            self._role.reconnect("this node has changed its weights")
+            self._role.drop_peers("this node has changed its weights")
             _log.info("weights changed in %.1f s: epoch %s", time.monotonic() - started, context.epoch)
         self._drainable.reopen()
         await self._enter(State.READY if self._engine.has_weights else State.UNLOADED)

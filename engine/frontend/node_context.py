@@ -27,7 +27,7 @@ def new_epoch() -> str:
 
 @dataclass
 class NodeContext:
-    """One node from start to exit. A restart draws a new epoch, and so does a change of the weights."""
+    """One node from start to exit. A restart draws a new epoch, and so do a wake-up and a change of the weights."""
 
     role: str  # "prefill", "decode" or "both"
     node_id: str
@@ -87,8 +87,8 @@ class Role(Protocol):
     async def connect(self) -> None:
         """Connect to peers, within a bound. The engine is ready; the node becomes ready afterwards."""
 
-    def reconnect(self, reason: str) -> None:
-        """Drop the connections to peers at once, as this node has other weights, and connect to those of their kind."""
+    def drop_peers(self, reason: str) -> None:
+        """End all handoffs and leases at once. Connect again when the node is ready, to peers with its weights."""
 
     def connected_peers(self) -> Sequence[str]:
         """Ids of the nodes that KV can be read from."""

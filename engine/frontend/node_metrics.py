@@ -52,7 +52,9 @@ class NodeMetrics(Collector):
         yield CounterMetricFamily(
             "pdserve_stream_violations", "Streams ended for a violation of the protocol.", node.violations.count
         )
-        changes = CounterMetricFamily("pdserve_weight_changes", "Ordered changes of the weights.", labels=["outcome"])
+        changes = CounterMetricFamily(
+            "pdserve_weight_changes", "Ordered changes of the weights, sleeps and wake-ups.", labels=["outcome"]
+        )
         for outcome, count in node.weight_changes.items():
             changes.add_metric([outcome], count)
         yield changes

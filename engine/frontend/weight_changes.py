@@ -1,8 +1,11 @@
-"""Changes of the weights of a running node: the service that takes orders, and their execution.
+"""Changes of the weights of a running node, its sleep and its wake-up: the service that takes orders.
 
     ready ──order──► draining ──no request, no lease──► loading ──new epoch──► ready
       │                                                    ├── failed, the old weights are in use: ready, the old epoch
       └── refused: nothing has changed                     └── failed half-way: no weights, until a reload succeeds
+
+    ready ──sleep──► draining ──engine ends──► asleep ──wake──► loading ──new epoch──► ready
+                                                 └────────failed───┘
 
 Peers and routers see a node that drains and comes back, as at a restart: their streams end, and the new epoch and
 compatibility hash keep KV and requests of one version from the other.
@@ -15,9 +18,10 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,8 @@ import grpc
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolve import with_patch, with_reload
+from pdserve.config.resolve import with_patch, with_reload, without_digests
+from pdserve.config.same_model import check_same_model
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError, RequestError, cut
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -42,11 +47,15 @@ _MAX_PATCH = 64 << 30  # bytes
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class Power(Enum):
+    SLEEP, WAKE = "sleep", "wake"
+
+
 @dataclass(frozen=True)
 class WeightOrder:
-    """A change that all ranks have checked, and the configuration of the node afterwards."""
+    """A change that all ranks have checked, or another order, and the configuration of the node afterwards."""
 
-    change: WeightChange
+    action: WeightChange | Power
     config: NodeConfig
     when: str
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -77,14 +86,29 @@ class WeightChanges:
 
         Raises PdserveError: the old weights are in use, unless the error says that there are none.
         """
+        await self._have_done(self._check(change, when, changed))
+
+    async def sleep(self, when: str) -> None:
+        """End the engine. Raises PdserveError."""
+        await self._have_done(self._check_sleep(when))
+
+    async def wake(self) -> None:
+        """Start the engine again. Raises PdserveError: the node is asleep still."""
+        await self._have_done(self._check_wake())
+
+    async def _have_done(self, check: Coroutine[Any, Any, WeightOrder | None]) -> None:
+        """Hand over the order that ``check`` returns, if any, and wait until it is carried out."""
         if self._turn.locked():
+            check.close()
             raise NodeError(f"{self._node.name} changes its weights already; try again when it has ended")
         async with self._turn:
             try:
-                order = await self._check(change, when, changed)
+                order = await check
             except PdserveError:
                 self._node.weight_changes["refused"] += 1
                 raise
+            if order is None:
+                return
             self._orders.put_nowait(order)
             try:
                 await order.done
@@ -95,13 +119,33 @@ class WeightChanges:
 
     async def _check(self, change: WeightChange, when: str, changed: Callable[[NodeConfig], NodeConfig]) -> WeightOrder:
         node = self._node
-        if node.state not in (State.READY, State.UNLOADED):
-            raise NodeError(f"{node.name} is {node.state}; try again when it is ready")
+        self._check_state()
         if node.state is State.UNLOADED and change.patch:
             raise NodeError(f"{node.name} has no weights that a patch could change; reload a checkpoint")
         config = await asyncio.to_thread(changed, node.config)
         await node.engine.check_weights(change)
         return WeightOrder(change, config, when)
+
+    async def _check_sleep(self, when: str) -> WeightOrder | None:
+        node = self._node
+        if node.state is State.ASLEEP:
+            return None
+        self._check_state()
+        if node.engine.has_remote_ranks:
+            raise ConfigError("ranks on other hosts cannot be started again from here; stop the whole node instead")
+        return WeightOrder(Power.SLEEP, node.config, when)
+
+    async def _check_wake(self) -> WeightOrder | None:
+        node = self._node
+        if node.state is not State.ASLEEP:
+            self._check_state()
+            return None
+        await asyncio.to_thread(check_same_model, node.config, Path(node.config.model_dir))
+        return WeightOrder(Power.WAKE, without_digests(node.config), WAIT)
+
+    def _check_state(self) -> None:
+        if self._node.state not in (State.READY, State.UNLOADED):
+            raise NodeError(f"{self._node.name} is {self._node.state}; try again when it is ready")
 
 
 class WeightChangesService(pb_grpc.WeightChangesServicer):
@@ -134,6 +178,20 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
 
         return await self._answer(patch, context)
 
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.WeightsChanged:
+        async def sleep() -> None:
+            self._check_allowed()
+            await self._changes.sleep(self._when(request.when))
+
+        return await self._answer(sleep, context)
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WeightsChanged:
+        async def wake() -> None:
+            self._check_allowed()
+            await self._changes.wake()
+
+        return await self._answer(wake, context)
+
     async def _answer(self, work: Callable[[], Awaitable[None]], context: Context) -> pb.WeightsChanged:
         task = asyncio.ensure_future(work())  # goes on if the caller leaves
         task.add_done_callback(_log_outcome)
@@ -141,7 +199,8 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
             await asyncio.shield(task)
         except PdserveError as exc:
             await abort(context, exc)
-        return pb.WeightsChanged(epoch=self._node.epoch, weights=self._node.weights)
+        node = self._node
+        return pb.WeightsChanged(epoch=node.epoch, weights=node.weights, state=node.state)
 
     def _when(self, when: str) -> str:
         if (when or WAIT) not in WHEN:
@@ -165,7 +224,7 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
 
 def _log_outcome(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.warning("weights were not changed: %s", error)
+        _log.warning("an order was not carried out: %s", error)
 
 
 async def _receive(pieces: AsyncIterator[pb.PatchPiece], path: Path) -> tuple[str, str]:

@@ -19,6 +19,7 @@ import grpc
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
 from pdserve.config.compatibility import weights_hash
+from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolve import with_known_digests
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import ConfigError, NodeError, PeerError
@@ -94,12 +95,12 @@ def _messages(rank: RankWeights) -> list[pb.OfferedWeights]:
 # ---------------------------------------------------------------- the node that starts
 
 
-async def find_weights(node: NodeContext) -> WeightPeer | None:
-    """Return a peer with this checkpoint in memory; None: read the disk.
+async def find_weights(node: NodeContext, config: NodeConfig) -> WeightPeer | None:
+    """Return a peer that has the checkpoint of ``config`` in memory; None: read the disk.
 
     Raises NodeError or ConfigError with ``--load-from peer``, if there is no such peer.
     """
-    config, must = node.config, node.config.load_from == "peer"
+    must = config.load_from == "peer"
     if not config.weight_peers:
         return None
     known = await asyncio.to_thread(with_known_digests, config)

@@ -367,10 +367,17 @@ def with_known_digests(config: NodeConfig) -> NodeConfig | None:
 
 def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:
     """Return the configuration with the weights of another checkpoint of the same model. Raises CheckpointError."""
+    config = without_digests(config)
+    if config.compat_fields["weights"] == "dummy":
+        fields = config.compat_fields | {"weights": "checkpoint"}
+        config = msgspec.structs.replace(config, load_format="auto", compat_fields=fields)
+    return with_weight_digests(msgspec.structs.replace(config, model_dir=model_dir))
+
+
+def without_digests(config: NodeConfig) -> NodeConfig:
+    """Return the configuration of an engine that loads the weights anew, without patches."""
     fields = {name: value for name, value in config.compat_fields.items() if not name.startswith(WEIGHTS_OF)}
-    if fields["weights"] == "dummy":
-        fields["weights"] = "checkpoint"
-    return with_weight_digests(msgspec.structs.replace(config, model_dir=model_dir, compat_fields=fields))
+    return msgspec.structs.replace(config, compat_fields=fields)
 
 
 def with_patch(config: NodeConfig, digest: str) -> NodeConfig:

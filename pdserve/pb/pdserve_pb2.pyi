@@ -108,11 +108,11 @@ class NodeDescription(_message.Message):
     HANDS_OFF_ALL_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
-    """random id, drawn at each start and each change of the weights"""
+    """random id, drawn at each start, wake-up and change of the weights"""
     role: _builtins.str
     """"prefill", "decode" or "both" """
     state: _builtins.str
-    """"loading", "connecting", "ready", "stuck", "draining", "without weights" """
+    """"loading", "connecting", "ready", "stuck", "draining", "without weights", "asleep" """
     model: _builtins.str
     """served model name"""
     version: _builtins.str
@@ -1731,23 +1731,62 @@ class PatchPiece(_message.Message):
 Global___PatchPiece: _TypeAlias = PatchPiece  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHEN_FIELD_NUMBER: _builtins.int
+    when: _builtins.str
+    """as in ReloadRequest"""
+    def __init__(
+        self,
+        *,
+        when: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["when", b"when"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class WakeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeRequest: _TypeAlias = WakeRequest  # noqa: Y015
+
+@_typing.final
 class WeightsChanged(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     weights: _builtins.str
     """as in NodeDescription"""
+    state: _builtins.str
+    """likewise"""
     def __init__(
         self,
         *,
         epoch: _builtins.str = ...,
         weights: _builtins.str = ...,
+        state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "state", b"state", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

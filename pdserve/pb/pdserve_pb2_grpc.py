@@ -503,6 +503,16 @@ class WeightChangesStub:
                 request_serializer=pdserve_dot_pb_dot_pdserve__pb2.PatchPiece.SerializeToString,
                 response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/pdserve.v1.WeightChanges/Sleep',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.SleepRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/pdserve.v1.WeightChanges/Wake',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.WakeRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+                _registered_method=True)
 
 
 class WeightChangesServicer:
@@ -526,6 +536,20 @@ class WeightChangesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """End the engine, which frees its memory. Does nothing while the node is asleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightChangesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -537,6 +561,16 @@ def add_WeightChangesServicer_to_server(servicer, server):
             'Patch': grpc.stream_unary_rpc_method_handler(
                     servicer.Patch,
                     request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PatchPiece.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.SleepRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.WakeRequest.FromString,
                     response_serializer=pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.SerializeToString,
             ),
     }
@@ -597,6 +631,60 @@ class WeightChanges:
             target,
             '/pdserve.v1.WeightChanges/Patch',
             pdserve_dot_pb_dot_pdserve__pb2.PatchPiece.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.WeightChanges/Sleep',
+            pdserve_dot_pb_dot_pdserve__pb2.SleepRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.WeightChanges/Wake',
+            pdserve_dot_pb_dot_pdserve__pb2.WakeRequest.SerializeToString,
             pdserve_dot_pb_dot_pdserve__pb2.WeightsChanged.FromString,
             options,
             channel_credentials,

@@ -237,6 +237,10 @@ class WeightChangesStub:
     """Load another checkpoint of the same model."""
     Patch: _grpc.StreamUnaryMultiCallable[_pdserve_pb2.PatchPiece, _pdserve_pb2.WeightsChanged]
     """Change some values (pdserve/checkpoint/weight_patch.py)."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.SleepRequest, _pdserve_pb2.WeightsChanged]
+    """End the engine, which frees its memory. Does nothing while the node is asleep."""
+    Wake: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.WakeRequest, _pdserve_pb2.WeightsChanged]
+    """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep."""
 
 @_typing.type_check_only
 class WeightChangesAsyncStub(WeightChangesStub):
@@ -251,6 +255,10 @@ class WeightChangesAsyncStub(WeightChangesStub):
     """Load another checkpoint of the same model."""
     Patch: _aio.StreamUnaryMultiCallable[_pdserve_pb2.PatchPiece, _pdserve_pb2.WeightsChanged]  # type: ignore[assignment]
     """Change some values (pdserve/checkpoint/weight_patch.py)."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.SleepRequest, _pdserve_pb2.WeightsChanged]  # type: ignore[assignment]
+    """End the engine, which frees its memory. Does nothing while the node is asleep."""
+    Wake: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.WakeRequest, _pdserve_pb2.WeightsChanged]  # type: ignore[assignment]
+    """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep."""
 
 class WeightChangesServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------ administrator → node
@@ -274,6 +282,22 @@ class WeightChangesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pdserve_pb2.WeightsChanged, _abc.Awaitable[_pdserve_pb2.WeightsChanged]]:
         """Change some values (pdserve/checkpoint/weight_patch.py)."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _pdserve_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.WeightsChanged, _abc.Awaitable[_pdserve_pb2.WeightsChanged]]:
+        """End the engine, which frees its memory. Does nothing while the node is asleep."""
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _pdserve_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.WeightsChanged, _abc.Awaitable[_pdserve_pb2.WeightsChanged]]:
+        """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep."""
 
 def add_WeightChangesServicer_to_server(servicer: WeightChangesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -53,7 +53,7 @@ class LiveNodeStats(msgspec.Struct, frozen=True):
 
 
 class LiveNode(msgspec.Struct, frozen=True):
-    """``state`` is the node's own (loading, connecting, ready, stuck, draining), or the router's:
+    """``state`` is the node's own (loading, connecting, ready, stuck, draining, asleep …), or the router's:
 
     "lost" after contact, "unreachable" before any, "unused" for another model or role.
     """

@@ -19,6 +19,7 @@ _MARKS = {
     "loading": ("○", "yellow"),
     "connecting": ("○", "yellow"),
     "draining": ("◐", "yellow"),
+    "asleep": ("–", "dim"),
     "stuck": ("▲", "bold yellow"),
     "lost": ("✖", "bold red"),
     "unreachable": ("✖", "bold red"),

@@ -1,4 +1,4 @@
-"""Changes the weights of nodes one after the other, each once the one before serves again."""
+"""Changes the weights of nodes, or has them sleep and wake: one after the other, each once the one before is done."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def weights(args: argparse.Namespace) -> int:
             asyncio.run(_show(args.nodes, tls))
         case "reload":
             asyncio.run(_change(args.nodes, tls, _reload(args.model, args.when), args.pause))
+        case "sleep":
+            asyncio.run(_change(args.nodes, tls, _sleep(args.when)))
+        case "wake":
+            asyncio.run(_change(args.nodes, tls, _wake))
         case "patch":
             asyncio.run(_change(args.nodes, tls, _patch(Path(args.file), args.when), args.pause))
     return 0
@@ -48,7 +52,7 @@ async def _show(nodes: list[str], tls: PeerTls | None) -> None:
         print(f"{address}  {node.role:<8} {node.state:<16} weights {node.weights or '-'}  epoch {node.epoch}")
 
 
-async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: float) -> None:
+async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: float = 0.0) -> None:
     for done, address in enumerate(nodes):
         await asyncio.sleep(pause if done else 0.0)
         async with open_channel(address, tls=tls) as channel:
@@ -56,12 +60,20 @@ async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: 
                 changed = await change(channel)
             except grpc.aio.AioRpcError as exc:
                 error = error_from_rpc(exc, address)
-                raise type(error)(f"{error} ({done} of {len(nodes)} nodes have the new weights)") from exc
-        print(f"{address}: weights {changed.weights}, epoch {changed.epoch}", flush=True)
+                raise type(error)(f"{error} ({done} of {len(nodes)} nodes are done)") from exc
+        print(f"{address}: {changed.state}, weights {changed.weights}, epoch {changed.epoch}", flush=True)
 
 
 def _reload(model_dir: str, when: str) -> Change:
     return lambda channel: pb_grpc.WeightChangesStub(channel).Reload(pb.ReloadRequest(model_dir=model_dir, when=when))
+
+
+def _sleep(when: str) -> Change:
+    return lambda channel: pb_grpc.WeightChangesStub(channel).Sleep(pb.SleepRequest(when=when))
+
+
+def _wake(channel: grpc.aio.Channel) -> Awaitable[pb.WeightsChanged]:
+    return pb_grpc.WeightChangesStub(channel).Wake(pb.WakeRequest())
 
 
 def _patch(path: Path, when: str) -> Change:

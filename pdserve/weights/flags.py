@@ -20,10 +20,19 @@ def add_weights_flags(parser: argparse.ArgumentParser) -> None:
         help="directory of the checkpoint on the nodes' hosts, below that of their --allow-weight-changes",
     )
     _add_when(reload)
+    _add_pause(reload)
     patch = actions.add_parser("patch", help="change some values of the weights, one node after the other")
     _add_nodes(patch)
     patch.add_argument("--file", required=True, metavar="FILE", help="patch in safetensors format (docs/operate.md)")
     _add_when(patch)
+    _add_pause(patch)
+    sleep = actions.add_parser(
+        "sleep", help="end the engines of nodes: weights and KV are dropped, all memory is freed"
+    )
+    _add_nodes(sleep)
+    _add_when(sleep)
+    wake = actions.add_parser("wake", help="start the engines of sleeping nodes again")
+    _add_nodes(wake)
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +40,7 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     add_tls_flag(parser)
 
 
-def _add_when(parser: argparse.ArgumentParser) -> None:
+def _add_pause(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pause",
         type=float,
@@ -40,6 +49,9 @@ def _add_when(parser: argparse.ArgumentParser) -> None:
         help="seconds between a node and the next one, in which routers and peers learn that it serves again "
         "(default %(default)s)",
     )
+
+
+def _add_when(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--when",
         choices=WHEN,

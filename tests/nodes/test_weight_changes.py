@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from fleet import Fleet, NodeProcess
@@ -59,7 +60,9 @@ def write_patch(path: Path, name: str = NORM) -> Path:
     return path
 
 
-def test_node_after_a_reload_is_a_node_that_was_started_with_the_checkpoint(fleet: Fleet, versions: Path) -> None:
+def test_node_after_a_reload_is_a_node_that_was_started_with_the_checkpoint(
+    fleet: Fleet, versions: Path, tmp_path: Path
+) -> None:
     node, fresh = (start(fleet, versions, "decode", name) for name in "ab")
     fleet.wait_ready()
     before, old = node.describe(), tokens(node)
@@ -77,6 +80,12 @@ def test_node_after_a_reload_is_a_node_that_was_started_with_the_checkpoint(flee
         stale = router.generate(PROMPT, greedy(4), epoch=before.epoch)
         assert stale.failure is not None
         assert stale.failure.code == pb.Failure.DRAINING
+    assert change("patch", node.address, "--file", str(write_patch(tmp_path / "patch"))) == 0
+    assert tokens(node) != tokens(fresh)
+    for order in ("sleep", "wake"):
+        assert change(order, node.address) == 0
+    assert node.describe().weights == after.weights, "the patch is lost, the reload is not"
+    assert tokens(node) == tokens(fresh)
 
 
 def test_refused_changes_leave_a_node_as_it_was(
@@ -149,3 +158,49 @@ def test_nodes_exchange_kv_only_with_those_of_their_weights(fleet: Fleet, versio
     for node in (prefill, decode):
         node.wait_idle()
     assert change("show", prefill.address, decode.address) == 0
+
+
+def test_sleeping_node_has_no_engine_and_wakes_as_a_new_node(fleet: Fleet, versions: Path) -> None:
+    prefill = start(fleet, versions, "prefill", "a")
+    decode = start(fleet, versions, "decode", "a", "--handoff-min-tokens", "1")
+    fleet.wait_ready()
+    name = prefill.describe().node_id
+
+    def connected() -> bool:
+        return list(decode.describe().connected_peers) == [name]
+
+    expected = tokens(decode, name)
+    for node in (prefill, decode):
+        before, handed_off = node.describe(), prefill.counter("leases_released")
+        assert change("sleep", node.address, "--when", "abort") == 0
+        assert node.describe().state == "asleep"
+        assert not psutil.Process(node.pid).children()
+        fleet.wait_until(lambda: not connected(), 20.0)
+        if node is prefill:
+            assert tokens(decode, name) == expected, "computed by D alone"
+        assert change("wake", node.address) == 0
+        after = node.describe()
+        assert (after.state, after.weights, after.compat_hash) == ("ready", before.weights, before.compat_hash)
+        assert after.epoch != before.epoch
+        fleet.wait_until(connected, 20.0)
+        assert tokens(decode, name) == expected
+        assert prefill.counter("leases_released") == handed_off + 1
+        node.wait_idle()
+
+
+def test_node_that_cannot_wake_stays_asleep(fleet: Fleet, versions: Path, tmp_path: Path) -> None:
+    shutil.copytree(versions / "a", tmp_path / "a")
+    (weights,) = (tmp_path / "a").glob("*.safetensors")
+    content = weights.read_bytes()
+    node = start(fleet, tmp_path, "decode", "a")
+    fleet.wait_ready()
+    expected = tokens(node)
+    for _ in range(2):
+        assert change("sleep", node.address) == 0
+    weights.write_bytes(b"no safetensors")
+    assert change("wake", node.address) == 1
+    assert node.describe().state == "asleep"
+    weights.write_bytes(content)
+    for _ in range(2):
+        assert change("wake", node.address) == 0
+    assert tokens(node) == expected

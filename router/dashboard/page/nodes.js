@@ -6,7 +6,7 @@ import {column, Table} from "./table.js";
 
 const KINDS = {
   ready: "good", loading: "coming", connecting: "coming", draining: "leaving", stuck: "ill", lost: "gone",
-  unreachable: "gone", unused: "unused",
+  unreachable: "gone", unused: "unused", asleep: "unused",
 };
 const kindOf = (node) => KINDS[node.state] ?? "ill";
 const present = (node) => node.state !== "lost" && node.state !== "unreachable";
