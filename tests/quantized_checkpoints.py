@@ -60,7 +60,7 @@ def _spread(values: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor
     return (values - zeros.repeat_interleave(group, 1)[:, :size]) * scales.repeat_interleave(group, 1)[:, :size]
 
 
-def _fp8_blocks(block: int, scale_name: str) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
+def fp8_blocks(block: int, scale_name: str) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
     def quantize(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
         rows, columns = weight.shape
         scales = torch.empty(-(-rows // block), -(-columns // block))
@@ -199,7 +199,7 @@ _GROUPS = {"strategy": "group", "group_size": GROUP, "type": "int"}
 FORMATS: dict[str, Format] = {
     "fp8 blocks": Format(
         {**_FP8, "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
-        _fp8_blocks(128, "weight_scale_inv"),
+        fp8_blocks(128, "weight_scale_inv"),
     ),
     "fp8 tensor": Format({**_FP8, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, _fp8_tensor),
     "fbgemm rows": Format({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, _fp8_rows),
@@ -211,7 +211,7 @@ FORMATS: dict[str, Format] = {
     ),
     "compressed fp8 blocks": Format(
         _compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 64]),
-        _fp8_blocks(64, "weight_scale"),
+        fp8_blocks(64, "weight_scale"),
     ),
     "compressed int8": Format(
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False), _int8_rows

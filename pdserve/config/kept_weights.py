@@ -8,15 +8,16 @@ from typing import Any
 from pdserve.checkpoint.quantized_weights import PLAIN
 from pdserve.config.weight_formats import UNQUANTIZED, WeightFormat, storage_rules
 
-#: Names of linear layers in native families.
-_LINEARS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+#: Names of linear layers and experts in native families; Mixtral's experts have the last three.
+_PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+_LINEARS = *_PROJECTIONS, ".w1.weight", ".w2.weight", ".w3.weight"
 _SCALES = 1e-3  # bytes per weight: a float32 for each output, or fewer
 
-FP8 = WeightFormat("fp8.Fp8LinearMethod", lambda dtype: 1 + _SCALES)
+FP8 = WeightFormat("fp8.Fp8LinearMethod", lambda dtype: 1 + _SCALES, experts_method="fp8_experts.Fp8Experts")
 
 
 def is_linear(name: str) -> bool:
-    """Whether a checkpoint's tensor is the weight of a linear layer."""
+    """Whether a checkpoint's tensor is the weight of a linear layer, or of one expert's."""
     return name.endswith(_LINEARS)
 
 

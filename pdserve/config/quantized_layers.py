@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import msgspec
 
 from pdserve.config.kept_weights import fp8_blocks, is_linear, kept_format
 from pdserve.config.model_config import ModelConfig
+from pdserve.config.moe import MoEConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.weight_formats import UNQUANTIZED
 
+_FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # as transformers 5 saves experts
+_GROUPS = (32, 64, 128)  # inputs that share a scale in the grouped products of experts
 
-def kept_problem(model: ModelConfig, parallel: ParallelConfig, unquantized: Collection[str] = ()) -> str:
+
+def kept_problem(
+    model: ModelConfig, parallel: ParallelConfig, unquantized: Collection[str] = (), quantized: Collection[str] = ()
+) -> str:
     """Say why V2 cannot keep the quantized weights of a model; empty if it can, or if none are quantized.
 
-    ``unquantized`` names the tensors that are stored unquantized.
+    ``unquantized`` and ``quantized`` name the weights that are stored so.
     """
     if model.weight_format == UNQUANTIZED:
         return ""
     if kept_format(model.weight_format, model.quantization) is None:
         return f"V2 runs unquantized and FP8 weights; these are {model.weight_format}"
-    if model.moe is not None:
-        return f"V2 keeps {model.weight_format} weights of dense models only; {model.architecture} has experts"
     left_out = next((name for name in sorted(unquantized) if is_linear(name)), None)
     if left_out is not None:
         return f"V2 needs all linear layers in {model.weight_format}, but {left_out} is stored unquantized"
     group = fp8_blocks(model.quantization)[1]
-    for name, size in (("o_proj", model.num_heads * model.head_dim), ("down_proj", model.intermediate_size)):
+    if model.moe is not None and (problem := _experts_problem(model, model.moe, group, quantized)):
+        return problem
+    for name, size in _sliced_inputs(model, parallel):
         share = size // parallel.tp
-        if parallel.tp > 1 and group and share % group:
+        if group and share % group:
             return f"tp {parallel.tp} gives {name} {share} inputs per shard, which cuts its scale blocks of {group}"
     return ""
+
+
+def _experts_problem(model: ModelConfig, moe: MoEConfig, group: int, quantized: Collection[str]) -> str:
+    if moe.has_bias:
+        return f"V2 keeps {model.weight_format} experts without biases; {model.architecture} has some"
+    if group and group not in _GROUPS:
+        sizes = ", ".join(map(str, _GROUPS))
+        return f"V2 keeps experts with a scale per {sizes} or all inputs; {model.weight_format} has {group}"
+    fused = next((name for name in sorted(quantized) if name.endswith(_FUSED)), None)
+    return "" if fused is None else f"V2 keeps experts that are stored one by one, but {fused} has all of a layer"
+
+
+def _sliced_inputs(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, int]]:
+    """Yield the layers whose inputs tensor shards divide, and their inputs."""
+    if parallel.tp == 1:
+        return
+    yield "o_proj", model.num_heads * model.head_dim
+    moe = model.moe
+    if moe is None or moe.dense_layers:
+        yield "down_proj", model.intermediate_size
+    if moe is not None and parallel.ep == 1:
+        yield "the experts' down_proj", moe.intermediate_size
+    if moe is not None and moe.shared_intermediate_size:
+        yield "the shared experts' down_proj", moe.shared_intermediate_size
 
 
 def keep_quantized(model: ModelConfig, decision: Decision) -> ModelConfig:

@@ -69,7 +69,7 @@ def resolve(
         model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on", options.ep
     )
     weights = _find_weights(model, model_dir) if options.reads_weights else None
-    problem = kept_problem(model, parallel, weights.plain if weights else ())
+    problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
     decision = _choose_runner(options, platform, model, backend, pooling, problem, environ.get(VARIABLE))
     compat_model, model = model, keep_quantized(model, decision)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:

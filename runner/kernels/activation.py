@@ -1,4 +1,4 @@
-"""silu(gate) * up. The plain form is in ``reference.py``."""
+"""Activations of gates and ups. The plain forms are in ``reference.py``."""
 
 from __future__ import annotations
 
@@ -32,4 +32,32 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     _silu_and_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](
         gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl_options(out)
     )
+    return out
+
+
+@triton.jit
+def _clamped_swiglu_kernel(gate_up, out, alpha, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid (tokens, blocks of a row). Gates and ups are read together, as they alternate."""
+    wait_for_predecessor(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK
+    pairs = 2 * begin + tl.arange(0, 2 * BLOCK)
+    values = tl.load(gate_up + row * 2 * SIZE + pairs, mask=pairs < 2 * SIZE, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    product = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    columns = begin + tl.arange(0, BLOCK)
+    tl.store(out + row * SIZE + columns, product.to(out.dtype.element_ty), mask=columns < SIZE)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(alpha * gate), as ``reference.clamped_swiglu`` describes."""
+    assert gate_up.is_contiguous()
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, size)
+    if tokens:
+        _clamped_swiglu_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+            gate_up, out, alpha, limit, SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl_options(out)
+        )
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from runner.batch import Routing
 from runner.kernels.routing import SortedTokens, sort_by_expert
 
-_DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS = 16  # least rows of a tensor core product
 _UNSORTED = 4  # assignments are not sorted if experts are at least so many times as many
 _SUM_BLOCK = 1024  # values that a program sums
@@ -212,7 +212,7 @@ def _options(tile_rows: int, out_features: int, in_features: int, dtype: torch.d
         "BLOCK_IN": min(block_in, max(16, triton.next_power_of_2(in_features))),
         "GROUP": 1 if few else 8,
         # numpy, in which the interpreter multiplies, has no bfloat16.
-        "DOT": tl.float32 if interpreted else _DOT[dtype],
+        "DOT": tl.float32 if interpreted else DOT[dtype],
         "num_warps": 4 if tile_rows < 128 else 8,
         "num_stages": 2 if exact else 4 if few else 3,
     }

@@ -32,6 +32,17 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(alpha * gate) [rows, size] of gates and ups [rows, 2 * size] that alternate.
+
+    Gates are at most ``limit``, ups within ±``limit``. Computed in float32 (gpt-oss, arXiv 2508.10925).
+    """
+    gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    inner: Tensor = (up + 1) * gate * torch.sigmoid(alpha * gate)
+    return inner.to(gate_up.dtype)
+
+
 def expand_cos_sin(rotary: RotaryCosSin, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin for ``apply_rotary``, each [tokens, 1, head_dim] in ``dtype``."""
     cos = torch.cat((rotary.cos, rotary.cos), -1)[:, None]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
-from quantized_checkpoints import FORMATS, quantize
+from quantized_checkpoints import FORMATS, fp8_blocks, quantize
 from safetensors.torch import load_file, save_file
 from stepper import Stepper
 from torch import Tensor
@@ -19,8 +20,12 @@ from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
 from runner.kernels import fp8_products
-from runner.models.layers.weight_shard import ShardRange
+from runner.kernels.expert_reference import choose_experts
+from runner.kernels.reference import silu_and_mul
+from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
+from runner.models.quantization import ExpertsShard
 from runner.models.quantization.fp8 import E4M3, Fp8LinearMethod
+from runner.models.quantization.fp8_experts import Fp8Experts
 from runner.placement import TensorPlacement
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,6 +58,59 @@ def test_tokens_on_v2_are_those_of_the_dequantized_model(name: str, tmp_path: Pa
     assert result.output == reference_greedy(reference_model(plain), PROMPT, 4)
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_tokens_of_fp8_experts_are_those_of_the_dequantized_model(backend: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", num_hidden_layers=1, hidden_size=192)
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
+    config = node_config(quantized, runner="V2", attention_backend=backend, device=DEVICE.type, num_blocks=8)
+    model_runner = runner.build(config, lambda stage, fraction: None)
+    decoder: Any = model_runner._model.decoder  # type: ignore[attr-defined]
+    assert decoder.layers[0].mlp._block._experts._down.weight.dtype == E4M3
+    (result,) = Stepper(model_runner).generate([PROMPT], 3)
+    assert result.output == reference_greedy(reference_model(plain), PROMPT, 3)
+
+
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_shards_of_fp8_experts_sum_to_the_whole(use_triton: bool) -> None:
+    """Tensor shards slice experts along scale blocks; expert shards have whole experts."""
+    num_experts, hidden, inner, quantizer = 4, 40, 64, fp8_blocks(32, "weight_scale")
+    stored: dict[str, Tensor] = {}
+    for index in range(num_experts):
+        for name, size in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
+            tensors, _ = quantizer("m", random(*size, seed=len(stored)))
+            stored |= in_rows(tensors, f"{index}.{name}", 32)
+    options = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    placement = TensorPlacement(DEVICE, torch.float32, torch.float32, use_triton=use_triton)
+    x = random(5, hidden).to(DEVICE)
+    routing = choose_experts(
+        random(5, num_experts).to(DEVICE), None, top_k=2, sigmoid=False, renormalize=True, groups=(1, 1), scale=1.0
+    )
+
+    def output(local: range, part: ShardRange) -> Tensor:
+        experts = Fp8Experts(ExpertsShard(local, num_experts, hidden, part), silu_and_mul, placement, options)
+        group = WeightGroup(experts.weight_shards, experts.process_weights_after_loading)
+
+        def fill_all(shards: Mapping[str, WeightShard]) -> None:
+            for name, shard in shards.items():
+                assert stored[name].shape == shard.full_shape
+                shard.memory.copy_(stored[name][shard.index])
+
+        group.refill(fill_all)
+        group.refill(fill_all)  # a reload
+        return experts.apply(x, routing)
+
+    full = ShardRange.full(inner)
+    whole = output(range(num_experts), full)
+    slices = [output(range(num_experts), ShardRange(start, 32, inner)) for start in (0, 32)]
+    torch.testing.assert_close(sum(slices), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+    parts = [output(local, full) for local in (range(3), range(3, 4))]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+
 def load(
     config: dict[str, Any], stored: dict[str, Tensor], weights: list[Tensor], part: slice, placement: TensorPlacement
 ) -> Fp8LinearMethod:
@@ -77,7 +135,7 @@ def fill(linear: Fp8LinearMethod, stored: dict[str, Tensor], weights: list[Tenso
     linear.process_weights_after_loading()
 
 
-def in_rows(stored: dict[str, Tensor], index: int, block: int) -> dict[str, Tensor]:
+def in_rows(stored: dict[str, Tensor], index: int | str, block: int) -> dict[str, Tensor]:
     """Return stored tensors as they are filled: with a row of scales for each output."""
     weight = next(tensor for key, tensor in stored.items() if key.endswith(".weight"))
     scales = next(tensor for key, tensor in stored.items() if "_scale" in key and "input" not in key).float()
@@ -175,6 +233,18 @@ def test_tensor_shards_that_cut_scale_blocks_are_refused(tmp_path: Path) -> None
     assert kept_problem(model, choose_parallel_config(model, pp=2, tp=1)) == ""
     problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=2))
     assert problem == "tp 2 gives o_proj 64 inputs per shard, which cuts its scale blocks of 128"
+
+
+def test_experts_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", hidden_size=256, head_dim=64, moe_intermediate_size=192)
+    model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))
+    assert kept_problem(model, choose_parallel_config(model, pp=1, tp=1)) == ""
+    assert kept_problem(model, choose_parallel_config(model, pp=1, tp=2, ep=2)) == ""
+    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=2))
+    assert problem == "tp 2 gives the experts' down_proj 96 inputs per shard, which cuts its scale blocks of 128"
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=1), (), [fused])
+    assert problem == f"V2 keeps experts that are stored one by one, but {fused} has all of a layer"
 
 
 def test_a_linear_layer_that_is_left_out_is_named(tmp_path: Path) -> None:

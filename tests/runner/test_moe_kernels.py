@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.batch import Routing
-from runner.kernels import expert_reference
+from runner.kernels import activation, expert_reference, reference
+from runner.kernels.grouped_fp8 import grouped_fp8
 from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
 from runner.kernels.reference import silu_and_mul
 from runner.kernels.routing import choose_experts
@@ -80,6 +81,50 @@ def test_grouped_products_equal_torch(tokens: int, local: range) -> None:
     check_products(routing_of(tokens, 4, 2), 4, local, (40, 24), torch.float32)
 
 
+@pytest.mark.parametrize(("tokens", "size"), [(0, 8), (3, 24), (2, 1100)])
+def test_clamped_swiglu_equals_torch(tokens: int, size: int) -> None:
+    gate_up = random(tokens, 2 * size) * 5
+    expected = reference.clamped_swiglu(gate_up, 1.702, 7.0)
+    torch.testing.assert_close(activation.clamped_swiglu(gate_up, 1.702, 7.0), expected)
+
+
+@pytest.mark.parametrize(("local", "tokens"), [(range(3, 6), 40), (range(6), 1), (range(6), 5)])
+@pytest.mark.parametrize(("row_block", "group"), [(1, 80), (32, 32)])
+def test_grouped_fp8_products_are_those_of_dequantized_weights(
+    tokens: int, local: range, row_block: int, group: int
+) -> None:
+    check_fp8(routing_of(tokens, 6, 2), local, (72, 80), (row_block, group), in_fp8=False, tolerance=1e-4)
+
+
+def test_grouped_products_of_fp8_activations_err_by_their_rounding() -> None:
+    for sizes, blocks in (((40, 64), (32, 32)), ((40, 64), (1, 64))):
+        check_fp8(routing_of(70, 2, 2), range(2), sizes, blocks, in_fp8=True, tolerance=0.04)
+
+
+def check_fp8(
+    routing: Routing,
+    local: range,
+    sizes: tuple[int, int],
+    blocks: tuple[int, int],
+    in_fp8: bool,
+    tolerance: float,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compare the products of local experts with dequantized weights; the error's norm is relative."""
+    (out, columns), (row_block, group), top_k = sizes, blocks, routing.experts.shape[1]
+    weight = (random(len(local), out, columns) * 50).to(torch.float8_e4m3fn)
+    shape = len(local), -(-out // row_block), -(-columns // group)
+    scales = random(*shape, seed=1).abs() * 1e-3
+    x = random(len(routing.experts), columns, dtype=dtype, seed=2)
+    found = grouped_fp8(x, weight, scales, row_block, group, group_rows(routing.experts, local), in_fp8)
+    spread = scales.repeat_interleave(row_block, 1)[:, :out].repeat_interleave(group, 2)[..., :columns]
+    every = torch.einsum("ti,eoi->teo", x.float(), weight.float() * spread)
+    chosen = routing.experts.flatten().long() - local.start
+    mine = (chosen >= 0) & (chosen < len(local))
+    expected = every[torch.arange(len(x), device=DEVICE).repeat_interleave(top_k)[mine], chosen[mine]]
+    assert (found[mine].float() - expected).norm() <= tolerance * expected.norm()
+
+
 def test_few_tokens_of_many_experts_are_not_sorted() -> None:
     routing = routing_of(3, 64, 2)
     routing.experts[1] = routing.experts[0]
@@ -118,6 +163,17 @@ def test_grouped_products_on_a_gpu_equal_torch(
     routing = routing_of(tokens, num_experts, top_k, unused)
     check_products(routing, num_experts, range(num_experts), (512, 192), dtype)
     check_products(routing, num_experts, range(num_experts // 2, num_experts), (512, 192), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("tokens", [1, 2, 32, 256, 2048, 8192])
+@pytest.mark.parametrize(("row_block", "group"), [(1, 512), (128, 128)])
+def test_grouped_fp8_products_on_a_gpu(tokens: int, row_block: int, group: int) -> None:
+    routing, bfloat16 = routing_of(tokens, 128, 8), torch.bfloat16
+    for local in (range(128), range(64, 128)):
+        check_fp8(routing, local, (384, 512), (row_block, group), True, 0.04, bfloat16)
+        check_fp8(routing, local, (384, 512), (row_block, group), False, 0.005, bfloat16)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch import Tensor
 from pdserve.config.moe import MoEConfig
 from runner.batch import Routing
 from runner.kernels.expert_reference import sum_of_experts
+from runner.kernels.reference import clamped_swiglu
 from runner.models.layers.weight_shard import WeightShard, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard
 from runner.placement import TensorPlacement
@@ -52,21 +53,18 @@ class BiasedExperts(ExpertsMethod):
         local = self._shard.local
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
+        from runner.kernels import activation
         from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
 
         rows = group_rows(routing.experts, local)
-        inner = self._activation(grouped_gemm(x, self._gate_up, rows, self._gate_up_bias))
+        inner = activation.clamped_swiglu(
+            grouped_gemm(x, self._gate_up, rows, self._gate_up_bias), self._alpha, self._limit
+        )
         return sum_experts(grouped_gemm(inner, self._down, rows, self._down_bias), routing, local, shared)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start
         weights = self._gate_up[index], self._gate_up_bias[index], self._down[index], self._down_bias[index]
         gate_up, gate_up_bias, down, down_bias = (weight.to(x.dtype) for weight in weights)
-        return F.linear(self._activation(F.linear(x, gate_up, gate_up_bias)), down, down_bias)
-
-    def _activation(self, gate_up: Tensor) -> Tensor:
-        """Return (up + 1) * gate * sigmoid(alpha * gate), [rows, size], of gates and ups [rows, 2 * size]."""
-        gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
-        gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-        inner: Tensor = (up + 1) * gate * torch.sigmoid(self._alpha * gate)
-        return inner.to(gate_up.dtype)
+        inner = clamped_swiglu(F.linear(x, gate_up, gate_up_bias), self._alpha, self._limit)
+        return F.linear(inner, down, down_bias)

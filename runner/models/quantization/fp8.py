@@ -67,7 +67,8 @@ class Fp8LinearMethod(LinearMethod):
         else:
             self.scales = kept
         self._rows = self.scales if self._row_block == 1 else self._rows.to("meta")
-        if self._products is None and self._computes_in_fp8():
+        group = self._group if self._has_blocks else 0
+        if self._products is None and computes_in_fp8(self.weight, group, self._placement):
             self._products = Fp8Products(self.weight, self.scales, self._row_block, self._group)
 
     def restore_weights(self) -> None:
@@ -92,12 +93,15 @@ class Fp8LinearMethod(LinearMethod):
         shape = out_features, -(-in_features // self._group)
         return torch.empty(shape, device=self.weight.device, dtype=torch.float32)
 
-    def _computes_in_fp8(self) -> bool:
-        device, aligned = self.weight.device, all(size % _ALIGNED == 0 for size in self.weight.shape)
-        if not self._placement.use_triton or device.type != "cuda" or self._placement.dtype != torch.bfloat16:
-            return False
-        groups_fit = not self._has_blocks or (self._group in (64, 128) and self.weight.shape[1] % self._group == 0)
-        return aligned and groups_fit and torch.cuda.get_device_capability(device) >= _FASTEST_LEAST
+
+def computes_in_fp8(weight: Tensor, group: int, placement: TensorPlacement) -> bool:
+    """Whether Hopper's products take a weight [outputs, inputs] with scales per ``group`` inputs; 0: for all."""
+    device = weight.device
+    if not placement.use_triton or device.type != "cuda" or placement.dtype != torch.bfloat16:
+        return False
+    groups_fit = not group or (group in (64, 128) and weight.shape[1] % group == 0)
+    aligned = all(size % _ALIGNED == 0 for size in weight.shape)
+    return aligned and groups_fit and torch.cuda.get_device_capability(device) >= _FASTEST_LEAST
 
 
 class Fp8Products:

@@ -1,0 +1,123 @@
+"""Experts whose FP8 weights (E4M3) stay in FP8 in memory, with a scale per output or per block.
+
+Tiles of few rows multiply activations as they are: their time is the time to read the weights. GPUs of compute
+capability 9.0 or later quantize the activations of larger tiles, as ``fp8.py`` does. Without Triton an expert is
+dequantized for each use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.config.kept_weights import fp8_blocks
+from runner.batch import Routing
+from runner.kernels.expert_reference import sum_of_experts
+from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
+from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.models.quantization.fp8 import E4M3, computes_in_fp8
+from runner.placement import TensorPlacement
+
+
+class Fp8Experts(ExpertsMethod):
+    """Grouped products on GPUs; on CPUs one product per expert."""
+
+    def __init__(
+        self,
+        shard: ExpertsShard,
+        activation: Callable[[Tensor], Tensor],
+        placement: TensorPlacement,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._shard, self._activation, self._use_triton = shard, activation, placement.use_triton
+        num_experts, inner, hidden_size = len(shard.local), shard.inner, shard.hidden_size
+        rows, group = fp8_blocks(options or {})
+        assert not group or inner.start % group == 0, "kept_problem refuses it"
+        cut = gcd(rows, inner.start, inner.size)
+        self._gate_up = Fp8Stack((num_experts, 2 * inner.size, hidden_size), cut, group, placement)
+        self._down = Fp8Stack((num_experts, hidden_size, inner.size), rows, group, placement)
+
+    def weight_shards(self) -> WeightShards:
+        hidden, inner = ShardRange.full(self._shard.hidden_size), self._shard.inner
+        for index, expert in enumerate(self._shard.local):
+            yield from self._gate_up.shards(f"{expert}.gate_proj", index, 0, inner, hidden)
+            yield from self._gate_up.shards(f"{expert}.up_proj", index, inner.size, inner, hidden)
+            yield from self._down.shards(f"{expert}.down_proj", index, 0, hidden, inner)
+
+    def process_weights_after_loading(self) -> None:
+        self._gate_up.process()
+        self._down.process()
+
+    def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+        local = self._shard.local
+        if not self._use_triton:
+            return sum_of_experts(x, routing, local, self._expert, shared)
+        from runner.kernels.grouped_fp8 import grouped_fp8
+        from runner.kernels.grouped_gemm import group_rows, sum_experts
+
+        rows = group_rows(routing.experts, local)
+        inner = self._activation(grouped_fp8(x, *self._gate_up.operands, rows, self._gate_up.in_fp8))
+        return sum_experts(grouped_fp8(inner, *self._down.operands, rows, self._down.in_fp8), routing, local, shared)
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        index = number - self._shard.local.start
+        inner = self._activation(F.linear(x, self._gate_up.dequantized(index, x.dtype)))
+        return F.linear(inner, self._down.dequantized(index, x.dtype))
+
+
+class Fp8Stack:
+    """``weight`` [experts, outputs, inputs] E4M3; ``scales`` [experts, row blocks, groups of inputs] float32."""
+
+    def __init__(self, shape: tuple[int, int, int], row_block: int, group: int, placement: TensorPlacement) -> None:
+        """``row_block`` outputs share a scale, and ``group`` inputs; 0: all inputs."""
+        experts, outputs, inputs = shape
+        self._row_block, self._group, self._has_blocks = row_block, group or inputs, group > 0
+        self.weight = torch.empty(shape, device=placement.device, dtype=E4M3)
+        groups = -(-inputs // self._group)
+        self._rows = torch.empty(experts, outputs, groups, device=placement.device, dtype=torch.float32)
+        self.scales: Tensor | None = None
+        self.in_fp8 = computes_in_fp8(self.weight[0], self._group if group else 0, placement)
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, int, int]:
+        """Weight, scales, and the outputs and inputs that share a scale."""
+        assert self.scales is not None
+        return self.weight, self.scales, self._row_block, self._group
+
+    def shards(self, name: str, index: int, first: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
+        """Yield one expert's projection, whose memory begins at row ``first``; a row of scales per output."""
+        rows = slice(first, first + outputs.size)
+        dim, start = (0, outputs.start) if inputs.size == inputs.full_size else (1, inputs.start)
+        full_shape = outputs.full_size, inputs.full_size
+        yield f"{name}.weight", WeightShard(self.weight[index, rows], full_shape, dim, start)
+        full_shape = outputs.full_size, -(-inputs.full_size // self._group) if self._has_blocks else 1
+        dim, start = (1, start // self._group) if dim and self._has_blocks else (0, outputs.start)
+        memory = self._rows[index, rows]
+        yield f"{name}.weight_scale", WeightShard(memory, full_shape, dim, start, restore=self.restore)
+
+    def process(self) -> None:
+        """Keep a row of scales for each block of outputs, always at the same address: captured graphs read it."""
+        kept = self._rows[:, :: self._row_block]
+        if self.scales is None:
+            self.scales = kept.contiguous()
+        else:
+            self.scales.copy_(kept)
+        self._rows = self.scales if self._row_block == 1 else self._rows.to("meta")
+
+    def restore(self) -> None:
+        """Undo ``process``."""
+        if self._rows.is_meta:
+            assert self.scales is not None
+            self._rows = self.scales.repeat_interleave(self._row_block, 1)[:, : self.weight.shape[1]].contiguous()
+
+    def dequantized(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Return one expert's weight [outputs, inputs] in ``dtype``, rounded once from float32."""
+        assert self.scales is not None
+        outputs, inputs = self.weight.shape[1:]
+        scales = self.scales[index].repeat_interleave(self._row_block, 0)[:outputs]
+        return (self.weight[index].float() * scales.repeat_interleave(self._group, 1)[:, :inputs]).to(dtype)
