@@ -71,6 +71,7 @@ def test_ctrl_c_stops_an_answer_and_then_only_clears_the_line(fleet: Fleet) -> N
         interrupt = partial(screen.process.send_signal, signal.SIGINT)
         interrupt()  # again if readline had shown its prompt but did not wait yet: then it notices only the next signal
         screen.read_text("Ctrl-D or /exit ends the chat.", repeat=interrupt)
+        screen.read_text("> ")  # before it, the terminal itself would take the Ctrl-D
         screen.press("\x04")
         assert screen.wait() == 0
 
