@@ -116,9 +116,8 @@ class EngineClient:
         Raises the error that it reports, or EngineDied.
         """
         self._started = asyncio.get_running_loop().create_future()
-        agent = (
-            self._agent and f"{self._agent}-{next(self._starts)}"
-        )  # stale references to an earlier start cannot match
+        # Stale references to an earlier start cannot match.
+        agent = self._agent and f"{self._agent}-{next(self._starts)}"
         ours, theirs = socket.socketpair()
         heartbeats, their_heartbeats = socket.socketpair()
         with theirs, their_heartbeats:

@@ -181,7 +181,7 @@ def test_an_incompatible_handshake_gets_no_memory_regions(nodes: Nodes) -> None:
         )
         reply = stub.Handshake(good)
         assert reply.epoch == nodes.prefill.describe().epoch
-        assert reply.ranks[0].agent.endswith(reply.epoch)
+        assert reply.epoch in reply.ranks[0].agent
         wrong = pb.HandshakeRequest()
         wrong.CopyFrom(good)
         wrong.compat_hash = "0" * 64
