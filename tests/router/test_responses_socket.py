@@ -16,6 +16,8 @@ import trustme
 from certificates import write_https
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
+from websockets.asyncio.client import ClientConnection as TlsConnection
+from websockets.asyncio.client import connect as connect_tls
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -23,13 +25,15 @@ from pdserve.api_keys import key_entry, new_key
 from router.gate.keys import Client
 from router.text.tokenizer import Tokenizer
 
+LAST = "response.completed", "response.incomplete", "response.failed", "error"
 Say = Callable[..., dict[str, Any]]
 
 
 @contextmanager
 def socket(router: RouterProcess, path: str = "/v1/responses", **fields: Any) -> Iterator[ClientConnection]:
-    url = f"{'wss' if 'ssl' in fields else 'ws'}://{router.address}{path}"
-    with connect(url, proxy=None, compression=None, open_timeout=20, close_timeout=1, **fields) as opened:
+    with connect(
+        f"ws://{router.address}{path}", proxy=None, compression=None, open_timeout=20, close_timeout=1, **fields
+    ) as opened:
         yield opened
 
 
@@ -49,13 +53,17 @@ def events(opened: ClientConnection, message: dict[str, Any] | str | bytes | Non
     if message is not None:
         opened.send(json.dumps(message) if isinstance(message, dict) else message, text=True)
     found: list[dict[str, Any]] = []
-    while not found or found[-1]["type"] not in (
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-        "error",
-    ):
+    while not found or found[-1]["type"] not in LAST:
         found.append(json.loads(opened.recv(timeout=20)))
+    return found
+
+
+async def events_over_tls(opened: TlsConnection, message: str) -> list[dict[str, Any]]:
+    """``events`` of the asyncio client: threads may not share a TLS connection before Python 3.13."""
+    await opened.send(message)
+    found: list[dict[str, Any]] = []
+    while not found or found[-1]["type"] not in LAST:
+        found.append(json.loads(await asyncio.wait_for(opened.recv(), 20)))
     return found
 
 
@@ -222,14 +230,21 @@ def test_turns_over_tls(reading_dir: Path, scripted_node: ScriptedNode, say: Say
     write_https(cert, key, ca)
     ca.configure_trust(trust)
     flags = ["--decode", scripted_node.address, "--tls-cert", str(cert), "--tls-key", str(key)]
-    with router_process(reading_dir, flags) as router:
-        with socket(router, ssl=trust) as opened:
-            first = events(opened, say("one"))
+
+    async def take_turns(address: str) -> None:
+        url = f"wss://{address}/v1/responses"
+        async with connect_tls(
+            url, ssl=trust, proxy=None, compression=None, open_timeout=20, close_timeout=1
+        ) as opened:
+            first = await events_over_tls(opened, json.dumps(say("one")))
             assert text_of(first) == "one"
             last = first[-1]["response"]["id"]
             # More than a record of TLS holds, in both directions.
             long = json.dumps(say("fox " * 5000, previous_response_id=last)) + " " * 50_000
-            assert text_of(events(opened, long)) == "fox " * 5000
+            assert text_of(await events_over_tls(opened, long)) == "fox " * 5000
+
+    with router_process(reading_dir, flags) as router:
+        asyncio.run(take_turns(router.address))
         with pytest.raises((InvalidHandshake, OSError, EOFError)), socket(router):
             pass
 
