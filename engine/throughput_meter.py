@@ -61,7 +61,7 @@ class LineFit:
 
 
 class ChunkCost(NamedTuple):
-    """What prompts add to a step that decodes, in seconds; ``ChunkFit`` explains the terms."""
+    """Seconds that prompts add to a step that decodes. ``ChunkFit`` explains the terms."""
 
     token: LinearCost  # by context
     hidden: float = 0.0
@@ -181,7 +181,7 @@ class ThroughputMeter:
 
     @property
     def chunk(self) -> ChunkCost | None:
-        """What prompts add to a step that decodes; None while no step had prompts."""
+        """The cost that prompts add to a step that decodes; None while no step had prompts."""
         if self._chunk is None and self._prompts:
             return ChunkCost(LinearCost(self._prompts.line.slope))
         return self._chunk

@@ -116,7 +116,7 @@ class WeightSource(Protocol):
 
     @property
     def offer(self) -> RankWeights:
-        """What a reader needs."""
+        """Addresses and names of the tensors, for a reader."""
 
     def close(self) -> None:
         """Deregister them. Idempotent."""

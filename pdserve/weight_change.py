@@ -9,7 +9,7 @@ WHEN = (WAIT, ABORT)  # running requests end first, or end now with an error tha
 
 
 class WeightChange(msgspec.Struct, frozen=True):
-    """What replaces the weights in memory: exactly one of the two paths, on the host of each rank."""
+    """A checkpoint or a patch that replaces weights in memory. One path is set, on the host of each rank."""
 
     model_dir: str = ""  # another checkpoint of the same architecture and shape
     patch: str = ""  # a file of new values for some tensors (pdserve/checkpoint/weight_patch.py)

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc
 
@@ -214,8 +214,9 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
     def _allowed(self, model_dir: str) -> str:
         """Return the directory that is meant, without links. Raises ConfigError outside of the allowed one."""
         self._check_allowed()
-        root, path = os.path.realpath(self._root), os.path.realpath(os.path.join(self._root, model_dir))
-        if "\0" in model_dir or os.path.commonpath([root, path]) != root:
+        root = os.path.realpath(self._root)
+        path = "/" if "\0" in model_dir else os.path.realpath(os.path.join(root, model_dir))  # no path has a NUL
+        if os.path.commonpath([root, path]) != root:
             raise ConfigError(
                 f"{cut(model_dir)} is not below {root}, the directory of --allow-weight-changes of {self._node.name}"
             )
@@ -236,9 +237,13 @@ async def _receive(pieces: AsyncIterator[pb.PatchPiece], path: Path) -> tuple[st
             size += len(piece.data)
             if size > _MAX_PATCH:
                 raise RequestError(f"the patch has more than {_MAX_PATCH} bytes, which is the limit; send several")
-            digest.update(piece.data)
-            file.write(piece.data)
+            await asyncio.to_thread(_add, piece.data, file, digest)  # a disk may take long: tokens pass this event loop
     return when, digest.hexdigest()
+
+
+def _add(data: bytes, file: BinaryIO, digest: hashlib._Hash) -> None:
+    digest.update(data)
+    file.write(data)
 
 
 @contextmanager

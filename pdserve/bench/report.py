@@ -1,4 +1,4 @@
-"""What a load found: figures, a table and histograms for a terminal, and a plot for a file."""
+"""The report of a load: figures, a table and histograms for a terminal, and a plot for a file."""
 
 from __future__ import annotations
 

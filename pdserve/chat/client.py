@@ -59,7 +59,7 @@ class _Models(msgspec.Struct):
 
 @dataclass
 class Answer:
-    """What has arrived so far."""
+    """The part of an answer that has arrived."""
 
     text: str = ""
     finish: str = ""

@@ -1,4 +1,4 @@
-"""What a simulated node has in place of weights: a digest, on which its tokens depend."""
+"""The digest that replaces weights on a simulated node. Its tokens depend on it."""
 
 from __future__ import annotations
 

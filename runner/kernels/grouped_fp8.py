@@ -14,7 +14,7 @@ from torch import Tensor
 from runner.kernels.fp8_products import quantize
 from runner.kernels.grouped_gemm import DOT, GroupedRows
 
-_MANY = 64  # rows of a tile from which FP8 activations are faster; below, weights are read as fast either way
+_MANY = 64  # rows of a tile from which activations are FP8: an estimate, not measured; below, reads of weights bound
 
 
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])

@@ -100,6 +100,7 @@ def test_refused_changes_leave_a_node_as_it_was(
     for words, reason in (
         (("reload", closed.address, "--model", "b"), "--allow-weight-changes"),
         (("reload", node.address, "--model", "../../etc"), "is not below"),
+        (("reload", node.address, "--model", "a\0b"), "is not below"),
         (("reload", node.address, "--model", "none"), "config.json"),
         (("reload", node.address, "--model", "other"), "rms_norm_eps"),
         (("patch", node.address, "--file", str(garbage)), "safetensors"),
