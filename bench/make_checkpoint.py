@@ -55,7 +55,6 @@ _LLAMA_8B = _LLAMA | {
     "num_key_value_heads": 8,
 }
 
-# Unquantized; the published checkpoints have MXFP4 experts.
 _GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -84,6 +83,19 @@ _GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 4096,
     },
 }
+
+# The published checkpoints have MXFP4 experts.
+_MXFP4: dict[str, Any] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+_GPT_OSS_20B = _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}
+_GPT_OSS_120B = _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}
 
 # FP8 as compressed-tensors writes it (per output, dynamic per token), and as DeepSeek and Qwen do (blocks).
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -154,8 +166,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B_A3B | {"quantization_config": _FP8_BLOCKS},
-    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "gpt-oss-20b-mxfp4": _GPT_OSS_20B | {"quantization_config": _MXFP4},
+    "gpt-oss-120b": _GPT_OSS_120B,
+    "gpt-oss-120b-mxfp4": _GPT_OSS_120B | {"quantization_config": _MXFP4},
     "llama-8b": _LLAMA_8B,
     "llama-8b-fp8": _LLAMA_8B | {"quantization_config": _FP8_CHANNELS},
     "llama-8b-fp8-blocks": _LLAMA_8B | {"quantization_config": _FP8_BLOCKS},

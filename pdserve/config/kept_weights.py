@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pdserve.checkpoint import quantized_weights
 from pdserve.checkpoint.quantized_weights import PLAIN
 from pdserve.config.weight_formats import UNQUANTIZED, WeightFormat, storage_rules
 
@@ -13,6 +14,9 @@ _PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "ga
 _LINEARS = *_PROJECTIONS, ".w1.weight", ".w2.weight", ".w3.weight"
 _SCALES = 1e-3  # bytes per weight: a float32 for each output, or fewer
 
+#: E2M1, and a byte for 32 of them; gpt-oss's experts have it, its other layers are unquantized.
+MXFP4 = WeightFormat(bytes_per_expert_weight=lambda dtype: 0.5 + 1 / MXFP4_BLOCK)
+MXFP4_BLOCK = 32  # inputs that share a scale
 FP8 = WeightFormat("fp8.Fp8LinearMethod", lambda dtype: 1 + _SCALES, experts_method="fp8_experts.Fp8Experts")
 
 
@@ -36,5 +40,7 @@ def kept_format(weight_format: str, options: Mapping[str, Any]) -> WeightFormat 
     if weight_format == UNQUANTIZED:
         return None
     rules = storage_rules(weight_format, options) or ()
+    if any(rule.packing == quantized_weights.MXFP4 for rule in rules):
+        return MXFP4
     kept = all(rule.packing == PLAIN and rule.dtype == "F8_E4M3" and not rule.has_zero_points for rule in rules)
     return FP8 if rules and kept and len({rule.block[1] for rule in rules}) == 1 else None

@@ -206,20 +206,20 @@ def vocabulary_of(model: ModelConfig, position: RankPosition) -> range:
 
 def num_parameters(model: ModelConfig, position: RankPosition) -> int:
     """Count a rank's parameters without norms and biases; a tied output projection counts beside the embedding."""
-    return _library_parameters(model, position) or sum(_linear_and_table_parameters(model, position))
+    return _library_parameters(model, position) or sum(_parameters(model, position))
 
 
 def active_parameters(model: ModelConfig, position: RankPosition) -> int:
     """Count the parameters that a token uses: ``num_parameters`` less the experts that its router does not choose."""
-    return _library_parameters(model, position) or sum(_linear_and_table_parameters(model, position, active=True))
+    return _library_parameters(model, position) or sum(_parameters(model, position, active=True))
 
 
 def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
     """Return the bytes of a rank's weights: linear layers in the model's weight format, the rest in ``dtype``."""
     if model.num_weights:
         return _library_parameters(model, position) * DTYPE_BYTES[dtype]
-    linear, tables = _linear_and_table_parameters(model, position)
-    return int(linear * model.linear_format.bytes_per_weight(dtype)) + tables * DTYPE_BYTES[dtype]
+    linear, experts, tables = _parameters(model, position)
+    return model.linear_format.num_bytes(linear, experts, dtype) + tables * DTYPE_BYTES[dtype]
 
 
 def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
@@ -230,8 +230,8 @@ def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
     return (of_stage + num_tables * model.vocab_size * model.hidden_size) // parallel.tp if model.num_weights else 0
 
 
-def _linear_and_table_parameters(model: ModelConfig, position: RankPosition, active: bool = False) -> tuple[int, int]:
-    """Count the weights of linear layers, and those of tables and routers; of the ``active`` experts, or of all."""
+def _parameters(model: ModelConfig, position: RankPosition, active: bool = False) -> tuple[int, int, int]:
+    """Count the weights of linear layers, of the ``active`` or all experts, and of tables and routers."""
     mine = shard_of(model, position)
     attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
     layers = position.layers
@@ -240,10 +240,11 @@ def _linear_and_table_parameters(model: ModelConfig, position: RankPosition, act
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
     dense, moe = 3 * mine.hidden_size * mine.intermediate_size, mine.moe
     if moe is None or model.moe is None:
-        return mine.num_layers * attention + len(mlps) * dense, tables
+        return mine.num_layers * attention + len(mlps) * dense, 0, tables
     num_dense = sum(model.moe.is_dense(layer) for layer in mlps)
     num_moe = len(mlps) - num_dense
     used = min(moe.top_k, moe.num_experts) if active else moe.num_experts
-    experts = 3 * mine.hidden_size * (used * moe.intermediate_size + moe.shared_intermediate_size)
+    expert, shared = 3 * mine.hidden_size * moe.intermediate_size, 3 * mine.hidden_size * moe.shared_intermediate_size
     routers = num_moe * model.moe.num_experts * mine.hidden_size
-    return mine.num_layers * attention + num_dense * dense + num_moe * experts, tables + routers
+    linear = mine.num_layers * attention + num_dense * dense + num_moe * shared
+    return linear, num_moe * used * expert, tables + routers

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from pdserve.config.kept_weights import fp8_blocks, is_linear, kept_format
+from pdserve.config.kept_weights import MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.moe import MoEConfig
 from pdserve.config.parallel import ParallelConfig
@@ -26,8 +26,11 @@ def kept_problem(
     """
     if model.weight_format == UNQUANTIZED:
         return ""
-    if kept_format(model.weight_format, model.quantization) is None:
-        return f"V2 runs unquantized and FP8 weights; these are {model.weight_format}"
+    kept = kept_format(model.weight_format, model.quantization)
+    if kept is None:
+        return f"V2 runs unquantized, FP8 and MXFP4 weights; these are {model.weight_format}"
+    if kept is MXFP4:
+        return _mxfp4_problem(model, parallel, unquantized)
     left_out = next((name for name in sorted(unquantized) if is_linear(name)), None)
     if left_out is not None:
         return f"V2 needs all linear layers in {model.weight_format}, but {left_out} is stored unquantized"
@@ -37,7 +40,25 @@ def kept_problem(
     for name, size in _sliced_inputs(model, parallel):
         share = size // parallel.tp
         if group and share % group:
-            return f"tp {parallel.tp} gives {name} {share} inputs per shard, which cuts its scale blocks of {group}"
+            return _cut(parallel, name, share, group)
+    return ""
+
+
+def _cut(parallel: ParallelConfig, name: str, share: int, block: int) -> str:
+    return f"tp {parallel.tp} gives {name} {share} inputs per shard, which cuts its scale blocks of {block}"
+
+
+def _mxfp4_problem(model: ModelConfig, parallel: ParallelConfig, unquantized: Collection[str]) -> str:
+    moe = model.moe
+    if moe is None or not moe.has_bias:
+        return f"V2 keeps the MXFP4 experts of gpt-oss; this is {model.architecture}"
+    plain = next((name for name in sorted(unquantized) if name.endswith(_FUSED)), None)
+    if plain is not None:
+        return f"V2 needs all experts in MXFP4, but {plain} is stored unquantized"
+    inner = moe.intermediate_size * parallel.ep // parallel.tp
+    for name, share in (("gate_up_proj", model.hidden_size), ("down_proj", inner)):
+        if share % MXFP4_BLOCK:
+            return _cut(parallel, f"the experts' {name}", share, MXFP4_BLOCK)
     return ""
 
 

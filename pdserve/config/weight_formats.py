@@ -33,6 +33,12 @@ class WeightFormat(msgspec.Struct, frozen=True):
     bytes_per_weight: Callable[[str], float] = DTYPE_BYTES.__getitem__  # of linear layers, by the model's dtype
     storage_rules: Callable[[Mapping[str, Any]], Rules] | None = None  # raises _Unsupported; None: loaded as stored
     experts_method: str = "unquantized_experts.UnquantizedExperts"
+    bytes_per_expert_weight: Callable[[str], float] | None = None  # None: as those of linear layers
+
+    def num_bytes(self, linear: int, experts: int, dtype: str) -> int:
+        """Return the bytes of weights of linear layers and of experts."""
+        of_experts = self.bytes_per_expert_weight or self.bytes_per_weight
+        return int(linear * self.bytes_per_weight(dtype) + experts * of_experts(dtype))
 
 
 def _choice(options: Mapping[str, Any], name: str, supported: tuple[Any, ...], default: Any = None) -> Any:

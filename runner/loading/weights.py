@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pdserve.checkpoint.kv_scales import is_kv_scale
-from pdserve.checkpoint.quantized_weights import find_weights
+from pdserve.checkpoint.quantized_weights import MXFP4, find_weights
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.kept_weights import is_linear
 from pdserve.config.model_config import NATIVE, ModelConfig
@@ -38,6 +38,7 @@ _EMBEDDING = "embed_tokens.weight"  # of a body
 
 _DUMMY_DEVIATION = 0.02
 _DUMMY_FP8_DEVIATION = 64.0  # of FP8 values before their scale; they end at 448
+_DUMMY_E8M0 = 120  # 2^-7, which leaves random E2M1 values a deviation of 0.023
 
 
 def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
@@ -55,6 +56,11 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
         generator = torch.Generator(memory.device).manual_seed(int.from_bytes(key.digest(), "little"))
         if name.endswith("_scale"):
             memory.fill_(_DUMMY_DEVIATION / _DUMMY_FP8_DEVIATION)
+        elif name.endswith("_scales"):
+            memory.fill_(_DUMMY_E8M0)
+        elif memory.dtype == torch.uint8:
+            full = memory if memory.shape == shard.full_shape else memory.new_empty(shard.full_shape)
+            memory.copy_(shard.part_of(full.random_(0, 256, generator=generator)))
         elif memory.dtype not in _CONVERTIBLE:
             full = torch.empty(shard.full_shape, dtype=torch.float32, device=memory.device)
             memory.copy_(shard.part_of(full.normal_(0.0, _DUMMY_FP8_DEVIATION, generator=generator)))
@@ -72,8 +78,9 @@ def open_weights(
     """Yield a FileSlice for each weight, which reads nothing before it is indexed.
 
     Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own or
-    ``model`` keeps them: then X.weight is as stored, and X.weight_scale has a row for each output. With ``peer``,
-    tensors that it offers are read from there. Raises CheckpointError, also for what cannot be read in the body.
+    ``model`` keeps them: then MXFP4 tensors and FP8's X.weight are as stored, and X.weight_scale has a row for each
+    output. With ``peer``, tensors that it offers are read from there. Raises CheckpointError, also for what cannot be
+    read in the body.
     """
     headers = read_headers(model_dir)
     # The library copies tensors to the device itself.
@@ -96,7 +103,9 @@ def open_weights(
             plain = _asking(peer, {name: stored[name] for name in weights.plain})
             quantized: dict[str, Any] = {}
             for name, weight in weights.quantized.items():
-                if model.keeps_quantized and is_linear(name):
+                if model.keeps_quantized and weight.rule.packing == MXFP4:
+                    quantized |= {part: stored[part] for part in weight.parts}
+                elif model.keeps_quantized and is_linear(name):
                     quantized |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
                 else:
                     quantized[name] = DequantizedSlice(name, weight, stored, device, dtype)

@@ -96,9 +96,21 @@ def test_a_native_family_in_fp8_is_dequantized_on_v1_and_kept_on_a_forced_v2(tmp
     assert kept == int(dequantized / 4 * 1.001)
 
 
+def test_experts_in_mxfp4_are_dequantized_on_v1_and_kept_on_a_forced_v2(tmp_path: Path) -> None:
+    quantized: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+    config, forced = (resolved(tmp_path / str(value), "gpt_oss", value, **quantized) for value in (None, "1"))
+    assert (config.decision.runner, forced.decision.runner, forced.model.keeps_quantized) == ("V1", "V2", True)
+    assert forced.compat_fields == config.compat_fields
+    moe = config.model.moe
+    assert moe is not None
+    experts = 3 * config.model.num_layers * moe.num_experts * config.model.hidden_size * moe.intermediate_size
+    dequantized, kept = (weight_bytes(each.model, each.position, "bfloat16") for each in (config, forced))
+    assert dequantized - kept == experts * 2 - experts * 17 // 32
+
+
 def test_v2_refuses_to_dequantize_other_formats(tmp_path: Path) -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
-    with pytest.raises(ConfigError, match="quantization: V2 runs unquantized and FP8 weights; these are awq"):
+    with pytest.raises(ConfigError, match="quantization: V2 runs unquantized, FP8 and MXFP4 weights; these are awq"):
         resolved(tmp_path, "llama", "1", quantization_config=awq)
 
 

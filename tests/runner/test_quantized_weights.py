@@ -229,7 +229,7 @@ def test_the_dequantized_size_counts_and_is_said(impl: str, tmp_path: Path) -> N
     assert "compressed-tensors, dequantized when loaded: 0.00 GiB stored take 0.00 GiB of memory in float32" in said
     assert config.decision.runner == "V1"
     with pytest.raises(
-        ConfigError, match="quantization: V2 runs unquantized and FP8 weights; these are compressed-tensors"
+        ConfigError, match="quantization: V2 runs unquantized, FP8 and MXFP4 weights; these are compressed-tensors"
     ):
         resolved(quantized, impl, PDSERVE_USE_V2_MODEL_RUNNER="1")
 

@@ -84,7 +84,11 @@ class MixtureOfExperts:
         position, size = context.position, moe.intermediate_size
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
         shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
-        self._experts: ExpertsMethod = BiasedExperts(shard, moe, placement) if moe.has_bias else context.experts(shard)
+        self._experts: ExpertsMethod = (
+            BiasedExperts(shard, moe, placement, mxfp4=config.keeps_quantized)
+            if moe.has_bias
+            else context.experts(shard)
+        )
         self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
 
     def apply(self, x: Tensor) -> Tensor:

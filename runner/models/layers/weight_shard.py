@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -47,6 +47,15 @@ class WeightShard:
     @classmethod
     def full(cls, memory: Tensor) -> WeightShard:
         return cls(memory, tuple(memory.shape))
+
+    @classmethod
+    def of_ranges(
+        cls, memory: Tensor, ranges: Sequence[ShardRange], restore: Callable[[], None] | None = None
+    ) -> WeightShard:
+        """``ranges`` are those of the dimensions; one of them at most is a part."""
+        dim = next((dim for dim, part in enumerate(ranges) if part.size < part.full_size), 0)
+        full_shape = tuple(part.full_size for part in ranges)
+        return cls(memory, full_shape, dim, ranges[dim].start, restore=restore)
 
     @property
     def index(self) -> tuple[slice, ...]:

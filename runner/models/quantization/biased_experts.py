@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,40 +12,66 @@ from pdserve.config.moe import MoEConfig
 from runner.batch import Routing
 from runner.kernels.expert_reference import sum_of_experts
 from runner.kernels.reference import clamped_swiglu
-from runner.models.layers.weight_shard import WeightShard, WeightShards
+from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.models.quantization.mxfp4 import Mxfp4Stack
 from runner.placement import TensorPlacement
+
+if TYPE_CHECKING:
+    from runner.kernels.grouped_gemm import GroupedRows  # it imports Triton
+
+
+class PlainStack:
+    """Unquantized. Memory has each expert's outputs first, for the grouped products; checkpoints have inputs first."""
+
+    def __init__(self, shape: tuple[int, int, int], placement: TensorPlacement) -> None:
+        """``shape``: experts, outputs, inputs."""
+        self._weight = torch.empty(shape, device=placement.device, dtype=placement.stored)
+
+    def weight_shards(self, name: str, experts: ShardRange, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
+        yield name, WeightShard.of_ranges(self._weight.transpose(1, 2), (experts, inputs, outputs))
+
+    def process_weights_after_loading(self) -> None:
+        """Nothing: the grouped products read the checkpoint's numbers."""
+
+    def product(self, x: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
+        from runner.kernels.grouped_gemm import grouped_gemm
+
+        return grouped_gemm(x, self._weight, rows, bias)
+
+    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
+        return self._weight[index].to(dtype)
 
 
 class BiasedExperts(ExpertsMethod):
-    """Unquantized. Memory has each expert's outputs first, for the grouped products; checkpoints have inputs first."""
+    """Weights are unquantized, or stay in MXFP4. On GPUs grouped products; on CPUs one product per expert."""
 
-    def __init__(self, shard: ExpertsShard, moe: MoEConfig, placement: TensorPlacement) -> None:
+    def __init__(self, shard: ExpertsShard, moe: MoEConfig, placement: TensorPlacement, mxfp4: bool) -> None:
         assert moe.swiglu_limit is not None
         self._shard, self._use_triton = shard, placement.use_triton
         self._alpha, self._limit = moe.swiglu_alpha, moe.swiglu_limit
         num_experts, inner, hidden_size = len(shard.local), shard.inner.size, shard.hidden_size
+        stack = Mxfp4Stack if mxfp4 else PlainStack
+        self._gate_up = stack((num_experts, 2 * inner, hidden_size), placement)
+        self._down = stack((num_experts, hidden_size, inner), placement)
         place: dict[str, Any] = {"device": placement.device, "dtype": placement.stored}
-        self._gate_up = torch.empty(num_experts, 2 * inner, hidden_size, **place)
         self._gate_up_bias = torch.empty(num_experts, 2 * inner, **place)
-        self._down = torch.empty(num_experts, hidden_size, inner, **place)
         self._down_bias = torch.empty(num_experts, hidden_size, **place)
 
     def weight_shards(self) -> WeightShards:
         """Yield parts of stacked tensors: some experts, or a part of each."""
         local, num_experts, hidden_size, inner = self._shard
-        gate_ups = 2 * inner.full_size
-        for name, memory, full, dim, start in (
-            ("gate_up_proj", self._gate_up.transpose(1, 2), (hidden_size, gate_ups), 2, 2 * inner.start),
-            ("gate_up_proj_bias", self._gate_up_bias, (gate_ups,), 1, 2 * inner.start),
-            ("down_proj", self._down.transpose(1, 2), (inner.full_size, hidden_size), 1, inner.start),
-            ("down_proj_bias", self._down_bias, (hidden_size,), 1, 0),
-        ):
-            whole = inner.size == inner.full_size
-            yield name, WeightShard(memory, (num_experts, *full), 0 if whole else dim, local.start if whole else start)
+        experts, hidden = ShardRange(local.start, len(local), num_experts), ShardRange.full(hidden_size)
+        gate_ups = ShardRange(*(2 * size for size in inner))
+        yield from self._gate_up.weight_shards("gate_up_proj", experts, gate_ups, hidden)
+        yield "gate_up_proj_bias", WeightShard.of_ranges(self._gate_up_bias, (experts, gate_ups))
+        yield from self._down.weight_shards("down_proj", experts, hidden, inner)
+        yield "down_proj_bias", WeightShard.of_ranges(self._down_bias, (experts, hidden))
 
     def process_weights_after_loading(self) -> None:
         """Leave the bias of down to the first shard, because the shards' results are summed."""
+        self._gate_up.process_weights_after_loading()
+        self._down.process_weights_after_loading()
         if self._shard.inner.start:
             self._down_bias.zero_()
 
@@ -54,17 +80,15 @@ class BiasedExperts(ExpertsMethod):
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
         from runner.kernels import activation
-        from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
+        from runner.kernels.grouped_gemm import group_rows, sum_experts
 
         rows = group_rows(routing.experts, local)
-        inner = activation.clamped_swiglu(
-            grouped_gemm(x, self._gate_up, rows, self._gate_up_bias), self._alpha, self._limit
-        )
-        return sum_experts(grouped_gemm(inner, self._down, rows, self._down_bias), routing, local, shared)
+        gate_up = self._gate_up.product(x, self._gate_up_bias, rows)
+        inner = activation.clamped_swiglu(gate_up, self._alpha, self._limit)
+        return sum_experts(self._down.product(inner, self._down_bias, rows), routing, local, shared)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        index = number - self._shard.local.start
-        weights = self._gate_up[index], self._gate_up_bias[index], self._down[index], self._down_bias[index]
-        gate_up, gate_up_bias, down, down_bias = (weight.to(x.dtype) for weight in weights)
-        inner = clamped_swiglu(F.linear(x, gate_up, gate_up_bias), self._alpha, self._limit)
-        return F.linear(inner, down, down_bias)
+        index, dtype = number - self._shard.local.start, x.dtype
+        gate_up = F.linear(x, self._gate_up.expert(index, dtype), self._gate_up_bias[index].to(dtype))
+        inner = clamped_swiglu(gate_up, self._alpha, self._limit)
+        return F.linear(inner, self._down.expert(index, dtype), self._down_bias[index].to(dtype))

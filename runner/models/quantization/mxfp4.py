@@ -1,0 +1,73 @@
+"""Weights of experts that stay in MXFP4 in memory: 4.25 bits each, in the words of ``mxfp4_words.py``.
+
+Tensor cores multiply them with activations in the model's dtype. Without Triton an expert is dequantized for each use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pdserve.errors import CheckpointError
+from runner.kernels import mxfp4_words
+from runner.kernels.mxfp4_words import BLOCK, E8M0_BIAS, LARGEST_SCALE
+from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
+from runner.placement import TensorPlacement
+
+if TYPE_CHECKING:
+    from runner.kernels.grouped_gemm import GroupedRows  # it imports Triton
+
+
+class Mxfp4Stack:
+    """``words`` and ``scales`` of all experts. The checkpoint's form exists only while a layer is filled."""
+
+    def __init__(self, shape: tuple[int, int, int], placement: TensorPlacement) -> None:
+        """``shape``: experts, outputs, inputs."""
+        experts, outputs, inputs = shape
+        assert inputs % BLOCK == 0, "kept_problem refuses it"
+        self._inputs = inputs
+        words, scales = mxfp4_words.packed_shapes(outputs, inputs)
+        self.words = torch.zeros(experts, *words, device=placement.device, dtype=torch.int16)
+        self.scales = torch.zeros(experts, *scales, device=placement.device, dtype=torch.uint8)
+        self._blocks = torch.empty(experts, outputs, inputs // BLOCK, BLOCK // 2, device="meta", dtype=torch.uint8)
+        self._block_scales = torch.empty(experts, outputs, inputs // BLOCK, device="meta", dtype=torch.uint8)
+
+    def weight_shards(self, name: str, experts: ShardRange, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
+        blocks = ShardRange(*(size // BLOCK for size in inputs))
+        ranges = experts, outputs, blocks
+        values = WeightShard.of_ranges(self._blocks, (*ranges, ShardRange.full(BLOCK // 2)), self.restore)
+        yield f"{name}_blocks", values
+        yield f"{name}_scales", WeightShard.of_ranges(self._block_scales, ranges, self.restore)
+
+    def process_weights_after_loading(self) -> None:
+        """Pack the filled tensors, always to the same address: captured graphs read it. Raises CheckpointError."""
+        if self._block_scales.numel() and int(self._block_scales.max()) > LARGEST_SCALE:
+            raise CheckpointError(
+                f"experts have an MXFP4 scale of 2^{int(self._block_scales.max()) - E8M0_BIAS}; V2 takes scales up to "
+                f"2^{LARGEST_SCALE - E8M0_BIAS}. Choose V1, which dequantizes them"
+            )
+        for index in range(len(self.words)):  # one by one, because codes take memory
+            self.words[index] = mxfp4_words.pack(self._blocks[index])
+            self.scales[index] = mxfp4_words.pack_scales(self._block_scales[index])
+        self._blocks, self._block_scales = self._blocks.to("meta"), self._block_scales.to("meta")
+
+    def restore(self) -> None:
+        """Undo ``process_weights_after_loading``."""
+        if not self._blocks.is_meta:
+            return
+        self._blocks = torch.empty_like(self._blocks, device=self.words.device)
+        self._block_scales = torch.empty_like(self._block_scales, device=self.words.device)
+        for index in range(len(self.words)):
+            self._blocks[index] = mxfp4_words.unpack(self.words[index], self._inputs)
+            self._block_scales[index] = mxfp4_words.unpack_scales(self.scales[index], self._inputs)
+
+    def product(self, x: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
+        from runner.kernels.grouped_mxfp4 import grouped_mxfp4
+
+        return grouped_mxfp4(x, self.words, self.scales, bias, rows)
+
+    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Return one expert's weight [outputs, inputs] in ``dtype``, rounded once from float32."""
+        return mxfp4_words.dequantized(self.words[index], self.scales[index], self._inputs).to(dtype)
