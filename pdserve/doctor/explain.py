@@ -14,7 +14,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.flags import options_from
 from pdserve.config.generation_defaults import load_generation_defaults
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import active_parameters, num_parameters
+from pdserve.config.parallel import active_parameters, num_parameters, weight_bytes
 from pdserve.config.resolve import resolve
 
 
@@ -76,6 +76,7 @@ def as_text(config: NodeConfig) -> str:
         ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
         ("device", config.device.name),
         ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
+        ("weights", f"{weight_bytes(config.model, config.position, config.dtype) / 2**30:.2f} GiB in memory"),
         ("attention", config.attention_backend),
         ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
         ("sampling", f"defaults of the checkpoint: {load_generation_defaults(Path(config.model_dir))}"),
@@ -105,6 +106,7 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
         "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
         "parameters": num_parameters(config.model, config.position),
         "active_parameters": active_parameters(config.model, config.position),
+        "weight_bytes": weight_bytes(config.model, config.position, config.dtype),
         "experts": _local_experts(config),
         "kv_shape": list(config.kv_layout.shape),
     }

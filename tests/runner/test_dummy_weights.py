@@ -56,6 +56,14 @@ def test_equal_seeds_draw_equal_weights() -> None:
     assert not torch.equal(one["model.embed_tokens.weight"][:300], one["model.layers.0.mlp.up_proj.weight"])
 
 
+def test_parts_of_packed_values_are_those_of_the_whole() -> None:
+    whole, part = torch.zeros(4, 6, 2, 16, dtype=torch.uint8), torch.zeros(4, 3, 2, 16, dtype=torch.uint8)
+    fill({"x_blocks": whole}, seed=3)
+    fill_random({"x_blocks": WeightShard(part, tuple(whole.shape), 1, 3)}, 3)
+    assert torch.equal(part, whole[:, 3:])
+    assert whole.unique().numel() > 200
+
+
 def test_a_runner_with_dummy_weights_needs_config_json_alone(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3")
     for file in checkpoint.iterdir():

@@ -10,8 +10,10 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
 from quantized_checkpoints import mxfp4_experts, quantize
+from safetensors.torch import load_file
 from stepper import Stepper
 from torch import Tensor
+from weight_patches import write_patch
 
 import runner
 from pdserve.config.model_config import load_model_config
@@ -19,6 +21,7 @@ from pdserve.config.moe import MoEConfig
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
 from pdserve.errors import CheckpointError
+from pdserve.weight_change import WeightChange
 from runner.batch import Routing
 from runner.kernels import expert_reference, mxfp4_words
 from runner.kernels.grouped_gemm import group_rows
@@ -120,11 +123,17 @@ def test_grouped_products_are_those_of_dequantized_weights(tokens: int, local: r
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 9, 32, 256, 2048, 8192])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        *((tokens, torch.bfloat16) for tokens in (1, 9, 32, 256, 700, 2048, 8192)),
+        *((tokens, dtype) for tokens in (1, 2048) for dtype in (torch.float16, torch.float32)),
+    ],
+    ids=str,
+)
 def test_grouped_products_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
     check_products(tokens, range(128), (384, 480), dtype, 128, 4)
-    check_products(tokens, range(64, 128), (5760 // 8, 1440), dtype, 128, 4)
+    check_products(tokens, range(64, 128), (720, 1440), dtype, 128, 4)
 
 
 @pytest.mark.gpu
@@ -189,13 +198,15 @@ def test_shards_of_experts_sum_to_the_whole(use_triton: bool) -> None:
     whole = output(range(num_experts), full)
     slices = [output(range(num_experts), ShardRange(start, size, inner)) for start, size in ((0, 64), (64, 32))]
     torch.testing.assert_close(sum(slices), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+    if use_triton and DEVICE.type == "cpu":
+        return  # interpreted kernels are slow
     parts = [output(local, full) for local in (range(3), range(3, 4))]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_tokens_are_those_of_the_dequantized_model(backend: str, tmp_path: Path) -> None:
-    plain = make_checkpoint(tmp_path / "plain", "gpt_oss", **SIZES)
+    plain = make_checkpoint(tmp_path / "plain", "gpt_oss", **SIZES | {"num_hidden_layers": 1})
     quantized = quantize(plain, tmp_path / "quantized", "mxfp4")
     config = node_config(quantized, runner="V2", attention_backend=backend, device=DEVICE.type, num_blocks=8)
     model_runner = runner.build(config, lambda stage, fraction: None)
@@ -203,6 +214,32 @@ def test_tokens_are_those_of_the_dequantized_model(backend: str, tmp_path: Path)
     assert decoder.layers[0].mlp._block._experts._down.words.dtype == torch.int16
     (result,) = Stepper(model_runner).generate([PROMPT], 3)
     assert result.output == reference_greedy(reference_model(plain), PROMPT, 3)
+
+
+def test_changed_weights_are_packed_again(tmp_path: Path) -> None:
+    """A reload packs other numbers, a patch of a bias the old ones; patches of packed tensors are refused."""
+    directories = {}
+    for seed in (0, 1):
+        plain = make_checkpoint(tmp_path / f"plain-{seed}", "gpt_oss", **SIZES, seed=seed)
+        directories[quantize(plain, tmp_path / f"quantized-{seed}", "mxfp4")] = plain
+    first, second = directories
+    expected = reference_greedy(reference_model(directories[second]), PROMPT, 3)
+    built = runner.build(
+        node_config(first, runner="V2", device=DEVICE.type, num_blocks=8), lambda stage, fraction: None
+    )
+    stepper, name = Stepper(built), "model.layers.1.mlp.experts.down_proj"
+    packed = write_patch(tmp_path / "packed", {f"{name}_blocks.rows.0": torch.zeros(1, 96, 2, 16, dtype=torch.uint8)})
+    bias = load_file(second / "model.safetensors")[f"{name}_bias"]
+    for change in (
+        WeightChange(str(second)),
+        WeightChange(patch=str(write_patch(tmp_path / "bias", {f"{name}_bias.rows.0": bias}))),
+    ):
+        built.change_weights(change)
+        (result,) = stepper.generate([PROMPT], 3)
+        assert result.output == expected
+    with pytest.raises(CheckpointError, match=f"tensor '{name}_blocks' is quantized; patches change F32"):
+        built.change_weights(WeightChange(patch=str(packed)))
+    built.close()
 
 
 def test_experts_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None:

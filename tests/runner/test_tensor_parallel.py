@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, node_config
+from quantized_checkpoints import quantize
 from ranks import Answer, Case, answer_of, answers_of_ranks
 
 from pdserve.records import SamplingParams
@@ -34,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),
     "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
     "qwen3-moe-ep": ("qwen3_moe", {"num_hidden_layers": 2}),
+    "gpt-oss-mxfp4": ("gpt_oss", {"num_hidden_layers": 2, "intermediate_size": 128}),
+    "gpt-oss-mxfp4-ep": ("gpt_oss", {"num_hidden_layers": 2}),
     "gpt-oss-ep": ("gpt_oss", {"num_hidden_layers": 2}),
     "glm4-moe-ep": ("glm4_moe", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
@@ -54,6 +57,13 @@ def case_of(directory: Path, version: str, tp: int) -> Case:
     return Case(config, prompts, (GREEDY, SAMPLED), num_tokens, chunk=18)
 
 
+def checkpoint_of(name: str, folder: Path) -> Path:
+    family, sizes = MODELS[name]
+    if "mxfp4" not in name:
+        return make_checkpoint(folder / name, family, **sizes)
+    return quantize(make_checkpoint(folder / f"plain-{name}", family, **sizes), folder / name, "mxfp4")
+
+
 def check(found: Answer, expected: Answer) -> None:
     assert [one.tokens for one in found.outcomes] == [one.tokens for one in expected.outcomes]
     for ours, theirs in zip(found.outcomes, expected.outcomes, strict=True):
@@ -66,7 +76,7 @@ def check(found: Answer, expected: Answer) -> None:
 
 def check_shards(cases: list[tuple[str, str, int]], folder: Path) -> None:
     """Run all cases with equally many ranks in the same processes: starting Python takes longer than most cases."""
-    directories = {name: make_checkpoint(folder / name, MODELS[name][0], **MODELS[name][1]) for name, _, _ in cases}
+    directories = {name: checkpoint_of(name, folder) for name, _, _ in cases}
     for tp in sorted({tp for _, _, tp in cases}):
         those = [(name, version) for name, version, shards in cases if shards == tp]
         answers = answers_of_ranks([case_of(directories[name], version, tp) for name, version in those], tp)
