@@ -106,6 +106,7 @@ def test_experts_in_mxfp4_are_dequantized_on_v1_and_kept_on_a_forced_v2(tmp_path
     experts = 3 * config.model.num_layers * moe.num_experts * config.model.hidden_size * moe.intermediate_size
     dequantized, kept = (weight_bytes(each.model, each.position, "bfloat16") for each in (config, forced))
     assert dequantized - kept == experts * 2 - experts * 17 // 32
+    assert f"weights    {kept / 2**30:.2f} GiB in memory" in as_text(forced).splitlines()
 
 
 def test_v2_refuses_to_dequantize_other_formats(tmp_path: Path) -> None:
