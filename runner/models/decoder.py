@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,15 +17,15 @@ from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.attention import AttentionBackend
-from runner.batch import HeadNorms, RotaryCosSin
+from runner.batch import RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
+from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
-from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
-from runner.models.layers.rotary import RotaryEmbedding, rotary_order
+from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard, WeightShards, prefixed
+from runner.models.layers.weight_shard import WeightGroup, WeightShard, WeightShards, prefixed
 from runner.placement import TensorPlacement
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -46,66 +45,6 @@ class RMSNorm:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add the sum of x over the tensor shards to ``residual`` in place, and norm the result."""
         return self._ops.add_rms_norm(x, residual, self.weight)
-
-
-class Attention:
-    """Projections of one layer around the attention back end."""
-
-    def __init__(
-        self,
-        context: ModelContext,
-        layer: int,
-        *,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        head_norms: bool = False,
-    ) -> None:
-        """``layer`` counts from 0 on this rank; ``head_norms`` norms each query and key head."""
-        config, position = context.config, context.position
-        self._layer = layer
-        share = position.parallel.shares(config.num_kv_heads)[position.rank]
-        self.heads = heads = ShardRange.even(config.num_heads * config.head_dim, position)
-        counts = share.first_head, share.num_heads, share.total_heads
-        self.kv_heads = kv_heads = ShardRange(*(count * config.head_dim for count in counts))
-        outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        self._qkv = MergedColumnParallelLinear(context, config.hidden_size, outputs, qkv_bias)
-        self._out = RowParallelLinear(context, "o_proj", heads, config.hidden_size, out_bias)
-        self._order = rotary_order(config.rope, config.head_dim)
-        self._norms: HeadNorms | None = None
-        if head_norms:
-            q_weight = torch.empty(config.head_dim, device=context.placement.device, dtype=context.placement.dtype)
-            self._norms = HeadNorms(q_weight, torch.empty_like(q_weight), config.rms_norm_eps)
-
-    def __call__(self, x: Tensor, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
-        """Return the attention output before ``project``, [tokens, num_heads * head_dim]; store keys and values."""
-        return backend.attend(self._layer, self.store(x, rotary, backend))
-
-    def store(self, x: Tensor, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
-        """Store keys and values, and return the queries."""
-        return backend.prepare_and_store(self._layer, self._qkv.apply(x), rotary, self._norms)
-
-    def project(self, attended: Tensor) -> Tensor:
-        """Return this shard's part of [tokens, hidden_size]."""
-        return self._out.apply(attended)
-
-    def weight_shards(self) -> WeightShards:
-        for name, shard in self._qkv.weight_shards():
-            yield name, shard if name.startswith("v_proj") else replace(shard, order=self._order)
-        yield from self._out.weight_shards()
-        for name, weight in self.norm_weights():
-            yield name, replace(weight, order=self._order)
-
-    def norm_weights(self) -> WeightShards:
-        """Yield the weights of the norms of queries and keys."""
-        if self._norms is not None:
-            yield "q_norm.weight", WeightShard.full(self._norms.q_weight)
-            yield "k_norm.weight", WeightShard.full(self._norms.k_weight)
-
-    def process_weights_after_loading(self) -> None:
-        self._qkv.process_weights_after_loading()
-        self._out.process_weights_after_loading()
-        if self._norms is not None:
-            self._norms = replace(self._norms)
 
 
 class NormedMLP:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from runner.attention import AttentionBackend
 from runner.batch import RotaryCosSin
-from runner.models.decoder import Attention, Decoder
+from runner.models.decoder import Decoder
+from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.weight_shard import WeightShard, WeightShards
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from runner.attention import AttentionBackend
 from runner.batch import RotaryCosSin
-from runner.models.decoder import Attention
+from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.weight_shard import WeightShard, WeightShards
 from runner.models.mixtral import MixtralForCausalLM

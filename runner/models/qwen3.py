@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from runner.models.decoder import Attention, Decoder
+from runner.models.decoder import Decoder
+from runner.models.layers.attention import Attention
 
 
 class Qwen3ForCausalLM(Decoder):
