@@ -212,5 +212,5 @@ def _options(tile_rows: int, dtype: torch.dtype) -> dict[str, Any]:
         # numpy, in which the interpreter multiplies, has no bfloat16.
         "DOT": tl.float32 if interpreted else DOT[dtype],
         "num_warps": 8 if many else 4,
-        "num_stages": 1 if exact else 2 if many else 4,
+        "num_stages": 2 if exact or many else 4,
     }

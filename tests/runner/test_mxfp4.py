@@ -53,10 +53,11 @@ def stack_of(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> tup
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(110, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks, scales = blocks.to(DEVICE), scales.to(DEVICE)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE)
     table = torch.cat((table, -table))
     values = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(3).int()]
-    expected = (values * torch.exp2(scales.float() - 127)[..., None]).flatten(2).to(DEVICE)
+    expected = (values * torch.exp2(scales.float() - 127)[..., None]).flatten(2)
     stack = Mxfp4Stack((experts, outputs, inputs), TensorPlacement(DEVICE, dtype, dtype, use_triton=True))
     fill_stack(stack, blocks, scales)
     return stack, expected
@@ -132,14 +133,14 @@ def test_grouped_products_are_those_of_dequantized_weights(tokens: int, local: r
     ids=str,
 )
 def test_grouped_products_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
-    check_products(tokens, range(128), (384, 480), dtype, 128, 4)
-    check_products(tokens, range(64, 128), (720, 1440), dtype, 128, 4)
+    check_products(tokens, range(128), (200, 480), dtype, 128, 4)
+    check_products(tokens, range(64, 128), (72, 1440), dtype, 128, 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_bfloat16_product_errs_by_the_rounding_of_its_result() -> None:
-    """Every code of every value, alone: dequantizing in registers is exact."""
+def test_weights_are_exact_in_registers() -> None:
+    """A product with the unit matrix returns them."""
     stack, weight = stack_of(1, 64, 64, torch.bfloat16)
     x, bias = (
         torch.eye(64, dtype=torch.bfloat16, device=DEVICE),

@@ -27,10 +27,10 @@ class Mxfp4Stack:
         """``shape``: experts, outputs, inputs."""
         experts, outputs, inputs = shape
         assert inputs % BLOCK == 0, "kept_problem refuses it"
-        self._inputs = inputs
+        self._inputs, self._is_packed = inputs, False
         words, scales = mxfp4_words.packed_shapes(outputs, inputs)
-        self.words = torch.zeros(experts, *words, device=placement.device, dtype=torch.int16)
-        self.scales = torch.zeros(experts, *scales, device=placement.device, dtype=torch.uint8)
+        self.words = torch.empty(experts, *words, device=placement.device, dtype=torch.int16)
+        self.scales = torch.empty(experts, *scales, device=placement.device, dtype=torch.uint8)
         self._blocks = torch.empty(experts, outputs, inputs // BLOCK, BLOCK // 2, device="meta", dtype=torch.uint8)
         self._block_scales = torch.empty(experts, outputs, inputs // BLOCK, device="meta", dtype=torch.uint8)
 
@@ -52,6 +52,7 @@ class Mxfp4Stack:
             self.words[index] = mxfp4_words.pack(self._blocks[index])
             self.scales[index] = mxfp4_words.pack_scales(self._block_scales[index])
         self._blocks, self._block_scales = self._blocks.to("meta"), self._block_scales.to("meta")
+        self._is_packed = True
 
     def restore(self) -> None:
         """Undo ``process_weights_after_loading``."""
@@ -59,7 +60,7 @@ class Mxfp4Stack:
             return
         self._blocks = torch.empty_like(self._blocks, device=self.words.device)
         self._block_scales = torch.empty_like(self._block_scales, device=self.words.device)
-        for index in range(len(self.words)):
+        for index in range(len(self.words) if self._is_packed else 0):
             self._blocks[index] = mxfp4_words.unpack(self.words[index], self._inputs)
             self._block_scales[index] = mxfp4_words.unpack_scales(self.scales[index], self._inputs)
 
