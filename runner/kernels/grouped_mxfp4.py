@@ -162,6 +162,17 @@ def _grouped_mxfp4_kernel(
         tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & inside[:, None])
 
 
+def compiler_problem(capability: tuple[int, int], version: str) -> str:
+    """Say why a Triton version compiles no right product for a GPU; empty if it does."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if capability < (10, 0) or release >= (3, 9):
+        return ""
+    return (
+        f"Triton {version} compiles products of MXFP4 experts to nothing for GPUs of compute capability "
+        f"{capability[0]}.{capability[1]}; install Triton 3.9 or choose V1"
+    )
+
+
 def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
     """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
 

@@ -25,7 +25,7 @@ from pdserve.weight_change import WeightChange
 from runner.batch import Routing
 from runner.kernels import expert_reference, mxfp4_words
 from runner.kernels.grouped_gemm import group_rows
-from runner.kernels.grouped_mxfp4 import grouped_mxfp4
+from runner.kernels.grouped_mxfp4 import compiler_problem, grouped_mxfp4
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard
 from runner.models.quantization.biased_experts import BiasedExperts
@@ -171,6 +171,11 @@ def test_a_graph_follows_other_routings(tokens: int) -> None:
         expected = compute()
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def test_a_compiler_that_drops_the_product_is_refused() -> None:
+    assert compiler_problem((9, 0), "3.6.0") == compiler_problem((10, 0), "3.9.0") == ""
+    assert "capability 10.0; install Triton 3.9" in compiler_problem((10, 0), "3.6.0+git1")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of other ranks' experts may hold anything

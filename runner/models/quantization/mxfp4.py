@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pdserve.errors import CheckpointError
+from pdserve.errors import CheckpointError, ConfigError
 from runner.kernels import mxfp4_words
 from runner.kernels.mxfp4_words import BLOCK, E8M0_BIAS, LARGEST_SCALE
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
@@ -24,10 +24,12 @@ class Mxfp4Stack:
     """``words`` and ``scales`` of all experts. The checkpoint's form exists only while a layer is filled."""
 
     def __init__(self, shape: tuple[int, int, int], placement: TensorPlacement) -> None:
-        """``shape``: experts, outputs, inputs."""
+        """``shape``: experts, outputs, inputs. Raises ConfigError for a compiler that is known to be wrong."""
         experts, outputs, inputs = shape
         assert inputs % BLOCK == 0, "kept_problem refuses it"
         self._inputs, self._is_packed = inputs, False
+        if placement.use_triton and placement.device.type == "cuda":
+            _check_compiler(placement.device)
         words, scales = mxfp4_words.packed_shapes(outputs, inputs)
         self.words = torch.empty(experts, *words, device=placement.device, dtype=torch.int16)
         self.scales = torch.empty(experts, *scales, device=placement.device, dtype=torch.uint8)
@@ -72,3 +74,13 @@ class Mxfp4Stack:
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
         """Return one expert's weight [outputs, inputs] in ``dtype``, rounded once from float32."""
         return mxfp4_words.dequantized(self.words[index], self.scales[index], self._inputs).to(dtype)
+
+
+def _check_compiler(device: torch.device) -> None:
+    import triton
+
+    from runner.kernels.grouped_mxfp4 import compiler_problem
+
+    problem = compiler_problem(torch.cuda.get_device_capability(device), triton.__version__)
+    if problem:
+        raise ConfigError(problem)
