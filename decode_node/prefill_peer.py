@@ -171,8 +171,7 @@ class PrefillPeer:
 
     async def _connect(self) -> None:
         """Raises PdserveError when the peer cannot be connected now."""
-        if self._node.state in (State.LOADING, State.ASLEEP):
-            raise PeerLoading(f"waits for this node, which is {self._node.state}")
+        self._check_own_state()
         self._use(await self._dialer.renew())
         description = await self._describe()
         self._check_identity(description)
@@ -201,6 +200,7 @@ class PrefillPeer:
         connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
         if request.epoch != self._node.epoch:
             raise PeerLoading("was asked before this node changed its weights")
+        self._check_own_state()  # it may change its weights now
         self._check_transport(connection)
         self._metrics.transport = connection.transport
         peer = HandoffPeer(self.node_id, self.epoch, self._timing)
@@ -209,6 +209,11 @@ class PrefillPeer:
         self._drained = False
         self._registry.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
+
+    def _check_own_state(self) -> None:
+        """Raises PeerLoading while this node has no weights to exchange KV for."""
+        if self._node.state in (State.LOADING, State.ASLEEP):
+            raise PeerLoading(f"waits for this node, which is {self._node.state}")
 
     def _check_identity(self, description: pb.NodeDescription) -> None:
         """Raises OwnAddress for this node, PeerError for a node that prefills for no other."""

@@ -97,8 +97,11 @@ class Engine:
             else:
                 self._scheduler.forget_cached()
                 self._ranks.change_weights(command.change)
+                self._scheduler.weights_changed()
         except PdserveError as exc:
             kind, message = type(exc).__name__, str(exc)
+            if not self._ranks.has_weights:
+                self._scheduler.refuse_all(f"this node has no weights: {exc}")
         self._emit()
         self._channel.send(messages.WeightsAnswer(kind, message, self._ranks.has_weights))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-WAIT, ABORT = "wait", "abort"
-WHEN = (WAIT, ABORT)  # running requests end first, or end now with an error that clients retry
+# Running requests end first, end now with an error that clients retry, or go on with the KV that they have.
+WAIT, ABORT, KEEP = "wait", "abort", "keep"
+WHEN = (WAIT, ABORT, KEEP)
+WHEN_SLEEP = (WAIT, ABORT)
 
 
 class WeightChange(msgspec.Struct, frozen=True):

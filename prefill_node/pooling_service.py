@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.frontend.drain import Drainable
 from engine.frontend.engine_client import EngineClient, Event, error_of
 from engine.frontend.node_context import NodeContext
 from engine.frontend.request_checks import check_request
@@ -86,6 +87,13 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
     def hand_over(self, why: Draining) -> None:
         for prompt in self._open:
             prompt.fail(why)
+
+    @property
+    def unkept(self) -> Drainable:
+        return self
+
+    def weights_changed(self) -> None:
+        """Do nothing: no request has gone on."""
 
     def reopen(self) -> None:
         """Do nothing: there are no streams."""

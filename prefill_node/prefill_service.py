@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterable
 from itertools import count
 
-from engine.frontend.drain import Streams
+from engine.frontend.drain import Drainable, Streams
 from engine.frontend.node_context import NodeContext
 from engine.frontend.stream_writer import Context, serve
 from pdserve.config.compatibility import PROTOCOL_VERSION, differences
@@ -40,6 +40,13 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         self._streams.drain()
         for stream in self._streams:
             stream.fail(why)
+
+    @property
+    def unkept(self) -> Drainable:
+        return self
+
+    def weights_changed(self) -> None:
+        """Do nothing: no request has gone on."""
 
     def reopen(self) -> None:
         self._streams.reopen()

@@ -111,7 +111,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        if self._changer.problem:
+        if plan.scheduled and self._changer.problem:
             raise NodeError(f"this node has no weights: {self._changer.problem}; reload a checkpoint")
         self._update(plan)
         parts = [part for feature in self._features if (part := feature.part(plan)) is not None]

@@ -102,6 +102,10 @@ class Drainable(Protocol):
     release_timeout: float
     """Seconds for peers to close their streams after all requests are finished or handed over."""
 
+    @property
+    def unkept(self) -> Drainable | None:
+        """The part whose requests cannot go on while the weights change; None if all can."""
+
     async def finish(self) -> None:
         """Refuse new requests; return when none is open."""
 
@@ -111,11 +115,14 @@ class Drainable(Protocol):
     async def wait_released(self) -> None:
         """Return when no peer needs this node any more."""
 
+    def weights_changed(self) -> None:
+        """Tell the routers of requests that went on that what follows comes from other weights."""
+
     def reopen(self) -> None:
         """Accept requests again: the node was drained to change its weights."""
 
 
-async def drain(service: Drainable, seconds: float, reason: str = "the node shuts down") -> None:
+async def drain(service: Drainable, seconds: float, reason: str) -> None:
     """Finish open requests within ``seconds``, hand the rest over, and wait until peers have closed their streams."""
     try:
         async with asyncio.timeout(seconds):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from pdserve.config.flags import add_tls_flag
-from pdserve.weight_change import WAIT, WHEN
+from pdserve.weight_change import KEEP, WAIT, WHEN, WHEN_SLEEP
 
 
 def add_weights_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def add_weights_flags(parser: argparse.ArgumentParser) -> None:
         "sleep", help="end the engines of nodes: weights and KV are dropped, all memory is freed"
     )
     _add_nodes(sleep)
-    _add_when(sleep)
+    _add_when(sleep, WHEN_SLEEP)
     wake = actions.add_parser("wake", help="start the engines of sleeping nodes again")
     _add_nodes(wake)
 
@@ -51,11 +52,11 @@ def _add_pause(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_when(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--when",
-        choices=WHEN,
-        default=WAIT,
-        help="wait: requests that run on the node end first, within its --drain-timeout; abort: they end now, and "
-        "routers continue them on nodes with the same weights (default %(default)s)",
+def _add_when(parser: argparse.ArgumentParser, choices: Sequence[str] = WHEN) -> None:
+    text = (
+        "wait: requests that run on the node end first, within its --drain-timeout; abort: they end now, and "
+        "routers continue them on nodes with the same weights"
     )
+    if KEEP in choices:
+        text += "; keep: they go on with the KV that they have, and their answers name both versions"
+    parser.add_argument("--when", choices=choices, default=WAIT, help=f"{text} (default %(default)s)")

@@ -82,6 +82,10 @@ class NodeCall:
     def set_paused(self, paused: bool) -> None:
         self._stream.set_paused(self._number, paused)
 
+    def on_new_weights(self, new: pb.NewWeights) -> None:
+        """Note the weights that the node has changed to."""
+        self.node = msgspec.structs.replace(self.node, weights=new.weights, compat_hash=new.compat_hash)
+
     def _release(self) -> None:
         self.prefilled()
         if self._decode is not None:

@@ -275,6 +275,8 @@ class NodeClient:
         if self.cached is None:
             self.cached = self._prefixes.open(described.cache_sample_bits)
         self.description = described
+        if self.stream is not None:
+            self.stream.epoch = described.epoch
         self._peers = frozenset(described.connected_peers)
         if self._usable and (before is None or before.state != "ready"):
             logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)

@@ -72,7 +72,7 @@ class ServeStream:
     ) -> None:
         """``max_request`` is what the node accepts, in bytes; in another ``epoch`` it refuses all requests."""
         self.name = name
-        self._epoch = epoch
+        self.epoch = epoch  # changes with the node's weights, if its requests go on
         self._max_request = max_request
         self.draining = False
         self._on_change = on_change
@@ -107,7 +107,7 @@ class ServeStream:
             )
         number = self._next_number
         self._next_number += 1
-        message.request, message.epoch = number, self._epoch
+        message.request, message.epoch = number, self.epoch
         messages = [*(pb.ServeRequest(resumed_choices=part) for part in _split_resume(message))]
         messages.append(pb.ServeRequest(generate=message))
         if (size := max(each.ByteSize() for each in messages)) > self._max_request:

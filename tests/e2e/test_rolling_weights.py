@@ -117,6 +117,23 @@ def roll_with_faults(fleet: Fleet, rolling: RollingFleet) -> None:
     rolling.wait_settled()
 
 
+def roll_keeping_requests(fleet: Fleet, rolling: RollingFleet) -> None:
+    """Only D goes on with requests. Routers do not know of a change at once."""
+    for name in "abab":
+        assert reload([*rolling.prefill, *rolling.decode], name, "keep")
+        rolling.wait_settled()
+        time.sleep(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [SIMULATED, ()], ids=["simulated", "real"])
+def test_kept_requests_do_not_fail_and_others_are_of_one_version(versions: Path, flags: Sequence[str]) -> None:
+    load = roll_under_load(versions, flags, 100, roll_keeping_requests)
+    assert not load.failures, load.failures[0]
+    assert load.outcomes["kept"] > 1
+    assert load.outcomes["exact"] > CLIENTS
+
+
 @pytest.mark.slow
 def test_every_answer_is_that_of_the_weights_it_names(versions: Path) -> None:
     load = roll_under_load(versions, SIMULATED, 100, roll_twice)

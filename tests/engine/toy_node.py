@@ -21,7 +21,7 @@ from engine.executor.rank import Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.ipc.channel import Channel
 from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
+from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine, WeightsAnswer
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
@@ -200,8 +200,8 @@ class Node:
         with contextlib.suppress(BlockingIOError):
             while chunk := self._socket.recv(1 << 20):
                 for message in self._frames.cut(chunk):
-                    assert isinstance(message, Batch)
-                    batches.append(message)
+                    assert isinstance(message, Batch | WeightsAnswer)
+                    batches += [message] if isinstance(message, Batch) else []
         return batches
 
 

@@ -135,6 +135,33 @@ def test_running_requests_end_or_are_handed_over_before_a_change(fleet: Fleet, v
     assert tokens(node) == expected[:4]
 
 
+def test_kept_requests_go_on_with_the_new_weights_and_are_told(fleet: Fleet, versions: Path) -> None:
+    prefill = start(fleet, versions, "prefill", "a")
+    node = start(fleet, versions, "decode", "a", "--handoff-min-tokens", "1")
+    fleet.wait_ready()
+    before = node.describe()
+    with RouterClient(node.address) as router:
+        running = router.send(PROMPT, greedy(2000), prefill.describe().node_id)
+        fleet.wait_until(lambda: len(running.choices.get(0, ())) > 8, 20.0)  # D decodes
+        assert change("reload", node.address, "--model", "b", "--when", "keep") == 0
+        after = node.describe()
+        assert (after.state, after.weights != before.weights, after.epoch != before.epoch) == ("ready", True, True)
+        fresh = router.generate(PROMPT, greedy(4), epoch=before.epoch)
+        assert (fresh.cached_tokens, fresh.changes) == (0, [(0, after.weights)]), "the router did not know yet"
+        fleet.wait_until(lambda: len(running.choices[0]) > running.changes[0][0] + 4, 20.0)
+        router.cancel(running)
+        node.wait_idle()
+        ((kept, weights),) = running.changes
+        assert weights == after.weights
+        old, new = running.choices[0][:kept], running.choices[0][kept : kept + 4]
+        assert router.generate(PROMPT + old, greedy(4)).tokens == new, "the tokens of b after those of a"
+        assert change("reload", prefill.address, "--model", "b", "--when", "keep") == 0
+        fleet.wait_until(lambda: len(node.describe().connected_peers) == 1, 20.0)
+        assert change("reload", node.address, "--model", "a", "--when", "keep") == 0
+        assert router.generate(PROMPT, greedy(kept)).tokens == old
+    assert change("sleep", node.address, "--when", "abort") == 0
+
+
 def test_nodes_exchange_kv_only_with_those_of_their_weights(fleet: Fleet, versions: Path, tmp_path: Path) -> None:
     prefill = start(fleet, versions, "prefill", "a")
     decode = start(fleet, versions, "decode", "a", "--handoff-min-tokens", "1")

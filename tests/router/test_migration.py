@@ -52,7 +52,7 @@ def start_nodes(tokenizer_dir: Path, *flags: str, hashes: Sequence[str] = ("", "
     with contextlib.ExitStack() as stack:
         nodes = [ScriptedNode(MODEL, node_id=f"d{index}") for index in range(len(hashes))]
         for node, compat_hash in zip(nodes, hashes, strict=True):
-            node.description.compat_hash = compat_hash
+            node.description.compat_hash = node.description.weights = compat_hash
             stack.callback(node.close)
         peers = [word for node in nodes for word in ("--decode", node.address)]
         process = stack.enter_context(router_process(tokenizer_dir, [*peers, *flags]))
@@ -331,6 +331,30 @@ def test_request_migrates_only_to_compatible_nodes(tokenizer_dir: Path, tokenize
             first, second = requested
             assert first is not second
             assert first.description.compat_hash == second.description.compat_hash
+
+        async def change_and_fail(conversation: Conversation) -> None:
+            conversation.token(a)
+            changes_to = "b" if requested[0].description.weights == "a" else "a"
+            conversation.change_weights(changes_to)
+            await saying([a], then=None)(conversation)
+
+        requested.clear()
+        events = stream(fleet.client, fleet.play(noted(change_and_fail), noted(saying([a]))))
+        assert text_of(events) == "aaa"
+        old, new = (node.description.weights for node in requested)
+        assert old != new
+        assert [event["system_fingerprint"] for event in events[:3]] == [
+            f"fp_{old}",
+            f"fp_{old}+{new}",
+            f"fp_{old}+{new}",
+        ]
+
+        async def change_before_the_first_token(conversation: Conversation) -> None:
+            conversation.change_weights("c")
+            await saying([a])(conversation)
+
+        events = stream(fleet.client, fleet.play(change_before_the_first_token))
+        assert {event["system_fingerprint"] for event in events[:-1]} == {"fp_c"}
 
 
 def test_migration_can_be_disabled(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
