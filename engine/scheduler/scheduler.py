@@ -137,9 +137,7 @@ class Scheduler:
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
         sequence = self._live.loading.get(rid)
-        if sequence is None:
-            return
-        if sequence.request.outdated_handoff:
+        if sequence is None or sequence.request.outdated_handoff:
             self.prefill_locally(rid, outputs)
             return
         del self._live.loading[rid]
@@ -191,22 +189,9 @@ class Scheduler:
         self.events.status_changed = True
 
     def weights_changed(self) -> None:
-        """Continue open requests with other weights. The prefix cache is empty, and no step is in flight.
-
-        Sequences that decode keep their KV, which stays out of the prefix cache. The others start over here, and KV
-        that is being read will be dropped.
-        """
-        for request in reversed(self._live.requests.values()):
-            if request.rid in self._live.loading:
-                request.outdated_handoff = True
-                continue
-            if request.mode is Mode.HANDOFF:
-                request.mode = Mode.LOCAL
-            for sequence in [each for each in request.sequences.values() if each.blocks]:
-                if sequence.num_outputs and sequence.missing == 1:
-                    self._kv.keep_uncached(sequence)
-                else:
-                    self._preempt(sequence)
+        """Continue open requests with other weights. The prefix cache is empty, and no step is in flight."""
+        for sequence in self._live.keep_decoding():
+            self._preempt(sequence)
 
     def refuse_all(self, why: str) -> None:
         """End all requests with a NodeError."""
