@@ -4,12 +4,12 @@ Tensor cores multiply at least 16 rows. If fewer query heads share keys, the oth
 sequence: the first tokens that a decode node computes after a handoff, or a short question behind a long text.
 
 A step's sequences may differ in length by orders of magnitude. So that no program computes a long one alone, keys are
-cut into *parts* with the same limit of tiles, about one part per program that the device runs at a time.
+cut into *parts* of about the same size, several for each program that the device runs at a time.
 ``_plan_parts_kernel`` cuts them on the device, once per step and window, so that a captured graph fits any lengths. The
 last program of a sequence merges its parts.
 
     lengths     ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒  ▒▒  ▒▒▒         tiles of keys
-    parts       0▒▒▒▒ 1▒▒▒▒ 2▒▒▒▒ 3▒▒▒▒ 4▒  5▒▒  6▒▒▒
+    parts       0▒▒▒▒ 1▒▒▒▒ 2▒▒▒▒ 3▒▒▒▒ 4▒▒▒▒▒  5▒▒  6▒▒▒
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.sinks import sinks_of_rows
 from runner.kernels.tiles import AttentionTiles
 
-_PROGRAMS_PER_PROCESSOR = 2  # one computes while the other waits for memory
-# Limits of the parts added to one per sequence: each part costs a program in every layer, needed or not.
-_FEWEST_PARTS, _MOST_PARTS = 16, 64
+_PROGRAMS_PER_PROCESSOR = 3  # as shared memory allows
+_PARTS_PER_PROGRAM = 4  # with one, all would wait for the longest
+_PARTS_PER_SEQUENCE = 8  # on average: each adds to the time of the merge
+_LEAST_TILES = 4  # of a part, if the sequences keep the device busy: a merge takes longer than a few tiles
 
 
 # Fields of a part, adjacent so that a program loads them at once.
@@ -39,14 +40,15 @@ _ROW, _TOKEN, _NUM_TOKENS, _POSITION, _BEGIN, _END, _FIRST_PART, _NUM_PARTS = (t
 _FIELDS = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["rows", "capacity", "wanted"])
+@triton.jit(do_not_specialize=["rows", "capacity", "wanted", "least"])
 def _plan_parts_kernel(
     query_starts,  # [rows + 1] int32
     seq_lens,  # [rows] int32
     rows,
     parts,  # out [capacity, _FIELDS] int32; row -1 where there is no part
     capacity,
-    wanted,  # number of parts if the last part of each sequence were full
+    wanted,  # most parts beyond one per sequence
+    least,  # tiles of a part, at least
     MOST_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -68,25 +70,37 @@ def _plan_parts_kernel(
         first_key = tl.maximum(position + 1 - WINDOW, 0)
     first_tile = first_key // BLOCK_KEYS
     tiles = tl.where(taken, tl.maximum(tl.cdiv(seq_len, BLOCK_KEYS) - first_tile, 1), 0)
-    tiles_per_part = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), wanted), 1)
-    num_parts = tl.cdiv(tiles, tiles_per_part)
+    size = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), wanted), least)
+    num_parts = tl.where(taken, tl.maximum(tl.cdiv(tiles - size // 4, size), 1), 0)  # no part for a small rest
     ends = tl.cumsum(num_parts, axis=0)
     first_part = ends - num_parts
     for index in range(tl.max(num_parts, axis=0)):
         has = index < num_parts
         at = parts + (first_part + index) * _FIELDS
-        begin = (first_tile + index * tiles_per_part) * BLOCK_KEYS
+        begin = (first_tile + index * tiles // tl.maximum(num_parts, 1)) * BLOCK_KEYS
+        end = (first_tile + (index + 1) * tiles // tl.maximum(num_parts, 1)) * BLOCK_KEYS
         tl.store(at + _ROW, row, mask=has)
         tl.store(at + _TOKEN, token, mask=has)
         tl.store(at + _NUM_TOKENS, num_tokens, mask=has)
         tl.store(at + _POSITION, position, mask=has)
         tl.store(at + _BEGIN, begin, mask=has)
-        tl.store(at + _END, tl.minimum(begin + tiles_per_part * BLOCK_KEYS, seq_len), mask=has)
+        tl.store(at + _END, tl.minimum(end, seq_len), mask=has)
         tl.store(at + _FIRST_PART, first_part, mask=has)
         tl.store(at + _NUM_PARTS, num_parts, mask=has)
     for begin in range(tl.sum(num_parts, axis=0), capacity, CHUNK):
         unused = begin + tl.arange(0, CHUNK)
         tl.store(parts + unused * _FIELDS + _ROW, -1, mask=unused < capacity)
+
+
+@triton.jit
+def _load_part(results, weights, at, has, columns, HEAD_DIM: tl.constexpr):
+    """Return the weights [BLOCK_ROWS] and results [BLOCK_ROWS, HEAD_DIM] at offsets ``at``.
+
+    Loads bypass the multiprocessor's own cache, which may hold a line from before another program wrote it.
+    """
+    weight = tl.load(weights + at, mask=has, other=float("-inf"), cache_modifier=".cg")
+    at_results = results + at[:, None] * HEAD_DIM + columns[None, :]
+    return weight, tl.load(at_results, mask=has[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -103,24 +117,26 @@ def _merge_parts(
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Return the mean of a sequence's parts by their weights, ``[BLOCK_ROWS, HEAD_DIM]`` float32.
-
-    Loads bypass the multiprocessor's own cache, which may hold a line from before another program wrote it.
-    """
+    """Return the mean of a sequence's parts by their weights, ``[BLOCK_ROWS, HEAD_DIM]`` float32."""
     merged = tl.zeros((known.shape[0], HEAD_DIM), tl.float32)
-    for part in range(num_parts):
-        theirs = first + part * KV_HEADS * BLOCK_ROWS
-        weight = tl.load(weights + theirs, mask=known, other=0.0, cache_modifier=".cg")
-        at_theirs = results + theirs[:, None] * HEAD_DIM + columns[None, :]
-        values = tl.load(at_theirs, mask=known[:, None], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, weight)
+    stride: tl.constexpr = KV_HEADS * BLOCK_ROWS
+    counts = tl.where(known, num_parts, 0)
+    for part in range(0, num_parts, 4):  # the loads of four parts wait for memory at the same time
+        at = first + part * stride
+        weight0, values0 = _load_part(results, weights, at, counts > part, columns, HEAD_DIM)
+        weight1, values1 = _load_part(results, weights, at + stride, counts > part + 1, columns, HEAD_DIM)
+        weight2, values2 = _load_part(results, weights, at + 2 * stride, counts > part + 2, columns, HEAD_DIM)
+        weight3, values3 = _load_part(results, weights, at + 3 * stride, counts > part + 3, columns, HEAD_DIM)
+        new_top = tl.maximum(top, tl.maximum(tl.maximum(weight0, weight1), tl.maximum(weight2, weight3)))
         base = tl.where(new_top > float("-inf"), new_top, 0.0)
         shrunk = tl.exp2(top - base)
-        share = tl.exp2(weight - base)
-        total = total * shrunk + share
-        merged = merged * shrunk[:, None] + values * share[:, None]
+        share0, share1 = tl.exp2(weight0 - base), tl.exp2(weight1 - base)
+        share2, share3 = tl.exp2(weight2 - base), tl.exp2(weight3 - base)
+        total = total * shrunk + (share0 + share1) + (share2 + share3)
+        merged = merged * shrunk[:, None] + values0 * share0[:, None] + values1 * share1[:, None]
+        merged += values2 * share2[:, None] + values3 * share3[:, None]
         top = new_top
-    return merged / total[:, None]
+    return merged / tl.where(known, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["page_table_stride"])
@@ -153,9 +169,9 @@ def _decode_attention_kernel(
     DOT: tl.constexpr,  # dtype of products
     PDL: tl.constexpr,
 ):
-    """Grid (parts, KV_HEADS)."""
+    """Grid (KV_HEADS, parts): programs without a part are the last to start."""
     wait_for_predecessor(PDL)
-    part = tl.program_id(0)
+    part = tl.program_id(1)
     mine = parts + part * _FIELDS
     row = tl.load(mine + _ROW).to(tl.int64)
     token = tl.load(mine + _TOKEN).to(tl.int64)
@@ -167,7 +183,7 @@ def _decode_attention_kernel(
     num_parts = tl.load(mine + _NUM_PARTS)
     if row < 0:
         return
-    kv_head = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(0).to(tl.int64)
 
     members = tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, HEAD_DIM)
@@ -287,7 +303,7 @@ class SplitDecode:
         num_parts = rows + self._wanted_parts(rows)
         if layer == self._windows.index(window):
             self._cut(batch, window, num_parts, out, self._tiles.few if several else 1)
-        _decode_attention_kernel[(num_parts, self._kv_heads)](
+        _decode_attention_kernel[(self._kv_heads, num_parts)](
             q,
             cache,
             *cache.stride()[:3],
@@ -313,7 +329,7 @@ class SplitDecode:
         )
 
     def _wanted_parts(self, rows: int) -> int:
-        return min(max(self._at_a_time - rows, _FEWEST_PARTS), _MOST_PARTS)
+        return min(max(self._at_a_time, _PARTS_PER_SEQUENCE * rows), _PARTS_PER_PROGRAM * self._at_a_time)
 
     def _cut(self, batch: AttentionBatch, window: int | None, num_parts: int, out: Tensor, most_tokens: int) -> None:
         rows = batch.device_seq_lens.shape[0]
@@ -325,6 +341,7 @@ class SplitDecode:
             self._parts[window],
             num_parts,
             self._wanted_parts(rows),
+            min(rows, _LEAST_TILES),
             MOST_TOKENS=most_tokens,
             WINDOW=window or 0,
             BLOCK_KEYS=self._tiles.decode["BLOCK_KEYS"],

@@ -56,9 +56,8 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_ROWS": decode_rows,
-            # On an H200 with 32 heads on 8 of 128: 29 µs for 128 sequences of 150 tokens and 125 for 64 of 2,000 (all
-            # there is to read at 4.2 TB/s), where 4 warps and 5 stages take 41 and 174.
-            "num_warps": 2,
+            # On an H200 with 32 heads on 8 of 128 (bench/decode_attention.py): 2 warps are 2 to 8 % slower.
+            "num_warps": 4,
             "num_stages": 1 if exact else 3,
         },
         prefill={
