@@ -18,6 +18,8 @@ from functools import partial
 
 from engine.engine import Engine
 from engine.executor.build import build_ranks
+from engine.executor.idle_step import measure_idle_step
+from engine.executor.rank import Ranks
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
 from engine.ipc.messages import Configure, Failed, Heartbeat, Shutdown
@@ -28,7 +30,6 @@ from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
-from pdserve.kv import KVLayout
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_FAILED, end_with_parent, log_failure
 
@@ -66,7 +67,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
-    engine = Engine(_scheduler(configure.config, ranks.kv_layout, grammars, configure.agent), ranks, channel)
+    engine = Engine(_scheduler(configure.config, ranks, grammars, configure.agent), ranks, channel)
     gc.collect()
     gc.freeze()
     channel.send(ready)
@@ -91,7 +92,10 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
         sock.send(framed(heartbeat))
 
 
-def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, agent: str) -> Scheduler:
+def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
+    layout = ranks.kv_layout
+    # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
+    measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
     peers: ConnectorFactory = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
     return Scheduler(
         num_blocks=layout.num_blocks,
@@ -102,6 +106,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, a
         tile=TILE[config.device.kind],
         max_waiting=config.max_waiting,
         itl_target=config.itl_target,
+        idle_step=measure_idle_step(ranks) if measures else 0.0,
         stages=config.parallel.pp,
         vocab_size=config.model.vocab_size,
         eos_token_ids=config.model.eos_token_ids,

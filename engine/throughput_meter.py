@@ -143,7 +143,7 @@ class ThroughputMeter:
         Return the seconds that the prompts added to it.
         """
         if not prompt_tokens:
-            self._decodes.add(decodes, seconds)
+            self._decodes.add(decodes, self._credible(self._decodes.line.at(decodes), seconds))
             return 0.0
         line, usual, token = self._decodes.line, self._prompts.mean_x, self._prompts.line.slope
         self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * line.slope))
@@ -158,16 +158,17 @@ class ThroughputMeter:
             self._chunk = self._chunks.cost(line.base)
         return added
 
-    def _credible(self, expected: float, added: float, base: float) -> float:
-        """Return the most seconds of a chunk to learn from: an odd step, such as the first of a kernel, counts little.
+    def _credible(self, expected: float, measured: float, least: float = 0.0) -> float:
+        """Return the most seconds to learn from: an odd step, such as the first of a kernel, counts little.
 
-        Several odd ones are a rule. No step is oddly fast: then the fit was wrong. ``base`` is that of a decode step.
+        Several odd ones are a rule. No step is oddly fast: then the fit was wrong. Nor is any odd if no more than
+        ``least`` seconds are expected.
         """
-        if expected <= base:
-            return added
-        odd = added > expected * _ODD
+        if expected <= least:
+            return measured
+        odd = measured > expected * _ODD
         self._num_odd = max(0, self._num_odd + (1 if odd else -1))
-        return expected * _ODD if odd and self._num_odd <= _FEW_ODD else added
+        return expected * _ODD if odd and self._num_odd <= _FEW_ODD else measured
 
     @property
     def measures_decodes(self) -> bool:

@@ -21,7 +21,7 @@ _QUEUE_WEIGHT = 100.0  # delayed prompts per second of backlog, those that are s
 _MOST_PROMPT_SHARE = 0.8  # of time: a share near 1 would make costs infinite
 _LEAST_LEFT = 0.1  # of time, left to prompts by sequences that decode
 
-AUTO_ITL_STEPS = 6.4  # default ITL target, in decode steps of one sequence; engine/scheduler/itl_target.py says why
+AUTO_ITL_STEPS = 9.2  # default ITL target, in decode steps of one sequence; engine/scheduler/itl_target.py says why
 _LEAST_ITL_STEPS = 2.5  # the same in decode steps of all sequences, if that is longer
 
 

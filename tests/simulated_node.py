@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.scheduler.itl_target import BURST, MANY_PROMPTS, PAUSE
 from engine.throughput_meter import PromptShare
 from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, Throughput, auto_itl_target
 
@@ -109,7 +110,7 @@ class SimulatedNode:
         self._steps: deque[_Step] = deque()  # the executing one, and the planned one
         self._gaps: list[float] = []  # seconds of each decode step, by its number
         self._planned = 0  # decode steps
-        self._follows = False  # the last planned step had a long chunk
+        self._owed = -BURST * PAUSE  # seconds of steps without prompts; see ItlTarget
         self._expected = 0  # requests that decode here later
         self._for_peers = 0
         self._kv = 0  # tokens
@@ -205,7 +206,10 @@ class SimulatedNode:
         base = self._lines.decode.at(decodes) + self._costs.context * self._context
         done, tokens = self._plan_prompts(self._room(decodes, base, bool(joined)))
         added = max(0.0, self._lines.prompt.at(tokens) - self._lines.decode.base) if tokens else 0.0
-        self._follows = added > base
+        if tokens and decodes:
+            self._owed += added * PAUSE
+        elif decodes:
+            self._owed = max(-BURST * PAUSE, self._owed - base)
         if not decodes and not tokens:
             return None
         self._context += decodes
@@ -223,7 +227,10 @@ class SimulatedNode:
         """Return the prompt tokens that fit into a step whose decodes alone take ``seconds``."""
         if not decodes or self._itl_target == 0.0:
             return _FULL_STEP
-        if (self._follows or joins) and sum(not job.computed for job in self._prompts) <= decodes:
+        waiting = sum(not job.computed for job in self._prompts)
+        if len(self._prompts) >= MANY_PROMPTS:
+            self._owed = min(self._owed, 0.0)
+        if (joins and waiting <= decodes) or self._owed >= seconds:
             return 0
         hidden = self._lines.decode.base - self._lines.prompt.base  # the read of the weights
         return int((max(self.itl_target - seconds, seconds) + hidden) / self._lines.prompt.slope)

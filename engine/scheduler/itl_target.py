@@ -5,13 +5,17 @@ With d the measured time of a step that only decodes and S the longest step with
     decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a fifth of the time that prompts add
     prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each chunk
 
-So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/5 times as long as alone. The default S is
-6.4 d of a single sequence. Beside few sequences that makes 1.4, or 1.2 where a step with prompts hides the read of the
+So the longest gap is S, and prompts without end take S / (S - d) + 1/5 times as long as alone. The default S is 9.2 d
+of a single sequence. Beside few sequences that makes 1.35, or 1.2 where a step with prompts hides the read of the
 weights. The median gap is then d: there are a few more pauses than chunks. Beside many sequences S stays as it is, and
 pauses become rare.
 
-The first step of a sequence after a handoff is a pause: it has waited for its second token long enough. There is no
-pause while more requests wait than decode: then computing prompts serves most.
+A pause delays every prompt behind it, so there are none where they are not needed. Steps without prompts count as
+pauses, so that prompts that arrive now and then see none. Nor does the first fifth of a second of prompts, nor a node
+with three prompts or more: there the time to first token counts most.
+
+The first step of a sequence after a handoff is a pause: it has waited for its second token long enough. It does not
+pause while more requests wait than decode.
 
 Decodes for peers (decode-ahead) are not protected: they take place only while no other request needs the device.
 """
@@ -24,7 +28,9 @@ from engine.request import Sequence
 from engine.throughput_meter import ChunkCost, ThroughputMeter
 from pdserve.request_cost import LinearCost, auto_itl_target
 
-_PAUSE = 0.21  # of the seconds that prompts add to steps
+PAUSE = 0.22  # of the seconds that prompts add to steps
+BURST = 0.2  # seconds that prompts may add before the first pause
+MANY_PROMPTS = 3  # with so many there are no pauses
 _MANY = 10**9  # tokens
 
 
@@ -32,18 +38,25 @@ class ItlTarget:
     """Decides how many seconds of prompts a step may compute."""
 
     def __init__(
-        self, meter: ThroughputMeter, seconds: float | None, *, stages: int, block_size: int, first_chunk: int
+        self,
+        meter: ThroughputMeter,
+        seconds: float | None,
+        *,
+        stages: int,
+        block_size: int,
+        first_chunk: int,
+        idle_step: float,
     ) -> None:
-        """``seconds`` None: ``auto_itl_target``; 0: no limit.
+        """``seconds`` None: ``auto_itl_target``; 0: no limit. ``idle_step``: of one sequence, measured at start, or 0.
 
         ``first_chunk`` is the number of tokens of a chunk while no prompt has been measured. A token passes
         ``stages`` steps one after the other, so each of them may take only that part of the target.
         """
         self._meter, self._seconds, self._stages = meter, seconds, stages
-        self._block_size, self._first_chunk = block_size, first_chunk
+        self._block_size, self._first_chunk, self._idle_step = block_size, first_chunk, idle_step
         self._decodes = 1
         self._last, self._last_step = ChunkBudget(0.0, ChunkCost(LinearCost()), block_size, False), 0
-        self._owed = 0.0  # seconds of pauses, before the last step
+        self._owed = -BURST * PAUSE  # seconds of pauses, before the last step
 
     @property
     def seconds(self) -> float:
@@ -51,14 +64,16 @@ class ItlTarget:
         if self._seconds is not None:
             return self._seconds
         decode = self._meter.decode
-        return self._stages * auto_itl_target(decode.at(1), decode.at(self._decodes))
+        return self._stages * auto_itl_target(self._idle_step or decode.at(1), decode.at(self._decodes))
 
-    def budget(self, step: int, decoding: int, decodes: int, waiting: int, joins: bool) -> ChunkBudget | None:
+    def budget(
+        self, step: int, decoding: int, decodes: int, prompts: int, waiting: int, joins: bool
+    ) -> ChunkBudget | None:
         """Return the limit of prompts in a step; None: no limit.
 
-        ``decoding`` sequences of the node decode, ``decodes`` of them in this step; ``waiting`` requests have no
-        blocks; ``joins``: a sequence takes part in a step for the first time, after a handoff. It is called for every
-        step that has room and prompts.
+        ``decoding`` sequences of the node decode, ``decodes`` of them in this step; ``prompts`` have begun; ``waiting``
+        requests have no blocks; ``joins``: a sequence takes part in a step for the first time, after a handoff. It is
+        called for every step that has room and prompts.
         """
         if not decoding or self._seconds == 0.0:
             return None
@@ -68,18 +83,22 @@ class ItlTarget:
         seconds = max(self.seconds / self._stages - decode, decode)
         if measured and not seconds:
             return None
-        may_pause = waiting <= decoding
-        self._owed = self._owed_at(step, decode) if may_pause else 0.0
-        pauses = (joins and may_pause) or (decodes > 0 and (self._owed >= decode or not measured))
+        self._owed = self._owed_at(step, decode)
+        if prompts + waiting >= MANY_PROMPTS:
+            self._owed = min(self._owed, 0.0)
+        pauses = (joins and waiting <= decoding) or (decodes > 0 and (self._owed >= decode or not measured))
         cost = cost or ChunkCost(LinearCost(seconds / self._first_chunk))
         self._last, self._last_step = ChunkBudget(seconds, cost, self._block_size, pauses), step
         return self._last
 
     def _owed_at(self, step: int, decode: float) -> float:
-        """Return the seconds of pauses that are owed. Every step without prompts since the last one pays some."""
+        """Return the seconds of pauses that are owed; less than none if there were many.
+
+        Every step without prompts since the last one pays some.
+        """
         last = self._last
         num_pauses = step - self._last_step - (not last.pauses and last.used)
-        return max(0.0, self._owed + last.added * _PAUSE - num_pauses * decode)
+        return max(-BURST * PAUSE, self._owed + last.added * PAUSE - num_pauses * decode)
 
 
 class ChunkBudget:

@@ -67,6 +67,7 @@ class Scheduler:
         max_waiting: int,
         stages: int = 1,
         itl_target: float | None = 0.0,
+        idle_step: float = 0.0,
         vocab_size: int = 0,
         eos_token_ids: Collection[int] = (),
         connector: ConnectorFactory = KVConnectorScheduler,
@@ -96,6 +97,7 @@ class Scheduler:
             stages=stages,
             block_size=block_size,
             first_chunk=max(1, full_step // CROWDING_PART),
+            idle_step=idle_step,
         )
         self._results = StepResults(
             *(self._in_flight, self._live, self._kv, self._choices, self.connector),
@@ -137,7 +139,9 @@ class Scheduler:
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
         sequence = self._live.loading.get(rid)
-        if sequence is None or sequence.request.outdated_handoff:
+        if sequence is None:
+            return
+        if sequence.request.outdated_handoff:
             self.prefill_locally(rid, outputs)
             return
         del self._live.loading[rid]
@@ -189,9 +193,22 @@ class Scheduler:
         self.events.status_changed = True
 
     def weights_changed(self) -> None:
-        """Continue open requests with other weights. The prefix cache is empty, and no step is in flight."""
-        for sequence in self._live.keep_decoding():
-            self._preempt(sequence)
+        """Continue open requests with other weights. The prefix cache is empty, and no step is in flight.
+
+        Sequences that decode keep their KV, which stays out of the prefix cache. The others start over here, and KV
+        that is being read will be dropped.
+        """
+        for request in reversed(self._live.requests.values()):
+            if request.rid in self._live.loading:
+                request.outdated_handoff = True
+                continue
+            if request.mode is Mode.HANDOFF:
+                request.mode = Mode.LOCAL
+            for sequence in [each for each in request.sequences.values() if each.blocks]:
+                if sequence.num_outputs and sequence.missing == 1:
+                    self._kv.keep_uncached(sequence)
+                else:
+                    self._preempt(sequence)
 
     def refuse_all(self, why: str) -> None:
         """End all requests with a NodeError."""
@@ -325,9 +342,9 @@ class Scheduler:
         if not runnable.prompts and self._head is None:
             return ()
         decoding = sum(each.length > each.prompt_len and not each.for_peer for each in self._live.running.values())
-        decodes, waiting = len(runnable.decodes), len(self._live.waiting)
+        decodes, prompts, waiting = len(runnable.decodes), len(runnable.prompts), len(self._live.waiting)
         joins = any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts))
-        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, waiting, joins)
+        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, prompts, waiting, joins)
         if builder.budget is None or not runnable.prompts:
             return runnable.prompts
         oldest, *others = runnable.prompts

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from toy import reference
 from toy_node import Node
 
+from engine.executor.idle_step import measure_idle_step
 from engine.ipc.messages import KVConfirmed, Mode, StartRead
+from engine.scheduler.itl_target import ItlTarget
 from engine.throughput_meter import ThroughputMeter
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.records import SamplingParams, ScheduledSequence, StepPlan
@@ -85,24 +87,45 @@ def run_until(node: Node, rid: int) -> None:
 @pytest.mark.parametrize("depth", PIPELINES, ids=str)
 @pytest.mark.parametrize("target", [None, 0.02])
 def test_steps_keep_the_target_and_prompts_are_little_slower(depth: tuple[int, int], target: float | None) -> None:
-    """The median gap of the default target is that of a step without prompts."""
+    """The median gap of the default target is that of a step without prompts, once prompts have lasted for a while."""
     stages, model = depth[1], Model()
     node = node_with_streams(model, depth, target)
-    add_prompts(node, 3000)
+    add_prompts(node, 12_000)
     run_until(node, 100)
     decode = COSTS.step + STREAMS // stages * COSTS.decode
     longest = AUTO_ITL_STEPS * decode if target is None else target / stages
     prompt_steps = [step for step in model.steps if step.chunks]
-    assert sum(sum(step.chunks.values()) for step in prompt_steps) in (2999, 3000)  # one token looks like a decode
+    assert sum(sum(step.chunks.values()) for step in prompt_steps) in (11_999, 12_000)  # one token looks like a decode
     assert max(step.seconds for step in prompt_steps) <= 1.02 * longest
     assert max(step.seconds for step in prompt_steps) >= 0.95 * longest
     if target is None:
-        assert not any(step.mixed and after.mixed for step, after in pairwise(model.steps))
+        late = model.steps[len(model.steps) // 2 :]
+        assert not any(step.mixed and after.mixed for step, after in pairwise(late))
         first = model.steps.index(prompt_steps[0])
         beside = sum(step.seconds for step in model.steps[first : model.steps.index(prompt_steps[-1]) + 1])
-        assert beside <= 1.5 * (COSTS.step + 3000 * COSTS.prompt_token)
-    assert node.tokens[100, 0] == reference([10] * 3000, 0, 2)
+        assert beside <= 1.5 * (COSTS.step + 12_000 * COSTS.prompt_token)
+    assert node.tokens[100, 0] == reference([10] * 12_000, 0, 2)
     node.close()
+
+
+@pytest.mark.parametrize("depth", [(1, 1), (2, 1)], ids=str)
+def test_idle_step_is_measured_without_a_trace(depth: tuple[int, int]) -> None:
+    node = Node(5000, *depth)
+    assert measure_idle_step(node.rank) > 0.0
+    assert not node.runner.used
+    node.submit(0, [1] * 6, SamplingParams(max_tokens=5), Mode.LOCAL)
+    run_until(node, 0)
+    assert node.tokens[0, 0] == reference([1] * 6, 0, 5)
+    node.close()
+
+
+def test_default_target_follows_the_idle_step() -> None:
+    meter = ThroughputMeter()
+    meter.add_step(32, 0, 0.006)
+    measured = ItlTarget(meter, None, stages=1, block_size=4, first_chunk=10, idle_step=0.004)
+    assert measured.seconds == pytest.approx(AUTO_ITL_STEPS * 0.004)
+    unknown = ItlTarget(meter, None, stages=1, block_size=4, first_chunk=10, idle_step=0.0)
+    assert unknown.seconds == pytest.approx(AUTO_ITL_STEPS * 0.006)
 
 
 def test_steps_that_the_target_limits_fill_whole_tiles() -> None:
@@ -119,12 +142,13 @@ def test_steps_that_the_target_limits_fill_whole_tiles() -> None:
 def test_result_of_a_decode_step_does_not_wait_for_the_launch_of_a_long_chunk() -> None:
     model = Model()
     node = node_with_streams(model)
-    add_prompts(node, 3000)
+    add_prompts(node, 12_000)
     run_until(node, 100)
     launches = zip(node.runner.launched, node.runner.behind, strict=True)
     behind = [(plan.scheduled[-1].num_tokens >= 256, count) for plan, count in launches if plan.scheduled]
-    assert {count for is_long, count in behind if is_long} == {0}
-    assert {count for is_long, count in behind[10:] if not is_long} == {1}
+    pairs = [(is_long, count) for (was_long, _), (is_long, count) in pairwise(behind[10:]) if not was_long]
+    assert {count for is_long, count in pairs if is_long} == {0}
+    assert {count for is_long, count in pairs if not is_long} == {1}
     node.close()
 
 
@@ -194,13 +218,14 @@ def test_short_prompt_of_another_client_passes_a_long_one() -> None:
     node.close()
 
 
-def test_every_step_computes_prompts_while_more_requests_wait_than_decode() -> None:
+@pytest.mark.parametrize("lengths", [[1500], [12_000] * 3], ids=["a burst", "many prompts"])
+def test_every_step_computes_prompts_in_a_burst_and_while_many_wait(lengths: list[int]) -> None:
     model = Model()
     node = node_with_streams(model)
-    add_prompts(node, *[300] * 30)
-    for _ in range(12):
-        node.step()
-    assert sum(step.mixed for step in model.steps) >= 10
+    add_prompts(node, *lengths)
+    run_until(node, 100)
+    prompt_steps = [at for at, step in enumerate(model.steps) if step.chunks]
+    assert all(step.mixed for step in model.steps[prompt_steps[0] : prompt_steps[-1]])
     node.close()
 
 

@@ -1,0 +1,41 @@
+"""The time of a decode step of one sequence, measured before a node serves: the default ``--itl-target`` follows it."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+
+from engine.executor.rank import Ranks
+from engine.executor.step_pipeline import StepPipeline
+from pdserve.records import NO_STEP, TOKEN_BYTES, NewSequence, SamplingParams, ScheduledSequence, StepPlan
+
+_STEPS = 16
+_SECONDS = 0.25  # on slow devices fewer steps are enough
+_SEQ = -1  # the scheduler counts from 0
+
+
+def measure_idle_step(ranks: Ranks) -> float:
+    """Return the median seconds of decode steps, each launched while the last ones are in flight, as when serving.
+
+    They write to the first blocks, which hold nothing yet.
+    """
+    block_size = ranks.kv_layout.block_size
+    blocks = tuple(range(min((_STEPS + 1) // block_size + 1, ranks.kv_layout.num_blocks)))
+    most = min(_STEPS, len(blocks) * block_size - 1)
+    new = NewSequence(_SEQ, bytes(TOKEN_BYTES), 1, 0, blocks, SamplingParams(max_tokens=most + 1, temperature=0.0))
+    pipeline, seconds = StepPipeline(ranks), list[float]()
+    token = (ScheduledSequence(_SEQ, 1, 1),)
+    start = perf_counter()
+    for number in range(most):
+        plan = StepPlan(NO_STEP - 1 - number, new=() if number else (new,), scheduled=token)
+        pipeline.launch(plan)
+        if pipeline.take(plan) is not None:
+            seconds.append(pipeline.step_seconds)
+        if seconds and perf_counter() - start > _SECONDS:
+            break
+    while not pipeline.empty:
+        pipeline.take_oldest()
+        seconds.append(pipeline.step_seconds)
+    pipeline.launch(StepPlan(NO_STEP - 1 - most, finished=(_SEQ,)))
+    pipeline.take_oldest()
+    return median(seconds)
