@@ -25,11 +25,12 @@ from runner.loading.memory import MemoryMeter, layout_that_fits
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
 from runner.pending_step import FinishedStep, step_without_samples
+from runner.pinned_memory import reserve_pinned_memory
 from runner.pooling import PromptPooling
 from runner.sampling.prompt_logprobs import PromptScoring
 from runner.sequence_rows import SequenceRows
 from runner.step_parts import StepFeature, StepPart, StepWithParts
-from runner.warmup import run_largest_steps, run_small_steps
+from runner.warmup import product_sizes, run_largest_steps, run_mixed_steps, run_small_steps
 
 BatchT = TypeVar("BatchT")
 Progress = Callable[[str, float], None]
@@ -69,8 +70,11 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._allocate(config, layout)
         if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)
+            reserve_pinned_memory(max_in_flight + 2)
             run_largest_steps(self, config)
             run_small_steps(self, config)
+            run_mixed_steps(self, config)
+            self._model.run_products(*product_sizes(config))
             self._capture_graphs(config, progress)
             self._cache.clear()
 

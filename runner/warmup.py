@@ -16,6 +16,9 @@ from pdserve.records import (
     TokenMask,
 )
 
+#: Prompt tokens in steps that are too large for a graph.
+MIXED_CHUNKS = (600, 1500, 4000)
+
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 #: A request that uses every sampling parameter.
@@ -55,17 +58,44 @@ def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
         run_prompts(runner, config, [2] * few, sampling)
 
 
-def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
-    """Run prompts of these lengths in one step, two decode steps of all, and their end with a digest.
+def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
+    """Run chunks of prompts beside one sequence that decodes, and beside four.
 
-    They share blocks and overwrite each other's KV: nothing reads their tokens.
+    Tensors of the prompts then begin at other offsets, for which Triton compiles kernels again.
     """
-    lengths = [max(1, min(length, config.max_model_len - 2)) for length in lengths]
+    for others in (1, 4):
+        for chunk in MIXED_CHUNKS:
+            chunk = min(chunk, config.max_batch_tokens - others, config.max_model_len - 2)
+            if chunk > 1 and others < config.max_num_seqs:
+                _run_beside(runner, config, others, chunk)
+
+
+def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int) -> None:
+    new = [_sequence(runner, number, length) for number, length in enumerate([1] * others + [chunk])]
+    decodes = tuple(ScheduledSequence(each.seq, 1, 1) for each in new[:-1])
+    prompt = ScheduledSequence(new[-1].seq, chunk, 1)
+    runner.launch(StepPlan(-1, new=tuple(new[:-1]), scheduled=decodes)).result()
+    runner.launch(StepPlan(-1, new=tuple(new[-1:]), scheduled=(*decodes, prompt))).result()
+    runner.launch(StepPlan(-1, finished=tuple(each.seq for each in new))).result()
+
+
+def _sequence(runner: ModelRunner, number: int, length: int, sampling: SamplingParams = GREEDY) -> NewSequence:
+    """Return a sequence with room for two more tokens. All share blocks: nothing reads their tokens."""
     block_size, num_blocks = runner.kv_layout.block_size, runner.kv_layout.num_blocks
-    new = []
-    for index, length in enumerate(lengths):
-        blocks = tuple((index + at) % num_blocks for at in range((length + 2) // block_size + 1))
-        new.append(NewSequence(-1 - index, bytes(length * TOKEN_BYTES), length, 0, blocks, sampling))
+    blocks = tuple((number + at) % num_blocks for at in range((length + 2) // block_size + 1))
+    return NewSequence(-1 - number, bytes(length * TOKEN_BYTES), length, 0, blocks, sampling)
+
+
+def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
+    """Return the numbers of tokens and of samples for ``Decoder.run_products``: those of steps without a graph."""
+    tokens = [*range(520, 2048, 8), *range(2048, config.max_batch_tokens + 1, 128)]
+    return [each for each in tokens if each <= config.max_batch_tokens], list(range(1, config.max_num_seqs + 1))
+
+
+def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
+    """Run prompts of these lengths in one step, two decode steps of all, and their end with a digest."""
+    lengths = [max(1, min(length, config.max_model_len - 2)) for length in lengths]
+    new = [_sequence(runner, number, length, sampling) for number, length in enumerate(lengths)]
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
     tokens = tuple(ScheduledSequence(seq, 1, 1) for seq in seqs)

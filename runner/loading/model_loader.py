@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,12 @@ class LoadedModel:
         stored = ChainMap(*read_headers(self._source).values())
         memory, self._offered = offer_shards(self.decoder.weight_shards(), stored)
         return memory
+
+    @torch.inference_mode()
+    def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
+        """See Decoder. A model of transformers runs none."""
+        if isinstance(self.decoder, Decoder):
+            self.decoder.run_products(tokens, samples)
 
     def _ask_peer(self, reader: WeightReader) -> PeerWeights | None:
         """Return the peer's weights; None unless the digests of this host's files are known."""

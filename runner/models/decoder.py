@@ -8,7 +8,7 @@ made, and ``checkpoint_name`` where its tensors have other names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -205,6 +205,21 @@ class Decoder:
         """Write ``logits`` to ``out``, on GPUs."""
         assert self._head is not None
         self._head.write(hidden, out)
+
+    def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
+        """Multiply by a weight of each shape for these numbers of tokens, and compute logits for those of samples.
+
+        cuBLAS chooses kernels by these numbers. Loading one that was not used before waits until the device is idle.
+        """
+        for (in_features, _), linear in self.context.linears.items():
+            for count in tokens:
+                linear.apply(self._zeros(count, in_features))
+        if self._head is not None:
+            for count in samples:
+                self.logits(self._zeros(count, self.config.hidden_size))
+
+    def _zeros(self, rows: int, width: int) -> Tensor:
+        return torch.zeros(rows, width, dtype=self.context.placement.dtype, device=self.context.placement.device)
 
     def weight_shards(self) -> WeightShards:
         """Yield this rank's part of each of the checkpoint's tensors, by the checkpoint's name."""

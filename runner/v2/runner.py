@@ -42,7 +42,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         model, device, max_num_seqs = config.model, self._device, config.max_num_seqs
         max_blocks = config.max_model_len // layout.block_size + 1
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, max_blocks, device)
-        writes = StagedWrites(config.max_batch_tokens + 8 * max_num_seqs, self.max_in_flight, device)
+        words = 2 * config.max_model_len + config.max_batch_tokens + 8 * max_num_seqs  # two of the longest prompts
+        writes = StagedWrites(words, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
         self._inputs = InputBuffers(max_num_seqs, config.max_batch_tokens, max_pages, layout, device)

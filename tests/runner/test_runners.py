@@ -19,8 +19,9 @@ from pdserve.errors import CapacityError
 from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import DigestOrder, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
+from runner.base import BaseModelRunner
 from runner.step_parts import StepWithParts
-from runner.warmup import run_largest_steps, run_small_steps
+from runner.warmup import run_largest_steps, run_mixed_steps, run_small_steps
 
 Build = Callable[..., ModelRunner]
 
@@ -193,11 +194,14 @@ def test_eos_is_not_sampled_before_min_tokens(build: Build) -> None:
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_warm_up_leaves_no_sequence_and_no_effect(build: Build, checkpoint: Path) -> None:
     """After warm-up the most sequences still fit, and tokens are those without it."""
-    limits: dict[str, Any] = {"max_num_seqs": 1, "max_batch_tokens": 20, "max_model_len": 64, "num_blocks": 12}
+    limits: dict[str, Any] = {"max_num_seqs": 2, "max_batch_tokens": 20, "max_model_len": 64, "num_blocks": 12}
     (expected,) = Stepper(build_runner(checkpoint, "V1")).generate([prompt_of(12)], 4)
     model_runner = build(**limits)
     run_largest_steps(model_runner, node_config(checkpoint, **limits))
     run_small_steps(model_runner, node_config(checkpoint, **limits))
+    run_mixed_steps(model_runner, node_config(checkpoint, **limits))
+    assert isinstance(model_runner, BaseModelRunner)
+    model_runner._model.run_products([3, 20], [1, 2])
     (found,) = Stepper(model_runner).generate([prompt_of(12)], 4)
     assert found.output == expected.output
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import RankPosition
@@ -26,6 +26,7 @@ class ModelContext:
     ops: PointwiseOps
     linear_method: type[LinearMethod]  # of the checkpoint's weight format
     experts_method: type[ExpertsMethod]
+    linears: dict[tuple[int, int], LinearMethod] = field(default_factory=dict)  # one of each shape, for warming up
 
     @classmethod
     def build(cls, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> ModelContext:
@@ -43,7 +44,9 @@ class ModelContext:
 
     def linear(self, in_features: int, out_features: int, bias: bool) -> LinearMethod:
         """Create a linear layer of a rank in the checkpoint's weight format."""
-        return self.linear_method(in_features, out_features, bias, self.placement, self.config.quantization)
+        linear = self.linear_method(in_features, out_features, bias, self.placement, self.config.quantization)
+        self.linears[in_features, out_features] = linear
+        return linear
 
     def experts(self, shard: ExpertsShard) -> ExpertsMethod:
         """Create a rank's experts of a layer in the checkpoint's weight format."""
