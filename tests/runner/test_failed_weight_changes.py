@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +43,11 @@ class Serving(NamedTuple):
 
     def answer(self) -> list[Running]:
         return self.stepper.generate([[(7 * index) % 120 + 3 for index in range(20)]], 3, SAMPLING)
+
+    def assert_no_weights(self) -> None:
+        assert not self.runner.has_weights
+        with pytest.raises(NodeError, match="no weights"):
+            Stepper(self.runner).generate([[1, 2, 3]], 1, SAMPLING)
 
     def refuse(self, change: WeightChange, reason: str) -> None:
         """Check that a change is refused for a reason, and that the old weights serve on."""
@@ -210,6 +218,79 @@ def test_a_reload_that_fails_half_way_leaves_no_weights_until_one_succeeds(tmp_p
     again.stepper._next = 100  # the runner has seen the others
     assert [each.samples for each in again.answer()] == [each.samples for each in expected]
     assert serving.runner.has_weights
+
+
+class FailingReads:
+    """Replaces os.preadv: reads fail from a given one on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.first = 0, sys.maxsize  # number of reads so far, and of the first one that fails
+        self.truncated = False
+        self._preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, *args: Any) -> int:
+        self.count += 1
+        if self.count <= self.first:
+            return self._preadv(*args)
+        if self.truncated:
+            return 0
+        raise OSError(errno.EIO, "unreadable")
+
+
+def test_a_reload_that_fails_at_any_read_leaves_no_weights_until_one_succeeds(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=2, seed=1)
+    old, reads = serving.answer(), FailingReads(monkeypatch)
+    serving.runner.change_weights(WeightChange(str(other)))
+    num_reads, new = reads.count, serving.answer()
+    assert num_reads > 2 * 7, "each tensor of a layer is read"
+    for first in range(num_reads):
+        serving.runner.change_weights(WeightChange(str(serving.directory)))
+        reads.count, reads.first, reads.truncated = 0, first, bool(first % 2)
+        with pytest.raises(CheckpointError, match="truncated" if first % 2 else "cannot be read"):
+            serving.runner.change_weights(WeightChange(str(other)))
+        reads.first = sys.maxsize
+        serving.assert_no_weights()
+        again, expected = ((other, new), (serving.directory, old))[first % 2]
+        serving.runner.change_weights(WeightChange(str(again)))
+        assert [each.samples for each in serving.answer()] == [each.samples for each in expected]
+    serving.runner.change_weights(WeightChange(str(serving.directory)))
+
+
+def write_other_shape(path: Path) -> None:
+    tensors = load_file(path)
+    save_file(tensors | {LAST: tensors[LAST][:, :-1].contiguous()}, path)
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+CHANGED_LATE: dict[Callable[[Path], None], str] = {
+    write_other_shape: "has shape",
+    truncate: "truncated",
+    append: "header|bytes",
+    Path.unlink: "no .*safetensors",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_LATE)
+def test_a_checkpoint_that_changes_after_its_check_leaves_no_weights(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
+    """All ranks have accepted it when another program writes to it."""
+    other, old = shutil.copytree(serving.directory, tmp_path / "other"), serving.answer()
+    assert isinstance(serving.runner, BaseModelRunner)
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.runner._model, "synchronize", lambda: change(other / "model.safetensors"))
+        with pytest.raises(CheckpointError, match=CHANGED_LATE[change]):
+            serving.runner.change_weights(WeightChange(str(other)))
+    serving.assert_no_weights()
+    serving.runner.change_weights(WeightChange(str(serving.directory)))
+    assert [each.samples for each in serving.answer()] == [each.samples for each in old]
 
 
 def test_quantized_tensors_cannot_be_patched(tmp_path: Path) -> None:
