@@ -18,8 +18,14 @@ def with_parallel_sizes(options: NodeOptions, pp: int | None, tp: int | None) ->
     """
     ep = options.ep if tp in (None, options.tp) or options.ep == 1 else tp
     pp, tp = pp or options.pp, tp or options.tp
-    stage_layers = options.stage_layers if pp > 1 else None
-    return msgspec.structs.replace(options, pp=pp, tp=tp, ep=ep, stage_layers=stage_layers)
+    return msgspec.structs.replace(
+        options,
+        pp=pp,
+        tp=tp,
+        ep=ep,
+        ep_redundancy=options.ep_redundancy if ep > 1 else 0,
+        stage_layers=options.stage_layers if pp > 1 else None,
+    )
 
 
 def assign_devices(nodes: Sequence[NodeOptions], num_gpus: int, num_threads: int) -> list[NodeOptions]:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.parallel import choose_parallel_config, with_redundant_experts
 from pdserve.config.quantized_layers import keep_quantized
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
@@ -188,6 +188,8 @@ def node_config(
     pp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    ep_redundancy: int = 0,
+    ep_rebalance_steps: int = 1,
     stage_layers: tuple[int, ...] | None = None,
     shared_mlps: bool = False,
     kv_scales: tuple[KVScales, ...] = (),
@@ -205,6 +207,7 @@ def node_config(
         num_layers=model.num_layers,
         spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, FP8_E4M3 if kv_scales else dtype),
     )
+    parallel = choose_parallel_config(model, pp, tp, stage_layers, shared_mlps, ep)
     config = NodeConfig(
         model_dir=str(model_dir),
         model=model,
@@ -213,7 +216,7 @@ def node_config(
         dtype=dtype,
         load_format=load_format,
         max_model_len=max_model_len,
-        parallel=choose_parallel_config(model, pp, tp, stage_layers, shared_mlps, ep),
+        parallel=with_redundant_experts(model, parallel, ep_redundancy, ep_rebalance_steps),
         kv_layout=layout,
         kv_scales=kv_scales,
         kv_checksum=True,

@@ -115,6 +115,10 @@ def positive_int(text: str) -> int:
     return value
 
 
+def _natural(text: str) -> int:
+    return 0 if text == "0" else positive_int(text)
+
+
 def port_number(text: str) -> int:
     """Parse a TCP port; 0 lets the system choose."""
     if not text.isdecimal() or int(text) > 65535:
@@ -250,6 +254,19 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "the value of --tp: each shard holds whole experts, not a slice of every expert (default %(default)s)",
             positive_int,
             alias="--expert-parallel-size",
+        ),
+        _Flag(
+            "ep_redundancy",
+            "N",
+            "with --ep: experts of other shards that each shard holds copies of, in each layer; they take load off the "
+            "busiest shards (default %(default)s)",
+            _natural,
+        ),
+        _Flag(
+            "ep_rebalance_steps",
+            "N",
+            "steps after which the copies are chosen anew, by the counted tokens of each expert (default %(default)s)",
+            positive_int,
         ),
         _Flag("stage_layers", "N,N,…", "layers of each stage (default: split evenly)", _numbers),
         _Flag(

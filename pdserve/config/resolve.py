@@ -29,7 +29,13 @@ from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_
 from pdserve.config.library_plans import check_split
 from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
-from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
+from pdserve.config.parallel import (
+    ParallelConfig,
+    choose_parallel_config,
+    shard_of,
+    weight_bytes,
+    with_redundant_experts,
+)
 from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.config.quantized_layers import keep_quantized, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
@@ -68,6 +74,7 @@ def resolve(
     parallel = choose_parallel_config(
         model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on", options.ep
     )
+    parallel = with_redundant_experts(model, parallel, options.ep_redundancy, options.ep_rebalance_steps)
     weights = _find_weights(model, model_dir) if options.reads_weights else None
     problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
     decision = _choose_runner(options, platform, model, backend, pooling, problem, environ.get(VARIABLE))

@@ -40,10 +40,11 @@ def offer_shards(
 
 
 def _equals_stored(shard: WeightShard, stored: StoredTensor) -> bool:
-    """Return whether the shard's memory has the dtype, shape and order of its part in the file."""
+    """Return whether the shard's memory has, and keeps, the dtype, shape and order of its part in the file."""
     memory, shape = shard.memory, list(stored.shape)
     if (
         memory.is_meta
+        or shard.is_copy
         or shard.order is not None
         or not memory.numel()
         or memory.ndim != len(shape)

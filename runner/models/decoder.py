@@ -52,21 +52,21 @@ class NormedMLP:
 
     def __init__(self, context: ModelContext, block: MLPBlock) -> None:
         self._norm = RMSNorm(context)
-        self._block = block
+        self.block = block
 
     def __call__(self, residual: Tensor) -> Tensor:
-        return self._block.apply(self._norm(residual))
+        return self.block.apply(self._norm(residual))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add the sum of x over the tensor shards to ``residual`` in place, and compute the MLP of the result."""
-        return self._block.apply(self._norm.add(x, residual))
+        return self.block.apply(self._norm.add(x, residual))
 
     def weight_shards(self) -> WeightShards:
         yield "post_attention_layernorm.weight", WeightShard.full(self._norm.weight)
-        yield from prefixed("mlp.", self._block.weight_shards())
+        yield from prefixed("mlp.", self.block.weight_shards())
 
     def process_weights_after_loading(self) -> None:
-        self._block.process_weights_after_loading()
+        self.block.process_weights_after_loading()
 
 
 class DecoderLayer:
@@ -155,6 +155,12 @@ class Decoder:
         if moe is None or moe.is_dense(layer):
             return MLP(self.context, self.config.intermediate_size)
         return MixtureOfExperts(self.context)
+
+    def mixtures(self) -> list[MixtureOfExperts]:
+        """Return the mixtures of experts of this rank."""
+        mlps = [layer.mlp for layer in self.layers]
+        mlps += [] if self._mlp_before is None else [self._mlp_before]
+        return [mlp.block for mlp in mlps if isinstance(mlp.block, MixtureOfExperts)]
 
     def make_layer(self, layer: int) -> DecoderLayer:
         return DecoderLayer(self.context, self.make_attention(layer), self.make_mlp(self._first_layer + layer))

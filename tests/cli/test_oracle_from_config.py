@@ -35,6 +35,7 @@ def resolved(
     variable: str | None = None,
     impl: str = "auto",
     split: tuple[int, int] = (1, 1),
+    redundancy: int = 0,
     **fields: object,
 ) -> NodeConfig:
     config = small_config(model_type, head_dim=64)
@@ -43,7 +44,16 @@ def resolved(
     values = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16"} | fields
     (path / "config.json").write_text(json.dumps(values))
     pp, tp = split
-    options = NodeOptions(model=str(path), load_format="dummy", max_model_len=64, model_impl=impl, pp=pp, tp=tp)
+    options = NodeOptions(
+        model=str(path),
+        load_format="dummy",
+        max_model_len=64,
+        model_impl=impl,
+        pp=pp,
+        tp=tp,
+        ep=tp if redundancy else 1,
+        ep_redundancy=redundancy,
+    )
     return resolve(options, GPU, {} if variable is None else {VARIABLE: variable}, PLATFORM)
 
 
@@ -72,6 +82,13 @@ def test_native_mixtures_of_experts_run_on_v1_and_on_a_forced_v2(model_type: str
     assert (config.model.moe.num_experts, config.model.moe.top_k) == (4, 2)
     rows = r"^experts +4 in each of \d+ layers\n +a token uses 2: [\d.]+ M of [\d.]+ M parameters$"
     assert re.search(rows, as_text(config), re.MULTILINE)
+
+
+def test_explain_counts_copies_of_experts(tmp_path: Path) -> None:
+    config = resolved(tmp_path, "qwen3_moe", split=(1, 2), redundancy=1)
+    rows = r"^experts +4 in each of \d+ layers, and copies of 1 from other shards on each shard$"
+    assert re.search(rows, as_text(config), re.MULTILINE)
+    assert config.parallel.ep_rebalance_steps == 3000
 
 
 @pytest.mark.parametrize("model_type", REASONS)

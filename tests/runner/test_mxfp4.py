@@ -217,7 +217,7 @@ def test_tokens_are_those_of_the_dequantized_model(backend: str, tmp_path: Path)
     config = node_config(quantized, runner="V2", attention_backend=backend, device=DEVICE.type, num_blocks=8)
     model_runner = runner.build(config, lambda stage, fraction: None)
     decoder: Any = model_runner._model.decoder  # type: ignore[attr-defined]
-    assert decoder.layers[0].mlp._block._experts._down.words.dtype == torch.int16
+    assert decoder.layers[0].mlp.block._experts._down.words.dtype == torch.int16
     (result,) = Stepper(model_runner).generate([PROMPT], 3)
     assert result.output == reference_greedy(reference_model(plain), PROMPT, 3)
 
