@@ -46,7 +46,7 @@ FAST = {("stage 1", "V1"), ("one rank", "V2")}
         for runner in RUNNERS
     ],
 )
-def test_a_failing_engine_pass_is_logged_with_its_traceback_and_names_its_rank(
+def test_a_failing_forward_pass_is_logged_with_its_traceback_and_names_its_rank(
     fleet: Fleet, checkpoint: Path, tmp_path: Path, stages: int, failing: int, name: str, runner: str
 ) -> None:
     trigger = tmp_path / "fail"
@@ -64,5 +64,5 @@ def test_a_failing_engine_pass_is_logged_with_its_traceback_and_names_its_rank(
     assert node.child.process.returncode == 1
     assert node.child.last_lines[-1].endswith(f"{name}{MESSAGE}"), node.child.last_lines
     assert "Traceback (most recent call last)" in node.output
-    assert ", in failing_engine" in node.output
+    assert ", in failing_forward" in node.output
     assert node.output.count("Traceback (most recent call last)") == 1, "only the rank that failed logs a traceback"
