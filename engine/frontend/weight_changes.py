@@ -30,8 +30,8 @@ import grpc
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolve import with_patch, with_reload, without_digests
-from pdserve.config.same_model import check_same_model
+from pdserve.config.resolve import with_checkpoint, with_patch, with_reload, without_digests
+from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError, RequestError, cut
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -92,9 +92,12 @@ class WeightChanges:
         """End the engine. Raises PdserveError."""
         await self._have_done(self._check_sleep(when))
 
-    async def wake(self) -> None:
-        """Start the engine again. Raises PdserveError: the node is asleep still."""
-        await self._have_done(self._check_wake())
+    async def wake(self, model_dir: str) -> None:
+        """Start the engine again, with another checkpoint of the same model if ``model_dir`` is set.
+
+        Raises PdserveError: the node is asleep still, or was not asleep and cannot load ``model_dir`` so.
+        """
+        await self._have_done(self._check_wake(model_dir))
 
     async def _have_done(self, check: Coroutine[Any, Any, WeightOrder | None]) -> None:
         """Hand over the order that ``check`` returns, if any, and wait until it is carried out."""
@@ -135,17 +138,28 @@ class WeightChanges:
             raise ConfigError("ranks on other hosts cannot be started again from here; stop the whole node instead")
         return WeightOrder(Power.SLEEP, node.config, when)
 
-    async def _check_wake(self) -> WeightOrder | None:
+    async def _check_wake(self, model_dir: str) -> WeightOrder | None:
         node = self._node
         if node.state is not State.ASLEEP:
             self._check_state()
+            if model_dir:
+                raise ConfigError(f"{node.name} is not asleep; reload {cut(model_dir)} instead")
             return None
-        await asyncio.to_thread(check_same_model, node.config, Path(node.config.model_dir))
-        return WeightOrder(Power.WAKE, without_digests(node.config), WAIT)
+        config = with_checkpoint(node.config, model_dir) if model_dir else without_digests(node.config)
+        await asyncio.to_thread(_check_checkpoint, config)
+        return WeightOrder(Power.WAKE, config, WAIT)
 
     def _check_state(self) -> None:
         if self._node.state not in (State.READY, State.UNLOADED):
             raise NodeError(f"{self._node.name} is {self._node.state}; try again when it is ready")
+
+
+def _check_checkpoint(config: NodeConfig) -> None:
+    """Raise CheckpointError unless the checkpoint is still, or as well, one of the node's model."""
+    path = Path(config.model_dir)
+    check_same_model(config, path)
+    if config.compat_fields["weights"] == "checkpoint":
+        check_kv_scales(config, path)
 
 
 class WeightChangesService(pb_grpc.WeightChangesServicer):
@@ -188,7 +202,7 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
     async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WeightsChanged:
         async def wake() -> None:
             self._check_allowed()
-            await self._changes.wake()
+            await self._changes.wake(self._allowed(request.model_dir) if request.model_dir else "")
 
         return await self._answer(wake, context)
 

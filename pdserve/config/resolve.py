@@ -374,11 +374,16 @@ def with_known_digests(config: NodeConfig) -> NodeConfig | None:
 
 def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:
     """Return the configuration with the weights of another checkpoint of the same model. Raises CheckpointError."""
+    return with_weight_digests(with_checkpoint(config, model_dir))
+
+
+def with_checkpoint(config: NodeConfig, model_dir: str) -> NodeConfig:
+    """Return the configuration of an engine that loads another checkpoint of the same model. It has no digests yet."""
     config = without_digests(config)
     if config.compat_fields["weights"] == "dummy":
         fields = config.compat_fields | {"weights": "checkpoint"}
         config = msgspec.structs.replace(config, load_format="auto", compat_fields=fields)
-    return with_weight_digests(msgspec.structs.replace(config, model_dir=model_dir))
+    return msgspec.structs.replace(config, model_dir=model_dir)
 
 
 def without_digests(config: NodeConfig) -> NodeConfig:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pdserve.checkpoint.kv_scales import read_kv_scales
+from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.pooling import EMBED
 from pdserve.errors import CheckpointError, shown
+from pdserve.kv import UNSCALED
 
 _CHOSEN_HERE = frozenset({"keeps_quantized"})  # fields that are the node's choice, not the checkpoint's
+
+
+def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:
+    """Raise CheckpointError unless another checkpoint has the scales of an FP8 KV cache as this node."""
+    if not config.kv_scales:
+        return
+    found = read_kv_scales(read_headers(model_dir), config.model.num_layers)
+    if (found or (UNSCALED,) * config.model.num_layers) != config.kv_scales:
+        raise CheckpointError(f"{model_dir} has other scales of the FP8 KV cache; start the node again with it")
 
 
 def check_same_model(config: NodeConfig, model_dir: Path) -> None:

@@ -1784,12 +1784,17 @@ Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
 class WakeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_DIR_FIELD_NUMBER: _builtins.int
+    model_dir: _builtins.str
+    """of another checkpoint, as in ReloadRequest; empty: the latest one"""
     def __init__(
         self,
+        *,
+        model_dir: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_dir", b"model_dir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -544,7 +544,7 @@ class WeightChangesServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep.
+        """Start the engine again, with the weights of a checkpoint. Without model_dir, does nothing unless the node is asleep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

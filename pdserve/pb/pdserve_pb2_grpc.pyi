@@ -240,7 +240,7 @@ class WeightChangesStub:
     Sleep: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.SleepRequest, _pdserve_pb2.WeightsChanged]
     """End the engine, which frees its memory. Does nothing while the node is asleep."""
     Wake: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.WakeRequest, _pdserve_pb2.WeightsChanged]
-    """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep."""
+    """Start the engine again, with the weights of a checkpoint. Without model_dir, does nothing unless the node is asleep."""
 
 @_typing.type_check_only
 class WeightChangesAsyncStub(WeightChangesStub):
@@ -258,7 +258,7 @@ class WeightChangesAsyncStub(WeightChangesStub):
     Sleep: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.SleepRequest, _pdserve_pb2.WeightsChanged]  # type: ignore[assignment]
     """End the engine, which frees its memory. Does nothing while the node is asleep."""
     Wake: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.WakeRequest, _pdserve_pb2.WeightsChanged]  # type: ignore[assignment]
-    """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep."""
+    """Start the engine again, with the weights of a checkpoint. Without model_dir, does nothing unless the node is asleep."""
 
 class WeightChangesServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------ administrator → node
@@ -297,7 +297,7 @@ class WeightChangesServicer(metaclass=_abc_1.ABCMeta):
         request: _pdserve_pb2.WakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pdserve_pb2.WeightsChanged, _abc.Awaitable[_pdserve_pb2.WeightsChanged]]:
-        """Start the engine again, with the weights of the checkpoint. Does nothing unless the node is asleep."""
+        """Start the engine again, with the weights of a checkpoint. Without model_dir, does nothing unless the node is asleep."""
 
 def add_WeightChangesServicer_to_server(servicer: WeightChangesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -36,7 +36,7 @@ def weights(args: argparse.Namespace) -> int:
         case "sleep":
             asyncio.run(_change(args.nodes, tls, _sleep(args.when)))
         case "wake":
-            asyncio.run(_change(args.nodes, tls, _wake))
+            asyncio.run(_change(args.nodes, tls, _wake(args.model)))
         case "patch":
             asyncio.run(_change(args.nodes, tls, _patch(Path(args.file), args.when), args.pause))
     return 0
@@ -72,8 +72,8 @@ def _sleep(when: str) -> Change:
     return lambda channel: pb_grpc.WeightChangesStub(channel).Sleep(pb.SleepRequest(when=when))
 
 
-def _wake(channel: grpc.aio.Channel) -> Awaitable[pb.WeightsChanged]:
-    return pb_grpc.WeightChangesStub(channel).Wake(pb.WakeRequest())
+def _wake(model_dir: str) -> Change:
+    return lambda channel: pb_grpc.WeightChangesStub(channel).Wake(pb.WakeRequest(model_dir=model_dir))
 
 
 def _patch(path: Path, when: str) -> Change:

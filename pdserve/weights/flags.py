@@ -14,12 +14,7 @@ def add_weights_flags(parser: argparse.ArgumentParser) -> None:
     _add_nodes(actions.add_parser("show", help="print state and weights of nodes"))
     reload = actions.add_parser("reload", help="load another checkpoint of the same model, one node after the other")
     _add_nodes(reload)
-    reload.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="directory of the checkpoint on the nodes' hosts, below that of their --allow-weight-changes",
-    )
+    _add_model(reload, required=True)
     _add_when(reload)
     _add_pause(reload)
     patch = actions.add_parser("patch", help="change some values of the weights, one node after the other")
@@ -34,6 +29,14 @@ def add_weights_flags(parser: argparse.ArgumentParser) -> None:
     _add_when(sleep, WHEN_SLEEP)
     wake = actions.add_parser("wake", help="start the engines of sleeping nodes again")
     _add_nodes(wake)
+    _add_model(wake, required=False)
+
+
+def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    text = "directory of the checkpoint on the nodes' hosts, below that of their --allow-weight-changes"
+    if not required:
+        text += " (default: the one that the node has loaded last)"
+    parser.add_argument("--model", required=required, default="", metavar="DIR", help=text)
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,9 @@ from typing import TypeVar
 
 import torch
 
-from pdserve.checkpoint.kv_scales import read_kv_scales
-from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.same_model import check_same_model
+from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CheckpointError, PdserveError
-from pdserve.kv import UNSCALED
 from pdserve.weight_change import WeightChange
 from runner.loading.memory import free_memory
 from runner.loading.model_loader import LoadedModel
@@ -86,7 +83,7 @@ class WeightChanger:
             return self._prepare_patch(Path(change.patch))
         model_dir = Path(change.model_dir)
         check_same_model(self._config, model_dir)
-        self._check_kv_scales(model_dir)
+        check_kv_scales(self._config, model_dir)
         self._model.check_tensors(model_dir)
         return lambda: self._model.load(model_dir)
 
@@ -110,12 +107,3 @@ class WeightChanger:
             return _KEPT_BESIDE_A_MODEL
         free = free_memory(torch.device("cpu"))
         return 0 if free is None else free // (2 * self._config.parallel.num_ranks)
-
-    def _check_kv_scales(self, model_dir: Path) -> None:
-        """Raise CheckpointError unless another checkpoint has the scales that kernels and cached blocks have."""
-        config = self._config
-        if not config.kv_scales:
-            return
-        found = read_kv_scales(read_headers(model_dir), config.model.num_layers)
-        if (found or (UNSCALED,) * config.model.num_layers) != config.kv_scales:
-            raise CheckpointError(f"{model_dir} has other scales of the FP8 KV cache; start the node again with it")

@@ -229,6 +229,21 @@ def test_node_that_cannot_wake_stays_asleep(fleet: Fleet, versions: Path, tmp_pa
     assert change("wake", node.address) == 1
     assert node.describe().state == "asleep"
     weights.write_bytes(content)
+    for name in ("b", "other"):
+        shutil.copytree(versions / name, tmp_path / name)
+    (tmp_path / "b" / "config.json").unlink()
+    for name in ("b", "other", "../a"):
+        assert change("wake", node.address, "--model", name) == 1
+        assert node.describe().state == "asleep"
     for _ in range(2):
         assert change("wake", node.address) == 0
     assert tokens(node) == expected
+    assert change("wake", node.address, "--model", "a") == 1, "it is awake"
+    assert change("sleep", node.address) == 0
+    shutil.copy(tmp_path / "a" / "config.json", tmp_path / "b")
+    assert change("wake", node.address, "--model", "b") == 0
+    other = tokens(node)
+    assert other != expected
+    assert change("reload", node.address, "--model", "a") == 0
+    assert change("reload", node.address, "--model", "b") == 0
+    assert tokens(node) == other, "it woke with the weights of b"
