@@ -24,10 +24,14 @@ class ExpertBalance(StepFeature[Any], StepPart[Any]):
     """
 
     def __init__(self, parallel: ParallelState, layers: Sequence[MixtureOfExperts]) -> None:
-        """``layers`` are those of this rank with copies."""
+        """``layers`` are those of this rank with copies. Connects the shards, so that measured memory includes that."""
         self._parallel, self._interval = parallel, parallel.position.parallel.ep_rebalance_steps
         self._layers = [(layer, layer.copies) for layer in layers if layer.copies is not None]
         self._steps = 0
+        position = parallel.position
+        others = [shard for shard in range(position.parallel.tp) if shard != position.shard]
+        sent, *received = torch.zeros(1 + len(others), 1, device=parallel.device)
+        parallel.exchange([(sent, shard) for shard in others], list(zip(received, others, strict=True)))
 
     def part(self, plan: StepPlan) -> StepPart[Any] | None:
         if plan.step < 0:

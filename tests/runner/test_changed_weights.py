@@ -62,12 +62,20 @@ def test_every_changed_model_is_that_of_the_resulting_checkpoint(tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "pp", "tp", "copies"),
+    [
+        *((name, pp, 3 - pp, 0) for name in MODELS for pp in (1, 2)),
+        ("qwen3-moe-fused", 1, 2, 2),
+        ("mixtral", 1, 2, 1),
+    ],
+)
 def test_every_changed_model_of_two_ranks_is_that_of_the_resulting_checkpoint(
-    tmp_path: Path, name: str, pp: int, tp: int
+    tmp_path: Path, name: str, pp: int, tp: int, copies: int
 ) -> None:
+    """With copies of experts, other ones are copied after each step."""
     model, numbers = Model(tmp_path, name), random.Random(name)
+    split = {"pp": pp, "tp": tp, "ep": tp if copies else 1, "ep_redundancy": copies}
     with StagedNode(2) as node:
         for version in ("V1", "V1", "V1", "V2"):
             steps = [(numbers.choice(("reload", "patch")), numbers.randrange(1 << 16)) for _ in range(3)]
@@ -75,8 +83,8 @@ def test_every_changed_model_of_two_ranks_is_that_of_the_resulting_checkpoint(
             ours, expected = (
                 generate(node.started(config, each), config, REQUESTS)
                 for config, each in (
-                    (config_of(model.directory, model, version, pp=pp, tp=tp), found),
-                    (config_of(result, model, version, pp=pp, tp=tp), ()),
+                    (config_of(model.directory, model, version, **split), found),
+                    (config_of(result, model, version, **split), ()),
                 )
             )
             assert ours == expected
