@@ -15,6 +15,8 @@ from pdserve.config.config_fields import ConfigFields
 from pdserve.config.moe import MoEConfig, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen3_moe
 from pdserve.errors import shown
 
+_DENSE_ON_H200 = "one-h200-decode-and-prefill"
+
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 
 
@@ -65,16 +67,16 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     has_sinks: bool = False  # of attention
     partial_rotary: bool = False  # whether it may rotate only the first part of each head
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
-    v2_by_default: bool = False  # figures show V2 exact and faster than V1
+    v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
 
 
 FAMILIES: dict[str, DecoderFamily] = {
-    "LlamaForCausalLM": DecoderFamily(module="llama", v2_by_default=True),
+    "LlamaForCausalLM": DecoderFamily(module="llama", v2_figures=_DENSE_ON_H200),
     "MistralForCausalLM": DecoderFamily(
         module="mistral",
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         windows=same_window,
-        v2_by_default=True,
+        v2_figures=_DENSE_ON_H200,
     ),
     "Qwen2ForCausalLM": DecoderFamily(
         module="qwen2",
@@ -85,7 +87,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         module="qwen3",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
         windows=windows_by_layer_type,
-        v2_by_default=True,
+        v2_figures=_DENSE_ON_H200,
     ),
     "Qwen3MoeForCausalLM": DecoderFamily(
         module="qwen3_moe",

@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError
 VARIABLE = "PDSERVE_USE_V2_MODEL_RUNNER"
 
 #: V2 is exact and faster for these architectures. Others get V1 unless V2 is forced.
-DEFAULT_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.v2_by_default)
+DEFAULT_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.v2_figures)
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,4 +202,8 @@ def _forced(facts: Facts, variable: str) -> Decision:
 def _preferred(record: RunnerRecord, facts: Facts) -> tuple[str, ...]:
     platform = facts.platform
     where = "Triton's interpreter" if platform.interpreted else "a CUDA GPU" if platform.device == "cuda" else "a CPU"
-    return (f"{facts.architecture} on {where}", f"the configuration needs nothing that {record.name} lacks")
+    figures = FAMILIES[facts.architecture].v2_figures
+    return (
+        f"{facts.architecture} on {where}, exact and faster on {record.name} (docs/numbers.md#{figures})",
+        f"the configuration needs nothing that {record.name} lacks",
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ CPU_INTERPRETED = msgspec.structs.replace(CPU, interpreted=True)
 CPU_WITHOUT_TRITON = msgspec.structs.replace(CPU_INTERPRETED, has_triton=False)
 
 V2, V1 = RUNNERS
+ROOT = Path(__file__).parents[2]
 
 #: What V2 lacks, by name, with facts that need it and a word of the explanation.
 BEYOND_V2: list[tuple[str, dict[str, Any], str]] = [
@@ -70,6 +73,15 @@ def test_default_architectures_get_v2_unless_v1_is_forced(
     assert decision.runner == expected
     word = architecture if variable is None else f"{VARIABLE}={variable}"
     assert any(word in reason for reason in decision.reasons)
+
+
+@pytest.mark.parametrize("architecture", DEFAULT_ARCHITECTURES)
+def test_the_reason_for_v2_names_a_section_of_figures(architecture: str) -> None:
+    (section,) = re.findall(
+        r"exact and faster on V2 \(docs/numbers.md#(.+)\)", decide(facts(architecture=architecture), None).reasons[0]
+    )
+    titles = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "numbers.md").read_text(), re.MULTILINE)
+    assert section in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
 
 
 @pytest.mark.parametrize(
