@@ -75,8 +75,7 @@ class Scheduler:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
-        self._max_num_seqs = max_num_seqs
-        self._max_batch_tokens = max_batch_tokens
+        self._max_num_seqs, self._max_batch_tokens = max_num_seqs, max_batch_tokens
         self._full_step, self._tile = full_step, tile
         self._max_waiting = max_waiting
         self._clock = clock
@@ -139,9 +138,7 @@ class Scheduler:
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
         sequence = self._live.loading.get(rid)
-        if sequence is None:
-            return
-        if sequence.request.outdated_handoff:
+        if sequence is None or sequence.request.outdated_handoff:
             self.prefill_locally(rid, outputs)
             return
         del self._live.loading[rid]
@@ -193,22 +190,9 @@ class Scheduler:
         self.events.status_changed = True
 
     def weights_changed(self) -> None:
-        """Continue open requests with other weights. The prefix cache is empty, and no step is in flight.
-
-        Sequences that decode keep their KV, which stays out of the prefix cache. The others start over here, and KV
-        that is being read will be dropped.
-        """
-        for request in reversed(self._live.requests.values()):
-            if request.rid in self._live.loading:
-                request.outdated_handoff = True
-                continue
-            if request.mode is Mode.HANDOFF:
-                request.mode = Mode.LOCAL
-            for sequence in [each for each in request.sequences.values() if each.blocks]:
-                if sequence.num_outputs and sequence.missing == 1:
-                    self._kv.keep_uncached(sequence)
-                else:
-                    self._preempt(sequence)
+        """Continue open requests with other weights. The prefix cache is empty, and no step is in flight."""
+        for sequence in self._live.keep_decoding():
+            self._preempt(sequence)
 
     def refuse_all(self, why: str) -> None:
         """End all requests with a NodeError."""

@@ -82,9 +82,10 @@ class NodeCall:
     def set_paused(self, paused: bool) -> None:
         self._stream.set_paused(self._number, paused)
 
-    def on_new_weights(self, new: pb.NewWeights) -> None:
-        """Note the weights that the node has changed to."""
+    def change_weights(self, new: pb.NewWeights) -> NodeView:
+        """Return the node with the weights that it has changed to under the request."""
         self.node = msgspec.structs.replace(self.node, weights=new.weights, compat_hash=new.compat_hash)
+        return self.node
 
     def _release(self) -> None:
         self.prefilled()

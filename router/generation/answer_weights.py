@@ -15,6 +15,7 @@ class AnswerWeights:
 
     def __init__(self, on_settled: Callable[[str], None]) -> None:
         self.settled = False
+        self.mixed = False  # its KV is of several versions
         self._on_settled = on_settled
         self._versions: list[str] = []  # the last one is in use
 
@@ -35,6 +36,6 @@ class AnswerWeights:
         return lambda node: node.weights == self._versions[-1] and (accepts is None or accepts(node))
 
     def _use(self, node: NodeView) -> None:
-        self.settled = True
+        self.settled, self.mixed = True, self.settled
         self._versions.append(node.weights)
         self._on_settled("+".join(self._versions))

@@ -42,10 +42,7 @@ class Consumer(Protocol):
         """Handle a token, the end of the choice (``choice.finish_reason``), or both."""
 
     def on_weights(self, weights: str) -> None:
-        """Note the version of the weights that make the answer. Called before all else.
-
-        Called again if a node changes its weights under the request: then ``weights`` names all versions.
-        """
+        """Note the weights that make the answer, before all else, and all of them if a node changes them."""
 
     def on_end(self, error: PdserveError | None) -> None:
         """Handle the end. Without an error every choice has a finish reason."""
@@ -135,7 +132,6 @@ class PromptRun:
         self._call: NodeCall | None = None
         self._prefill_node = ""  # of the present call; D may still compute the prompt itself
         self._waiting = True  # for the first token of the present call
-        self._may_move = True  # the present node can hand over its KV
         self._started = False  # a token has arrived
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
@@ -188,7 +184,7 @@ class PromptRun:
         self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
-        self._waiting = self._may_move = True
+        self._waiting = True
 
     def cancel(self) -> None:
         self._migration.cancel()
@@ -204,13 +200,9 @@ class PromptRun:
 
     @property
     def movable_tokens(self) -> int:
-        if (
-            self._waiting
-            or not self._may_move
-            or self._generation.paused
-            or len(self.choices) > 1
-            or not self._migration.may_move
-        ):
+        generation = self._generation
+        stays = self._waiting or generation.paused or generation.weights.mixed or len(self.choices) > 1
+        if stays or not self._migration.may_move:
             return 0
         num_outputs = len(self.choices[0].token_ids)
         return self.prefix.num_tokens + num_outputs if self.job.sampling.max_tokens - num_outputs >= _MIN_LEFT else 0
@@ -254,8 +246,8 @@ class PromptRun:
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
-        if not output.has_token and output.HasField("new_weights"):
-            self._on_new_weights(output.new_weights)
+        if not output.has_token and self._call is not None and output.HasField("new_weights"):
+            self._generation.weights.change(self._call.change_weights(output.new_weights))
             return
         if not self._generation.weights.settled and self._call is not None:
             self._generation.weights.settle(self._call.node)
@@ -279,13 +271,6 @@ class PromptRun:
             self._unfinished -= 1
             if self._unfinished == 0:
                 self._finish()
-
-    def _on_new_weights(self, new: pb.NewWeights) -> None:
-        """Continue with other weights of the node; the answer then names both."""
-        assert self._call is not None
-        self._call.on_new_weights(new)
-        self._may_move = False
-        self._generation.weights.change(self._call.node)
 
     def _count_token(self, choice: Choice, output: pb.Output) -> None:
         generation = self._generation
