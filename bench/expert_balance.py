@@ -1,4 +1,4 @@
-"""How much copies of hot experts take off the busiest shard, for loads as uneven as a Zipf distribution. Pure; no model.
+"""How much copies of hot experts take off the busiest shard, for loads of a Zipf distribution. Pure: no model runs.
 
 python bench/expert_balance.py --experts 128 --shards 2,4,8 --redundancy 1,2,4,8
 """
