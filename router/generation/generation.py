@@ -221,8 +221,11 @@ class PromptRun:
     def on_stall(self) -> None:
         call, num_tokens = self._call, self._num_unfinished_tokens
         assert call is not None
-        if self._migration.may_leave(call.node, num_tokens, self._fleet):
+        if self._migration.may_leave(call.node, num_tokens, self._has_decode_node):
             self._migration.leave_stalled(self._leave(), num_tokens)
+
+    def _has_decode_node(self, accepts: Accepts) -> bool:
+        return self._fleet.has_decode_node(self._generation.weights.accepting(accepts) or accepts)
 
     def _leave(self) -> NodeView:
         """Cancel the present call; return its node."""

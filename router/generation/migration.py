@@ -22,7 +22,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
-from router.fleet.fleet import Fleet, NodeCall
+from router.fleet.fleet import NodeCall
 from router.fleet.policy import NodeChoice, NodeView
 from router.fleet.serve_stream import NodeLost
 from router.generation.job import GenerationOptions
@@ -92,12 +92,15 @@ class Migration:
         elif not (isinstance(error, Overloaded) and self._reroute(call.node)):
             self._give_up(error)
 
-    def may_leave(self, node: NodeView, num_tokens: int, fleet: Fleet) -> bool:
-        """Return whether a prompt may go on elsewhere although its node has not failed."""
+    def may_leave(self, node: NodeView, num_tokens: int, exists: Callable[[Accepts], bool]) -> bool:
+        """Return whether a prompt may go on elsewhere although its node has not failed.
+
+        ``exists`` returns whether a decode node that is accepted could take it.
+        """
         if self._cancelled or not self._options.migrations:
             return False
         self._computed_by = node if num_tokens else None
-        return fleet.has_decode_node(lambda other: other.node_id != node.node_id and self._accepts(other))
+        return exists(lambda other: other.node_id != node.node_id and self._accepts(other))
 
     @property
     def may_move(self) -> bool:

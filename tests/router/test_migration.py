@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,30 @@ def test_prompts_leave_a_stalled_node_only_for_another_one(nodes: Nodes, other: 
         for node in nodes.all:
             node.description.stalled, node.description.state = False, "ready"
     assert nodes.metric('pdserve_migrations_total{reason="stalled"}') - before == (other == "ready")
+    wait_for(lambda: nodes.metric("pdserve_nodes_ready{") == 2)
+
+
+def test_prompts_of_a_request_stay_on_a_stalled_node_whose_weights_are_nowhere_else(nodes: Nodes) -> None:
+    """All prompts of a request have one version of the weights, before their first tokens, too."""
+    _, second = nodes.all
+
+    async def stalling(conversation: Conversation) -> None:
+        salt = conversation.message.cache_salt
+        node = next(each for each in nodes.all if salt in each.seen)
+        node.description.stalled = True
+        await asyncio.sleep(1.0)
+        conversation.token(9, finish="length")
+
+    second.description.weights = "other"
+    time.sleep(0.5)  # until the router knows
+    before = nodes.metric('pdserve_migrations_total{reason="stalled"}')
+    try:
+        events = stream(nodes.client, nodes.play(stalling, stalling) | {"prompt": ["x", "y"]})
+        assert {event["choices"][0]["index"] for event in events[:-1]} == {0, 1}
+    finally:
+        for node in nodes.all:
+            node.description.stalled, node.description.weights = False, ""
+    assert nodes.metric('pdserve_migrations_total{reason="stalled"}') == before
     wait_for(lambda: nodes.metric("pdserve_nodes_ready{") == 2)
 
 
