@@ -14,4 +14,5 @@ class WeightChange(msgspec.Struct, frozen=True):
     """A checkpoint or a patch that replaces weights in memory. One path is set, on the host of each rank."""
 
     model_dir: str = ""  # another checkpoint of the same architecture and shape
+    weights_hash: str = ""  # what each rank must find in it (pdserve/config/compatibility.py); empty: not compared
     patch: str = ""  # a file of new values for some tensors (pdserve/checkpoint/weight_patch.py)

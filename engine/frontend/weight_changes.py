@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import grpc
+import msgspec
 
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
+from pdserve.config.compatibility import weights_hash
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolve import with_checkpoint, with_patch, with_reload, without_digests
 from pdserve.config.same_model import check_kv_scales, check_same_model
@@ -126,6 +128,8 @@ class WeightChanges:
         if node.state is State.UNLOADED and change.patch:
             raise NodeError(f"{node.name} has no weights that a patch could change; reload a checkpoint")
         config = await asyncio.to_thread(changed, node.config)
+        if change.model_dir and node.engine.has_remote_ranks:
+            change = msgspec.structs.replace(change, weights_hash=weights_hash(config.compat_fields))
         await node.engine.check_weights(change)
         return WeightOrder(change, config, when)
 

@@ -10,11 +10,14 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
 from typing import TypeVar
 
 import torch
 
+from pdserve.config.compatibility import weights_hash
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.resolve import with_reload
 from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CheckpointError, PdserveError
 from pdserve.weight_change import WeightChange
@@ -83,6 +86,10 @@ class WeightChanger:
             return self._prepare_patch(Path(change.patch))
         model_dir = Path(change.model_dir)
         check_same_model(self._config, model_dir)
+        if change.weights_hash and weights_hash(with_reload(self._config, change.model_dir).compat_fields) != (
+            change.weights_hash
+        ):
+            raise CheckpointError(f"{model_dir} has other weights on {gethostname()} than on the host of rank 0")
         check_kv_scales(self._config, model_dir)
         self._model.check_tensors(model_dir)
         return lambda: self._model.load(model_dir)

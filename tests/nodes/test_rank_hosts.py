@@ -14,12 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from checkpoints import change_weight, reference_greedy, reference_model
 from fleet import NODE_FLAGS, RUNNER_ENVIRONMENTS, Fleet, add_tokenizer
 from node_client import RouterClient, greedy
+from safetensors.torch import save_file
 
 from engine.executor.multi_host import LocalRanks, local_ranks_from
 from engine.frontend.node_command import role_parser
+from pdserve.cli import main
 from pdserve.errors import ConfigError
 
 FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")
@@ -190,6 +193,36 @@ def test_hosts_with_two_ranks_each_serve_as_one_node(
         fleet.wait_ready()
         assert fleet.complete(PROMPT, 12) == reference_greedy(reference_model(checkpoint), PROMPT, 12)
         assert len(other.ranks()) == 2
+
+
+@pytest.mark.slow
+def test_weights_of_ranks_on_two_hosts_are_reloaded_but_not_patched(
+    checkpoint: Path, elsewhere: Path, leader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(elsewhere, tmp_path / "other")
+    change_weight(other, "model.layers.1.mlp.up_proj.weight")
+    expected = {path: reference_greedy(reference_model(path), PROMPT, 12) for path in (elsewhere, other)}
+    patch = tmp_path / "patch.safetensors"
+    save_file({"model.norm.weight.rows.0": torch.ones(1)}, patch)
+    split = ("--tp", "2", "--leader", leader)
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1"):
+        flags = [*FLAGS, *split, "--rank", "0", "--allow-weight-changes", str(tmp_path)]
+        node = fleet.start_decode(checkpoint, flags)
+        fleet.wait_ready()
+        for path, when in ((other, "wait"), (elsewhere, "keep"), (other, "abort")):
+            assert main(["weights", "reload", node.address, "--model", path.name, "--when", when]) == 0
+            with RouterClient(node.address) as router:
+                assert router.generate(PROMPT, greedy(12)).tokens == expected[path]
+        for words, reason in (
+            (("patch", node.address, "--file", str(patch)), "a patch reaches the ranks of one host only; reload"),
+            (("sleep", node.address), "ranks on other hosts cannot be started again from here"),
+            (("reload", node.address, "--model", "absent"), "absent"),
+        ):
+            assert main(["weights", *words]) == 1
+            assert reason in capsys.readouterr().err
+        with RouterClient(node.address) as router:
+            assert router.generate(PROMPT, greedy(12)).tokens == expected[other]
+        assert node.describe().state == "ready"
 
 
 @pytest.mark.slow

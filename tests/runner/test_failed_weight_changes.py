@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config
@@ -21,6 +22,8 @@ from weight_patches import REQUESTS, Entries, data_of, patched, read_tensors, wr
 
 import runner
 from pdserve.checkpoint.safetensors_header import read_header
+from pdserve.config.compatibility import weights_hash
+from pdserve.config.resolve import with_reload
 from pdserve.errors import CheckpointError, NodeError
 from pdserve.protocols import ModelRunner
 from pdserve.records import SamplingParams
@@ -136,6 +139,16 @@ def test_a_damaged_patch_changes_nothing(serving: Serving, tmp_path: Path, damag
 def test_a_checkpoint_of_another_model_changes_nothing(serving: Serving, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
     serving.refuse(WeightChange(str(other)), "has num_layers 1, this node has 2; only weights of the same model")
+
+
+def test_a_checkpoint_that_differs_between_hosts_changes_nothing(tmp_path: Path) -> None:
+    """Rank 0 has found the weights of the first, this rank finds others."""
+    first, second = (make_checkpoint(tmp_path / str(seed), "llama", num_hidden_layers=1, seed=seed) for seed in (1, 2))
+    config = msgspec.structs.replace(node_config(first, num_blocks=32), compat_fields={"weights": "checkpoint"})
+    built = runner.build(config, lambda stage, fraction: None)
+    serving, found = Serving(built, Stepper(built), first), weights_hash(with_reload(config, str(first)).compat_fields)
+    serving.refuse(WeightChange(str(second), found), "has other weights on .* than on the host of rank 0")
+    serving.runner.check_weights(WeightChange(str(first), found))
 
 
 @pytest.mark.parametrize("damage", [truncate, damage_header, Path.unlink])
