@@ -34,8 +34,8 @@ class ExpertBalance(StepFeature[Any], StepPart[Any]):
         parallel.exchange([(sent, shard) for shard in others], list(zip(received, others, strict=True)))
 
     def part(self, plan: StepPlan) -> StepPart[Any] | None:
-        if plan.step < 0:
-            return None  # of the warm-up
+        if plan.step < 0 or not plan.scheduled:  # the warm-up, and plans that only rank 0 may get
+            return None
         if not self._steps:
             for _, copies in self._layers:
                 copies.load.zero_()
