@@ -201,7 +201,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             config.max_model_len + config.max_batch_tokens,
         )
         shared: list[StepFeature[Any]] = [BlockDigests(self._cache)]
-        if config.parallel.ep_redundancy:
+        if config.parallel.ep_redundancy and self._model.mixtures:
             shared.append(ExpertBalance(self._parallel, self._model.mixtures))
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))

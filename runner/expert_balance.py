@@ -54,7 +54,7 @@ class ExpertBalance(StepFeature[Any], StepPart[Any]):
             after += busiest_load(of_layer, placement)
             moved += self._move(layer, placement)
             copies.load.div_(2, rounding_mode="floor")
-        if moved:
+        if moved and self._parallel.position.shard == 0:
             _log.info(
                 "%d copies of experts moved: the busiest shard has %.2f times the mean load, before %.2f",
                 moved,

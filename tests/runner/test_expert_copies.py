@@ -86,9 +86,12 @@ def test_the_next_placement_is_never_busier_and_leaves_copies_in_their_slots(
         assert all(new[slot] == expert for slot, expert in enumerate(old) if expert in new)
 
 
-def test_equal_loads_stay_equal_with_the_first_placement() -> None:
+@pytest.mark.parametrize("load", [0, 6])
+def test_equal_loads_stay_equal_and_move_no_copy(load: int) -> None:
     for slots in range(7):
-        assert busiest_load([6] * 9, first_placement(9, 3, slots)) == 18
+        first = first_placement(9, 3, slots)
+        assert busiest_load([load] * 9, first) == 3 * load
+        assert next_placement([load] * 9, first) == first
 
 
 def test_a_hot_expert_is_copied_to_the_least_busy_shards() -> None:

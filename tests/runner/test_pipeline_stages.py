@@ -22,7 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3-small": ("qwen3", {"num_hidden_layers": 2}),
     "glm4-moe-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
-    "glm4-moe-copies-ep": ("glm4_moe", {"first_k_dense_replace": 1}),
+    "glm4-moe-copies-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 Case = tuple[str, str, int, int, tuple[int, ...] | None, bool]  # model, runner, stages, shards, layers, shared MLPs

@@ -55,7 +55,7 @@ def busiest_load(loads: Sequence[int], placement: Placement) -> float:
 def next_placement(loads: Sequence[int], current: Placement) -> Placement:
     """Return a placement for these loads; ``current`` unless another is clearly better. Copies that stay keep slots."""
     found = balanced_placement(loads, len(current), len(current[0]))
-    if busiest_load(loads, found) > (1 - _LEAST_GAIN) * busiest_load(loads, current):
+    if busiest_load(loads, found) >= (1 - _LEAST_GAIN) * busiest_load(loads, current):
         return current
     return tuple(_in_place(old, new) for old, new in zip(current, found, strict=True))
 
