@@ -26,7 +26,8 @@ from array import array
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.frontend.engine_client import EngineClient, Event
+from engine.frontend.engine_client import EngineClient
+from engine.frontend.request_events import Event
 from engine.ipc.messages import Mode, RankPlacement, Refused, Submit
 from pdserve.config.device import detect_devices
 from pdserve.config.flags import add_node_flags, options_from

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
-from engine.frontend.engine_client import EngineClient, Event, error_of
+from engine.frontend.engine_client import EngineClient
+from engine.frontend.request_events import Event, error_of
 from engine.frontend.stream_writer import StreamWriter
 from engine.ipc.messages import (
     Cancel,

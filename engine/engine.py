@@ -95,7 +95,6 @@ class Engine:
             if command.only_check:
                 self._ranks.check_weights(command.change)
             else:
-                self._scheduler.forget_cached()
                 self._ranks.change_weights(command.change)
                 self._scheduler.weights_changed()
         except PdserveError as exc:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.frontend.engine_client import EngineClient, Event, error_of
+from engine.frontend.engine_client import EngineClient
+from engine.frontend.request_events import Event, error_of
 from engine.ipc.messages import Cancel, DecodeAheadEnded, Leased, Mode, Prefilled, Refused, Submit
 from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.frontend.drain import Drainable
-from engine.frontend.engine_client import EngineClient, Event, error_of
+from engine.frontend.engine_client import EngineClient
 from engine.frontend.node_context import NodeContext
 from engine.frontend.request_checks import check_request
+from engine.frontend.request_events import Event, error_of
 from engine.frontend.stream_writer import Context
 from engine.ipc.messages import Cancel, Mode, Pooled, Prefilled, Refused, Submit
 from pdserve.config.pooling import EMBED, MEAN, PoolingConfig

@@ -184,13 +184,10 @@ class Scheduler:
         self.connector.free_lease(rid)
         self.events.status_changed = True
 
-    def forget_cached(self) -> None:
-        """Empty the prefix cache, since other weights compute other KV. No step may be in flight."""
+    def weights_changed(self) -> None:
+        """Empty the prefix cache, and continue open requests with other weights. No step may be in flight."""
         self.pool.forget_cached()
         self.events.status_changed = True
-
-    def weights_changed(self) -> None:
-        """Continue open requests with other weights. The prefix cache is empty, and no step is in flight."""
         for sequence in self._live.keep_decoding():
             self._preempt(sequence)
 

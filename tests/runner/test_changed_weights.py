@@ -104,4 +104,5 @@ def test_a_change_takes_memory_for_one_layer_on_a_cpu(tmp_path: Path, dtype: str
     found = re.findall(r"(reload|patch) +(\d+) MiB.*host +(\d+) MiB", output)
     assert len(found) == 4, output
     for kind, size, peak in found:  # the values of a small patch are kept
-        assert int(peak) <= 1.2 * largest + (int(size) if kind == "patch" else 0), output
+        most = 1.2 * largest if kind == "reload" else 1.5 * largest + int(size)  # with places of its values
+        assert int(peak) <= most, output

@@ -1,0 +1,138 @@
+"""The engine's process as its frontend has it: the start, messages from and to it, its output and its end.
+
+    frontend (asyncio, gRPC)                       engine process (step loop)
+      EngineProcess ─── Unix socket pair, messages of engine/ipc/messages.py ──── Channel
+                 ◄──── another one, for heartbeats
+                 ◄──── stdout and stderr, passed through line by line
+
+The frontend ends the process within a bound. When a frontend is killed, its socket closes, which ends the engine, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+from engine.ipc.frames import Frames, framed
+from engine.ipc.messages import FromEngine, Shutdown, ToEngine
+from pdserve.errors import EngineDied
+from pdserve.logs import chosen_format, message_of, relayed_line
+from pdserve.process import describe_exit
+
+_LAST_LINES = 20  # of the engine's stderr, kept for the error when it exits
+_EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
+
+
+class EngineProcess:
+    """One process. ``on_exit`` is called once it has ended and its output was passed through."""
+
+    def __init__(self, on_message: Callable[[FromEngine], None], on_exit: Callable[[EngineDied], None]) -> None:
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.Transport | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+
+    @property
+    def pid(self) -> int | None:
+        """None before it is started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process, which waits for a Configure."""
+        ours, theirs = socket.socketpair()
+        heartbeats, their_heartbeats = socket.socketpair()
+        with theirs, their_heartbeats:
+            fds = theirs.fileno(), their_heartbeats.fileno()
+            process = self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "engine.process", *map(str, fds)),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=fds,
+                start_new_session=True,  # the frontend handles Ctrl-C
+            )
+        self._watch = asyncio.create_task(self._watch_process(process), name="engine watch")
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(
+            lambda: _EngineProtocol(self._on_message, partial(_end_soon, process)), sock=ours
+        )
+        await loop.create_connection(lambda: _EngineProtocol(self._on_message, lambda: None), sock=heartbeats)
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message. It is dropped when the process has ended."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(framed(message))
+
+    async def end(self, seconds: float) -> None:
+        """End the process: request, terminate, kill. Takes little more than twice ``seconds``. Idempotent."""
+        if self._process is None or self._watch is None:
+            return
+        self.send(Shutdown())
+        for force in (self._process.terminate, self._process.kill):
+            done, _ = await asyncio.wait([self._watch], timeout=seconds)
+            if done:
+                break
+            force()
+        await self._watch
+        if self._transport is not None:
+            self._transport.close()
+
+    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
+        """Relay the output until the process exits."""
+        assert process.stdout is not None
+        in_json = chosen_format() == "json"
+        async for line in _lines(process.stdout):
+            print(relayed_line(line, {"process": "engine"}) if in_json else line, file=sys.stderr, flush=True)
+            if line.strip():
+                self._last_lines.append(message_of(line))
+        self._on_exit(EngineDied(_exit_reason(await process.wait(), self._last_lines)))
+
+
+def _end_soon(process: asyncio.subprocess.Process) -> None:
+    """Kill an engine that has closed its socket, unless it exits."""
+
+    def kill() -> None:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just exited
+                process.kill()
+
+    if process.returncode is None:
+        asyncio.get_running_loop().call_later(_EXIT_GRACE, kill)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Yield lines of any length, without line ends."""
+    rest = b""
+    while chunk := await stream.read(1 << 16):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+class _EngineProtocol(asyncio.Protocol):
+    def __init__(self, on_message: Callable[[FromEngine], None], on_end: Callable[[], None]) -> None:
+        self._on_message = on_message
+        self._on_end = on_end
+        self._frames: Frames[FromEngine] = Frames(FromEngine)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.cut(data):
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
+
+
+def _exit_reason(returncode: int, last_lines: deque[str]) -> str:
+    last = f"; its last output: {last_lines[-1]}" if last_lines else ""
+    return f"the engine process {describe_exit(returncode)}{last}"
