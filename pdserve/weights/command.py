@@ -45,17 +45,26 @@ def weights(args: argparse.Namespace) -> int:
 async def _show(nodes: list[str], tls: PeerTls | None) -> None:
     for address in nodes:
         async with open_channel(address, tls=tls) as channel:
-            try:
-                node = await pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=_DESCRIBE_SECONDS)
-            except grpc.aio.AioRpcError as exc:
-                raise NodeError(str(error_from_rpc(exc, address))) from exc
+            node = await _describe(channel, address)
         print(f"{address}  {node.role:<8} {node.state:<16} weights {node.weights or '-'}  epoch {node.epoch}")
+
+
+async def _describe(channel: grpc.aio.Channel, address: str) -> pb.NodeDescription:
+    stub = pb_grpc.NodeStub(channel)
+    try:
+        return await stub.Describe(pb.DescribeRequest(), timeout=_DESCRIBE_SECONDS, wait_for_ready=True)
+    except grpc.aio.AioRpcError as exc:
+        if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            text = f"{address} does not answer within {_DESCRIBE_SECONDS:g} s; check that a node listens there"
+            raise NodeError(text) from exc
+        raise NodeError(str(error_from_rpc(exc, address))) from exc
 
 
 async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: float = 0.0) -> None:
     for done, address in enumerate(nodes):
         await asyncio.sleep(pause if done else 0.0)
         async with open_channel(address, tls=tls) as channel:
+            await _describe(channel, address)  # waits for the connection, which a busy node may not accept at once
             try:
                 changed = await change(channel)
             except grpc.aio.AioRpcError as exc:
