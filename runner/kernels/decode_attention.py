@@ -31,7 +31,7 @@ from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 3  # as shared memory allows
 _PARTS_PER_PROGRAM = 4  # with one, all would wait for the longest
-_PARTS_PER_SEQUENCE = 8  # on average: each adds to the time of the merge
+_PARTS_PER_SEQUENCE, _MOST_PARTS_PER_SEQUENCE = 8, 64  # on average: each adds to the time of the merge
 _LEAST_TILES = 4  # of a part, if the sequences keep the device busy: a merge takes longer than a few tiles
 
 
@@ -329,7 +329,8 @@ class SplitDecode:
         )
 
     def _wanted_parts(self, rows: int) -> int:
-        return min(max(self._at_a_time, _PARTS_PER_SEQUENCE * rows), _PARTS_PER_PROGRAM * self._at_a_time)
+        wanted = min(max(self._at_a_time, _PARTS_PER_SEQUENCE * rows), _PARTS_PER_PROGRAM * self._at_a_time)
+        return min(wanted, _MOST_PARTS_PER_SEQUENCE * rows)
 
     def _cut(self, batch: AttentionBatch, window: int | None, num_parts: int, out: Tensor, most_tokens: int) -> None:
         rows = batch.device_seq_lens.shape[0]
