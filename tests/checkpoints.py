@@ -224,7 +224,7 @@ def node_config(
         gpu_memory_utilization=0.9,
         attention_backend=attention_backend,
         decision=decision,
-        cuda_graphs=runner == "V2" and device == "cuda",
+        cuda_graphs=runner == "V2" and device == "cuda" and attention_backend != "torch",
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         max_waiting=1024,
