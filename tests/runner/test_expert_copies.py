@@ -17,8 +17,12 @@ from weight_patches import patched, read_tensors, write_patch
 
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.model_config import load_model_config
-from pdserve.config.parallel import choose_parallel_config, with_redundant_experts
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.parallel import ParallelConfig, choose_parallel_config, with_redundant_experts
+from pdserve.records import ScheduledSequence, StepPlan
 from runner.batch import Routing
+from runner.distributed.parallel_state import ParallelState
+from runner.expert_balance import ExpertBalance
 from runner.kernels import expert_reference, routing
 from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch
@@ -122,6 +126,15 @@ def test_tokens_go_to_slots_that_hold_their_experts_in_turn() -> None:
     found = copies(Routing(torch.ones(3, 2), experts))
     assert found.experts.tolist() == [[0, 7], [9, 3], [2, 1]]
     assert list(copies.moves(((5, 4), (1, 2)))) == [(1, 1, 0, 4), (0, 2, 1, 4)]
+
+
+def test_steps_count_only_if_every_rank_gets_them() -> None:
+    """Rank 0 alone gets plans without orders; the warm-up has step -1."""
+    position = ParallelConfig((1,), ep_rebalance_steps=2).position(0)
+    balance = ExpertBalance(ParallelState(position, DeviceInfo("cpu", 0, "cpu", 0), ""), [])
+    some = (ScheduledSequence(0, 1, 1),)
+    plans = [StepPlan(-1, scheduled=some), StepPlan(1, scheduled=some), StepPlan(2), StepPlan(3, scheduled=some)]
+    assert [balance.part(plan) for plan in plans] == [None, None, None, balance]
 
 
 # ---------------------------------------------------------------- weights
