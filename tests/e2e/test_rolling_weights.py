@@ -15,7 +15,7 @@ import pytest
 from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body
 from fault_injection import FaultInjector, random_faults
-from fleet import Fleet, NodeProcess, add_tokenizer
+from fleet import Fleet, NodeProcess, add_tokenizer, start_elastic
 from rolling import all_nodes_ready
 
 from pdserve.cli import main
@@ -129,6 +129,35 @@ def roll_keeping_requests(fleet: Fleet, rolling: RollingFleet) -> None:
 @pytest.mark.parametrize("flags", [SIMULATED, ()], ids=["simulated", "real"])
 def test_kept_requests_do_not_fail_and_others_are_of_one_version(versions: Path, flags: Sequence[str]) -> None:
     load = roll_under_load(versions, flags, 100, roll_keeping_requests)
+    assert not load.failures, load.failures[0]
+    assert load.outcomes["kept"] > 1
+    assert load.outcomes["exact"] > CLIENTS
+
+
+@pytest.mark.slow
+def test_nodes_of_both_roles_keep_their_requests(versions: Path, tmp_path: Path) -> None:
+    """Each goes on with its requests, and ends those that it computes for the other one."""
+    rng = random.Random(1)
+    load = Load([new_body(rng, max_prompt=200, max_tokens=100) for _ in range(12)])
+    flags = [*SIMULATED, "--handoff-min-tokens", "1", "--allow-weight-changes", str(versions)]
+    with start_elastic(versions / "a", tmp_path / "nodes", 2, flags) as fleet, ThreadPoolExecutor(1) as pool:
+
+        def roll(names: str) -> None:
+            for name in names:
+                assert reload(fleet.both, name, "keep")
+                fleet.wait_until(lambda: all(node.describe().connected_peers for node in fleet.both), 60.0)
+                fleet.wait_until(fleet.serves, 10.0)
+                time.sleep(1.0)
+
+        asyncio.run(load.record_expected(fleet.url, rng))
+        roll("b")
+        asyncio.run(load.record_version(fleet.url))
+        done = pool.submit(roll, "abab")
+        asyncio.run(run_clients(load, fleet.url, done.done))
+        done.result()
+        for node in fleet.both:
+            node.wait_idle(30.0)
+            assert node.counter("handoffs")
     assert not load.failures, load.failures[0]
     assert load.outcomes["kept"] > 1
     assert load.outcomes["exact"] > CLIENTS
