@@ -204,11 +204,11 @@ def _prompt_logprob(names: TokenNames, token_id: int, logprob: float, rank: int)
 
 
 def _top_logprobs(names: TokenNames, token: TokenLogprob, num_top: int) -> dict[str, float] | None:
+    """Return the token first, as vLLM does, then the best ones."""
     if token.logprob is None:
         return None
-    best = {_token_text(names, token_id): logprob for token_id, logprob in token.alternatives[:num_top]}
-    best.setdefault(_token_text(names, token.token_id), token.logprob)
-    return best
+    found = {_token_text(names, token.token_id): token.logprob}
+    return found | {_token_text(names, token_id): logprob for token_id, logprob in token.alternatives[:num_top]}
 
 
 def _chat_token(names: TokenNames, token: TokenLogprob, num_top: int) -> ChatTokenLogprob:

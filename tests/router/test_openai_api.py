@@ -141,6 +141,13 @@ def test_stop_token_ids(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     assert answer.choices[0].text == tokenizer.decode(ids[:first], skip_special_tokens=True)
 
 
+def test_top_logprobs_of_a_prompt_begin_with_its_own_tokens(sdk: openai.OpenAI) -> None:
+    """vLLM's tests take the first key for the token, also where another one was more likely."""
+    logprobs = complete(sdk, logprobs=2, extra={"echo": True, "return_tokens_as_token_ids": True}).choices[0].logprobs
+    assert [next(iter(top)) for top in logprobs.top_logprobs[1:]] == logprobs.tokens[1:]
+    assert any(max(top.values()) > next(iter(top.values())) for top in logprobs.top_logprobs[1:])
+
+
 def test_completion_logprobs(sdk: openai.OpenAI) -> None:
     logprobs = complete(sdk, logprobs=3).choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 24
