@@ -3,9 +3,10 @@
     python bench/engine_steps.py MODEL [--batches 1,8,32] [--prompts 256,64x1024] [any flag of a node]
 
 A step covers the whole engine: message over the socket, schedule, plan, forward pass, sampling, token back at the
-frontend. Prompts are random token ids, so the prefix cache never hits. The time of a decode step is (time of N+K tokens
-- time of K tokens) / N, the best of ``--repeat``; ``host_ms`` is the part for scheduling, planning and launching. The
-time of a prefill (one prompt, or several at once: 64x1024) ends when all prompts have their first token; best of three.
+frontend. Prompts are random token ids, so the prefix cache never hits. The time of a decode step is the mean while all
+requests of a batch decode, the best of ``--repeat`` after a run that is not measured; ``host_ms`` is the part for
+scheduling, planning and launching. A prefill (one prompt, or several at once: 64x1024) ends when all prompts have their
+first token; best of three.
 
 ``--costs-out`` writes the input of ``pdserve plan --costs``. Handoffs are not measured: ``kv_transfer.py`` and
 ``handoff.py`` measure the values that replace the estimates in that file.
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from engine.frontend.engine_client import EngineClient
 from engine.frontend.request_events import Event
-from engine.ipc.messages import Mode, RankPlacement, Refused, Submit
+from engine.ipc.messages import Mode, RankPlacement, Refused, Submit, Totals
 from pdserve.config.device import detect_devices
 from pdserve.config.flags import add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig
@@ -41,31 +42,70 @@ from pdserve.request_cost import HANDOFF_SECONDS
 PROMPT = 64  # prompt tokens of the decode runs
 LONG_BATCH = 8  # largest batch for decode runs with long prompts
 NETWORK = 12.5  # 10^9 bytes/s
-SHORT = 8  # tokens of the shorter run; a decode step is the difference of two runs
+SKIPPED = 8  # tokens of the request that starts last, before its steps are measured
 
 
-class Run(NamedTuple):
+class Mark(NamedTuple):
+    """A moment of a run."""
+
     seconds: float
-    host: float  # working seconds of the step loop per step, after the first tokens of each request
+    totals: Totals
 
 
-class RunOutputs:
-    """Handles the events of a run's requests: counts tokens, and notes the engine's totals once all of them decode."""
+class Run:
+    """The outputs of a batch of requests, and when all of them decoded."""
 
     def __init__(self, engine: EngineClient, batch: int) -> None:
         self.done = asyncio.Event()
-        self.decoding = engine.status.totals
+        self.is_ending = False  # a request has all its tokens
         self._engine = engine
-        self._batch = self._remaining = batch
-        self._tokens = 0
+        self._waiting = self._remaining = batch
+        self._marks: list[Mark] = []  # at each token of the request that starts last, until another ends
 
-    def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
-        self._tokens += 1
-        self._remaining -= finish is not None
-        if self._tokens == SHORT * self._batch:
-            self.decoding = self._engine.status.totals
+    def on_start(self) -> bool:
+        """Count a request with its first token; return whether it is the last one."""
+        self._waiting -= 1
+        return not self._waiting
+
+    def on_step(self) -> None:
+        if not self.is_ending:
+            self._marks.append(Mark(time.perf_counter(), self._engine.status.totals))
+
+    def on_end(self) -> None:
+        self.is_ending = True
+        self._remaining -= 1
         if not self._remaining:
             self.done.set()
+
+    def step(self) -> Step:
+        """Return the mean step in which all requests decoded. Raises ValueError if there were too few."""
+        if len(self._marks) < SKIPPED + 2:
+            raise ValueError(f"all requests decoded in {len(self._marks)} steps only; use more --steps")
+        first, last = self._marks[SKIPPED], self._marks[-1]
+        steps, counted = len(self._marks) - SKIPPED - 1, last.totals.steps - first.totals.steps
+        host = last.totals.host_seconds - first.totals.host_seconds
+        return Step((last.seconds - first.seconds) / steps, host / max(counted, 1))
+
+
+class Step(NamedTuple):
+    seconds: float
+    host: float  # seconds in which the step loop worked
+
+
+class RequestOutputs:
+    """Handles the events of one request."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._has_started = self._is_last = False
+
+    def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
+        if not self._has_started:
+            self._has_started, self._is_last = True, self._run.on_start()
+        if self._is_last:
+            self._run.on_step()
+        if finish is not None:
+            self._run.on_end()
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Refused):
@@ -84,20 +124,18 @@ class Bench:
         """Run ``batch`` requests with ``prompt`` random tokens and ``output`` generated tokens each."""
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         prompts = [array("I", self._random.choices(range(self._vocab_size), k=prompt)) for _ in range(batch)]
-        outputs = RunOutputs(self._engine, batch)
-        start = time.perf_counter()
+        run = Run(self._engine, batch)
         for prompt_ids in prompts:
-            self._engine.send(Submit(self._engine.open(outputs), prompt_ids.tobytes(), sampling, Mode.LOCAL))
-        await outputs.done.wait()
-        seconds, last = time.perf_counter() - start, self._engine.status.totals
-        first = outputs.decoding
-        return Run(seconds, (last.host_seconds - first.host_seconds) / max(last.steps - first.steps, 1))
+            request = self._engine.open(RequestOutputs(run))
+            self._engine.send(Submit(request, prompt_ids.tobytes(), sampling, Mode.LOCAL))
+        await run.done.wait()
+        return run
 
-    async def decode_step(self, batch: int, steps: int, repeat: int, prompt: int = PROMPT) -> Run:
+    async def decode_step(self, batch: int, steps: int, repeat: int, prompt: int = PROMPT) -> Step:
         """Measure a step, and the host's work in it."""
-        short = min([await self.run(batch, prompt, SHORT) for _ in range(repeat)])
-        long = min([await self.run(batch, prompt, SHORT + steps) for _ in range(repeat)])
-        return Run((long.seconds - short.seconds) / steps, long.host)
+        output = SKIPPED + steps + SKIPPED + batch // 8  # requests may start in several steps
+        runs = [await self.run(batch, prompt, output) for _ in range(1 + repeat)]
+        return min(run.step() for run in runs[1:])
 
     async def context(self, decode: dict[int, float], prompt: int, steps: int, repeat: int) -> float:
         """Measure the seconds that a token of context adds to a step, per sequence."""
@@ -106,7 +144,13 @@ class Bench:
         return max(0.0, (long.seconds - decode[batch]) / (batch * (prompt - PROMPT)))
 
     async def prefill(self, batch: int, prompt: int) -> float:
-        return min([await self.run(batch, prompt, 1) for _ in range(3)]).seconds
+        """Return the seconds until all of ``batch`` prompts have their first token."""
+        times = list[float]()
+        for _ in range(3):
+            start = time.perf_counter()
+            await self.run(batch, prompt, 1)
+            times.append(time.perf_counter() - start)
+        return min(times)
 
 
 async def run(args: argparse.Namespace) -> None:
