@@ -6,6 +6,8 @@ block of 128 x 128. Activations have scales [tokens, in_features / GROUP], chose
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,39 +19,70 @@ from runner.kernels.reference import FP8_MAX
 
 _E4M3_MAX = tl.constexpr(FP8_MAX)
 _LEAST_SCALE = tl.constexpr(1e-12)  # of activations that are all zero
+_QUANTIZED = 2048  # values that a program quantizes; a larger group is one program's
 _ROWS = 4  # of a weight per program of ``gemv``
 _CHUNK = 2048  # values of a row that a program of ``gemv`` reads at a time
 
 
+class Quantized(NamedTuple):
+    """E4M3 ``values`` [tokens, size], and float32 ``scales`` [tokens, size / group]."""
+
+    values: Tensor
+    scales: Tensor
+
+
 @triton.jit
-def _quantize_kernel(x, values, scales, IN: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """Grid (tokens, groups). Reads a group twice unless it fits in CHUNK; the second time from cache."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    columns = tl.arange(0, CHUNK)
-    at = row * IN + group * GROUP
-    top = tl.zeros((CHUNK,), tl.float32)
-    for begin in range(0, GROUP, CHUNK):
-        part = tl.load(x + at + begin + columns, mask=begin + columns < GROUP, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.abs(part))
-    scale = tl.maximum(tl.max(top, axis=0) / _E4M3_MAX, _LEAST_SCALE)
-    tl.store(scales + row * (IN // GROUP) + group, scale)
-    for begin in range(0, GROUP, CHUNK):
-        inside = begin + columns < GROUP
-        part = tl.load(x + at + begin + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(values + at + begin + columns, to_e4m3(part / scale), mask=inside)
+def _quantize_kernel(
+    x,  # [tokens, IN], or gates and ups [tokens, 2 * IN] if GATED
+    values,  # out [tokens, IN]
+    scales,  # out [groups]
+    groups,  # of all tokens
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least GROUP
+    GROUPS: tl.constexpr,
+):
+    """Grid (blocks of GROUPS groups)."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    column = tl.arange(0, BLOCK)
+    inside = (group < groups)[:, None] & (column < GROUP)[None, :]
+    at = group[:, None] * GROUP + column[None, :]
+    if GATED:
+        from_gate = at + (group // (IN // GROUP))[:, None] * IN
+        gate = tl.load(x + from_gate, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + from_gate + IN, mask=inside, other=0.0).to(tl.float32)
+        # Rounded as silu_and_mul rounds it.
+        part = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
+    else:
+        part = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(part), axis=1) / _E4M3_MAX, _LEAST_SCALE)
+    tl.store(scales + group, scale, mask=group < groups)
+    tl.store(values + at, to_e4m3(part / scale[:, None]), mask=inside)
 
 
-def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return x [tokens, size] as E4M3 values of that shape and scales [tokens, size / group] float32."""
+def quantize(x: Tensor, group: int, *, gated: bool = False) -> Quantized:
+    """Quantize x [tokens, size], or if ``gated`` silu(gate) * up of x [tokens, 2 * size], in groups of a row."""
     assert x.is_contiguous()
-    tokens, size = x.shape
-    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    tokens, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    values = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(tokens, size // group, dtype=torch.float32, device=x.device)
-    chunk = min(triton.next_power_of_2(group), 4096)
-    warps = 1 if chunk <= 128 else 8
-    _quantize_kernel[(tokens, size // group)](x, values, scales, IN=size, GROUP=group, CHUNK=chunk, num_warps=warps)
-    return values, scales
+    block, count = triton.next_power_of_2(group), scales.numel()
+    together = max(1, min(_QUANTIZED // block, triton.next_power_of_2(size // group)))
+    if count:
+        _quantize_kernel[(triton.cdiv(count, together),)](
+            x,
+            values,
+            scales,
+            count,
+            IN=size,
+            GROUP=group,
+            GATED=gated,
+            BLOCK=block,
+            GROUPS=together,
+            num_warps=max(1, min(16, block * together // 512)),
+        )
+    return Quantized(values, scales)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ tile, as most experts have a single token at best. The plain forms are in ``expe
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from runner.kernels.routing import SortedTokens, sort_by_expert
 DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS = 16  # least rows of a tensor core product
 _UNSORTED = 4  # assignments are not sorted if experts are at least so many times as many
+_LARGE_MEMORY = 200 << 10  # bytes of shared memory, as Hopper has
 _SUM_BLOCK = 1024  # values that a program sums
 
 
@@ -127,13 +129,17 @@ def _sum_kernel(
     tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def group_rows(experts: Tensor, local: range) -> GroupedRows:
-    """Return the rows of the products of experts [tokens, top_k] int32; ``local`` are this rank's experts."""
+def group_rows(experts: Tensor, local: range, most: int = 128) -> GroupedRows:
+    """Return the rows of the products of experts [tokens, top_k] int32; ``local`` are this rank's experts.
+
+    Tiles have at most ``most`` rows.
+    """
     count = experts.numel()
     if count * _UNSORTED <= len(local) or experts.shape[0] == 1:
         return GroupedRows(None, experts, local, _ROWS)
-    per_expert = -(-count // len(local))
-    tile_rows = min(max(triton.next_power_of_2(per_expert), _ROWS), 128)
+    # An expert with more rows than a tile reads its weights twice, so tiles have room for a quarter more than the mean.
+    per_expert = -(-5 * count // (4 * len(local)))
+    tile_rows = min(max(triton.next_power_of_2(per_expert), _ROWS), most)
     return GroupedRows(sort_by_expert(experts, local, tile_rows), experts, local, tile_rows)
 
 
@@ -205,7 +211,8 @@ def _options(tile_rows: int, out_features: int, in_features: int, dtype: torch.d
     interpreted = triton.knobs.runtime.interpret
     few = tile_rows <= 32
     exact = dtype == torch.float32  # multiplied without tensor cores, out of registers: small tiles, no pipeline
-    block_out = 32 if exact else 64 if few else 128
+    large = tile_rows == 128 and has_large_memory()
+    block_out = 32 if exact else 64 if few else 256 if large else 128
     block_in = 32 if exact else 128 if few else 64
     return {
         "BLOCK_OUT": min(block_out, triton.next_power_of_2(out_features)) if interpreted else block_out,
@@ -214,5 +221,14 @@ def _options(tile_rows: int, out_features: int, in_features: int, dtype: torch.d
         # numpy, in which the interpreter multiplies, has no bfloat16.
         "DOT": tl.float32 if interpreted else DOT[dtype],
         "num_warps": 4 if tile_rows < 128 else 8,
-        "num_stages": 2 if exact else 4 if few else 3,
+        "num_stages": 2 if exact else 4 if few or large else 3,
     }
+
+
+@functools.cache
+def has_large_memory() -> bool:
+    """Whether programs of this process's GPU may use as much shared memory as on Hopper."""
+    if triton.knobs.runtime.interpret:
+        return False
+    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    return bool(properties["max_shared_mem"] >= _LARGE_MEMORY)

@@ -20,7 +20,7 @@ from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
 from runner.batch import Routing
-from runner.kernels import fp8_products
+from runner.kernels import activation, fp8_products
 from runner.kernels.expert_reference import choose_experts
 from runner.kernels.reference import silu_and_mul
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
@@ -200,6 +200,15 @@ def test_quantized_activations_err_by_half_a_step(size: int, group: int) -> None
     error = (dequantized(values, scales) - x.float()).abs()
     step = torch.maximum(x.float().abs() / 8, scales.repeat_interleave(group, 1) * 2**-9)  # 3 bits after the first
     assert (error <= step / 2 * 1.01).all()
+
+
+@pytest.mark.parametrize(("size", "group"), [(384, 128), (200, 200)])
+def test_gates_and_ups_are_quantized_like_their_product(size: int, group: int) -> None:
+    gate_up = random(5, 2 * size).to(DEVICE, torch.bfloat16)
+    found = fp8_products.quantize(gate_up, group, gated=True)
+    expected = fp8_products.quantize(activation.silu_and_mul(gate_up), group)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(found.scales, expected.scales)
 
 
 @pytest.mark.parametrize(("rows", "columns", "block"), [(70, 256, 1), (70, 200, 1), (200, 384, 128)])

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.batch import Routing
-from runner.kernels import activation, expert_reference, reference
-from runner.kernels.grouped_fp8 import grouped_fp8
+from runner.kernels import activation, expert_reference, fp8_products, reference
+from runner.kernels.grouped_fp8 import MOST_ROWS, grouped_fp8
 from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
 from runner.kernels.reference import silu_and_mul
 from runner.kernels.routing import choose_experts
@@ -97,8 +97,9 @@ def test_grouped_fp8_products_are_those_of_dequantized_weights(
 
 
 def test_grouped_products_of_fp8_activations_err_by_their_rounding() -> None:
-    for sizes, blocks in (((40, 64), (32, 32)), ((40, 64), (1, 64))):
-        check_fp8(routing_of(70, 2, 2), range(2), sizes, blocks, in_fp8=True, tolerance=0.04)
+    for tokens in (9, 70):
+        for blocks in ((32, 32), (1, 64), (128, 64)):
+            check_fp8(routing_of(tokens, 2, 2), range(2), (40, 64), blocks, in_fp8=True, tolerance=0.04)
 
 
 def check_fp8(
@@ -116,7 +117,8 @@ def check_fp8(
     shape = len(local), -(-out // row_block), -(-columns // group)
     scales = random(*shape, seed=1).abs() * 1e-3
     x = random(len(routing.experts), columns, dtype=dtype, seed=2)
-    found = grouped_fp8(x, weight, scales, row_block, group, group_rows(routing.experts, local), in_fp8)
+    inputs = fp8_products.quantize(x, group) if in_fp8 else x
+    found = grouped_fp8(inputs, weight, scales, row_block, group, group_rows(routing.experts, local, MOST_ROWS))
     spread = scales.repeat_interleave(row_block, 1)[:, :out].repeat_interleave(group, 2)[..., :columns]
     every = torch.einsum("ti,eoi->teo", x.float(), weight.float() * spread)
     chosen = routing.experts.flatten().long() - local.start

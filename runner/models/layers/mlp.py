@@ -35,7 +35,7 @@ class MLP:
         self._down = RowParallelLinear(context, "down_proj", inner, hidden_size, bias)
 
     def apply(self, x: Tensor) -> Tensor:
-        return self._down.apply(self._ops.silu_and_mul(self._gate_up.apply(x)))
+        return self._down.apply_gated(self._gate_up.apply(x), self._ops.silu_and_mul)
 
     def weight_shards(self) -> WeightShards:
         yield from self._gate_up.weight_shards()

@@ -38,6 +38,7 @@ class RowParallelLinear:
         self._is_first_shard = context.position.shard == 0
         self._linear = context.linear(inputs.size, out_features, bias)
         self.apply = self._linear.apply  # [tokens, inputs.size] → this shard's part of the sum [tokens, out_features]
+        self.apply_gated = self._linear.apply_gated  # the same of gates and ups [tokens, 2 * inputs.size]
 
     def weight_shards(self) -> WeightShards:
         return prefixed(f"{self._name}.", self._linear.weight_shards(0, self._outputs, self._inputs))

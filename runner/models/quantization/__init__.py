@@ -57,6 +57,10 @@ class LinearMethod(ABC):
     def apply(self, x: Tensor) -> Tensor:
         """Return y [tokens, out_features] of x [tokens, in_features]."""
 
+    def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return y of silu(gate) * up, which ``silu_and_mul`` computes of gate_up [tokens, 2 * in_features]."""
+        return self.apply(silu_and_mul(gate_up))
+
 
 class ExpertsShard(NamedTuple):
     """A rank's part of the experts of one layer."""
@@ -94,13 +98,13 @@ class ExpertsMethod(ABC):
     def __init__(
         self,
         shard: ExpertsShard,
-        activation: Callable[[Tensor], Tensor],
+        silu_and_mul: Callable[[Tensor], Tensor],
         placement: TensorPlacement,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Create empty weights. ``options`` is the checkpoint's quantization_config.
 
-        ``activation`` computes an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
+        ``silu_and_mul`` returns an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ is dequantized for each use: exact, and slow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
@@ -81,6 +81,12 @@ class Fp8LinearMethod(LinearMethod):
         y = self._products(x)
         return y if self.bias is None else y.add_(self.bias)
 
+    def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        if self._products is None or gate_up.shape[0] == 1:
+            return super().apply_gated(gate_up, silu_and_mul)
+        y = self._products.of_gated(gate_up)
+        return y if self.bias is None else y.add_(self.bias)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out_features, in_features] in ``dtype``, rounded once from float32."""
         out_features, in_features = self.weight.shape
@@ -118,7 +124,13 @@ class Fp8Products:
         """Return [tokens, out_features] of x [tokens, in_features], both bfloat16."""
         if x.shape[0] == 1:
             return self._kernels.gemv(x, self._weight, self.scales, self._row_block, self._group)
-        values, scales = self._kernels.quantize(x, self._group)
+        return self._product(*self._kernels.quantize(x, self._group))
+
+    def of_gated(self, gate_up: Tensor) -> Tensor:
+        """Return [tokens, out_features] of silu(gate) * up; gate_up is [tokens, 2 * in_features]."""
+        return self._product(*self._kernels.quantize(gate_up, self._group, gated=True))
+
+    def _product(self, values: Tensor, scales: Tensor) -> Tensor:
         if not self._per_output:
             return self._kernels.block_matmul(values, scales, self._weight, self.scales, self._row_block, self._group)
         y: Tensor = torch._scaled_mm(

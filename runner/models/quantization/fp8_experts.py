@@ -1,8 +1,7 @@
 """Experts whose FP8 weights (E4M3) stay in FP8 in memory, with a scale per output or per block.
 
-Tiles of few rows multiply activations as they are: their time is the time to read the weights. GPUs of compute
-capability 9.0 or later quantize the activations of larger tiles, as ``fp8.py`` does. Without Triton an expert is
-dequantized for each use.
+GPUs of compute capability 9.0 or later quantize the activations of sorted tokens, as ``fp8.py`` does; those of so few
+tokens that they are not sorted stay as they are. Without Triton an expert is dequantized for each use.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class Fp8Experts(ExpertsMethod):
     def __init__(
         self,
         shard: ExpertsShard,
-        activation: Callable[[Tensor], Tensor],
+        silu_and_mul: Callable[[Tensor], Tensor],
         placement: TensorPlacement,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._shard, self._activation, self._use_triton = shard, activation, placement.use_triton
+        self._shard, self._silu_and_mul, self._use_triton = shard, silu_and_mul, placement.use_triton
         num_experts, inner, hidden_size = len(shard.local), shard.inner, shard.hidden_size
         rows, group = fp8_blocks(options or {})
         assert not group or inner.start % group == 0, "kept_problem refuses it"
@@ -64,16 +63,21 @@ class Fp8Experts(ExpertsMethod):
         local = self._shard.local
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
-        from runner.kernels.grouped_fp8 import grouped_fp8
+        from runner.kernels.fp8_products import quantize
+        from runner.kernels.grouped_fp8 import MOST_ROWS, grouped_fp8
         from runner.kernels.grouped_gemm import group_rows, sum_experts
 
-        rows = group_rows(routing.experts, local)
-        inner = self._activation(grouped_fp8(x, *self._gate_up.operands, rows, self._gate_up.in_fp8))
-        return sum_experts(grouped_fp8(inner, *self._down.operands, rows, self._down.in_fp8), routing, local, shared)
+        rows, gate_up, down = group_rows(routing.experts, local, MOST_ROWS), self._gate_up, self._down
+        is_sorted = rows.tokens is not None
+        inputs = quantize(x, gate_up.group) if is_sorted and gate_up.in_fp8 else x
+        gates = grouped_fp8(inputs, *gate_up.operands, rows)
+        quantizes = is_sorted and down.in_fp8
+        inner = quantize(gates, down.group, gated=True) if quantizes else self._silu_and_mul(gates)
+        return sum_experts(grouped_fp8(inner, *down.operands, rows), routing, local, shared)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start
-        inner = self._activation(F.linear(x, self._gate_up.dequantized(index, x.dtype)))
+        inner = self._silu_and_mul(F.linear(x, self._gate_up.dequantized(index, x.dtype)))
         return F.linear(inner, self._down.dequantized(index, x.dtype))
 
 
@@ -83,18 +87,18 @@ class Fp8Stack:
     def __init__(self, shape: tuple[int, int, int], row_block: int, group: int, placement: TensorPlacement) -> None:
         """``row_block`` outputs share a scale, and ``group`` inputs; 0: all inputs."""
         experts, outputs, inputs = shape
-        self._row_block, self._group, self._has_blocks = row_block, group or inputs, group > 0
+        self._row_block, self.group, self._has_blocks = row_block, group or inputs, group > 0
         self.weight = torch.empty(shape, device=placement.device, dtype=E4M3)
-        groups = -(-inputs // self._group)
+        groups = -(-inputs // self.group)
         self._rows = torch.empty(experts, outputs, groups, device=placement.device, dtype=torch.float32)
         self.scales: Tensor | None = None
-        self.in_fp8 = computes_in_fp8(self.weight[0], self._group if group else 0, placement)
+        self.in_fp8 = computes_in_fp8(self.weight[0], self.group if group else 0, placement)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, int, int]:
         """Weight, scales, and the outputs and inputs that share a scale."""
         assert self.scales is not None
-        return self.weight, self.scales, self._row_block, self._group
+        return self.weight, self.scales, self._row_block, self.group
 
     def shards(self, name: str, index: int, first: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
         """Yield one expert's projection, whose memory begins at row ``first``; a row of scales per output."""
@@ -102,8 +106,8 @@ class Fp8Stack:
         dim, start = (0, outputs.start) if inputs.size == inputs.full_size else (1, inputs.start)
         full_shape = outputs.full_size, inputs.full_size
         yield f"{name}.weight", WeightShard(self.weight[index, rows], full_shape, dim, start)
-        full_shape = outputs.full_size, -(-inputs.full_size // self._group) if self._has_blocks else 1
-        dim, start = (1, start // self._group) if dim and self._has_blocks else (0, outputs.start)
+        full_shape = outputs.full_size, -(-inputs.full_size // self.group) if self._has_blocks else 1
+        dim, start = (1, start // self.group) if dim and self._has_blocks else (0, outputs.start)
         memory = self._rows[index, rows]
         yield f"{name}.weight_scale", WeightShard(memory, full_shape, dim, start, restore=self.restore)
 
@@ -127,4 +131,4 @@ class Fp8Stack:
         assert self.scales is not None
         outputs, inputs = self.weight.shape[1:]
         scales = self.scales[index].repeat_interleave(self._row_block, 0)[:outputs]
-        return (self.weight[index].float() * scales.repeat_interleave(self._group, 1)[:, :inputs]).to(dtype)
+        return (self.weight[index].float() * scales.repeat_interleave(self.group, 1)[:, :inputs]).to(dtype)

@@ -22,11 +22,11 @@ class UnquantizedExperts(ExpertsMethod):
     def __init__(
         self,
         shard: ExpertsShard,
-        activation: Callable[[Tensor], Tensor],
+        silu_and_mul: Callable[[Tensor], Tensor],
         placement: TensorPlacement,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._shard, self._activation, self._use_triton = shard, activation, placement.use_triton
+        self._shard, self._silu_and_mul, self._use_triton = shard, silu_and_mul, placement.use_triton
         num_experts, inner = len(shard.local), shard.inner.size
         place: dict[str, Any] = {"device": placement.device, "dtype": placement.stored}
         self._gate_up = torch.empty(num_experts, 2 * inner, shard.hidden_size, **place)
@@ -57,10 +57,10 @@ class UnquantizedExperts(ExpertsMethod):
         from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
 
         rows = group_rows(routing.experts, local)
-        inner = self._activation(grouped_gemm(x, self._gate_up, rows))
+        inner = self._silu_and_mul(grouped_gemm(x, self._gate_up, rows))
         return sum_experts(grouped_gemm(inner, self._down, rows), routing, local, shared)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start
-        inner = self._activation(F.linear(x, self._gate_up[index].to(x.dtype)))
+        inner = self._silu_and_mul(F.linear(x, self._gate_up[index].to(x.dtype)))
         return F.linear(inner, self._down[index].to(x.dtype))
