@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.kernels import mxfp4_words
-from runner.kernels.grouped_gemm import DOT, GroupedRows
+from runner.kernels.grouped_gemm import DOT, GroupedRows, has_large_memory
 
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
 _REST = tl.constexpr(2.0 ** (126 - mxfp4_words.SCALE_SHIFT))  # the part of a weight's scale that stored scales lack
@@ -87,7 +87,7 @@ def _spread(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexp
 def _grouped_mxfp4_kernel(
     x,  # [count / ROWS_PER_TOKEN, IN]
     words,  # [num_experts, groups, OUT, WORDS] int16
-    scales,  # [num_experts, steps, OUT, 2 * GROUPS] uint8
+    scales,  # [num_experts, pieces, OUT, 2 * PIECE] uint8
     bias,  # [num_experts, OUT]
     y,  # out [count, OUT]
     assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
@@ -105,12 +105,15 @@ def _grouped_mxfp4_kernel(
     TOGETHER: tl.constexpr,
     DOT: tl.constexpr,
     WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,  # groups of inputs in a step
+    PIECE: tl.constexpr,  # groups of inputs whose scales are stored together
+    GROUPS: tl.constexpr,  # groups of inputs in a step; PIECE or a part of it
 ):
     """Grid (tiles * blocks of OUT,). Programs of TOGETHER tiles share blocks of weights in the cache."""
     OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     NUM_GROUPS: tl.constexpr = (IN + 4 * WORDS - 1) // (4 * WORDS)
     STEPS: tl.constexpr = (NUM_GROUPS + GROUPS - 1) // GROUPS
+    PIECES: tl.constexpr = (NUM_GROUPS + PIECE - 1) // PIECE
+    PARTS: tl.constexpr = PIECE // GROUPS
     program = tl.program_id(0)
     first_tile = program // (TOGETHER * OUT_BLOCKS) * TOGETHER
     height = tl.minimum(tiles - first_tile, TOGETHER)
@@ -139,13 +142,14 @@ def _grouped_mxfp4_kernel(
         byte = tl.arange(0, 2 * GROUPS)
         stack = expert.to(tl.int64) * OUT
         words_at = words + stack * (NUM_GROUPS * WORDS) + out[:, None] * WORDS + (group * OUT * WORDS + lane)[None, :]
-        scales_at = scales + stack * (STEPS * 2 * GROUPS) + out[:, None] * (2 * GROUPS) + byte[None, :]
+        scales_at = scales + stack * (PIECES * 2 * PIECE) + out[:, None] * (2 * PIECE) + byte[None, :]
         x_at = x + (rows // ROWS_PER_TOKEN)[None, :] * IN + column[:, None]
         total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
         for step in range(STEPS):
             known_words = inside[:, None] & (group < NUM_GROUPS - step * GROUPS)[None, :]
             packed = tl.load(words_at + step * (GROUPS * OUT * WORDS), mask=known_words, other=0)
-            exponents = tl.load(scales_at + step * (OUT * 2 * GROUPS), mask=inside[:, None], other=0)
+            place = step // PARTS * (OUT * 2 * PIECE) + step % PARTS * (2 * GROUPS)
+            exponents = tl.load(scales_at + place, mask=inside[:, None], other=0)
             first, second = tl.split(tl.reshape(exponents, (BLOCK_OUT, GROUPS, 2)))
             first = _spread(first, BLOCK_OUT, GROUPS, WORDS)
             second = _spread(second, BLOCK_OUT, GROUPS, WORDS)
@@ -207,7 +211,7 @@ def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: 
         SORTED=tokens is not None,
         BLOCK_ROWS=rows.tile_rows,
         WORDS=mxfp4_words.WORDS,
-        GROUPS=mxfp4_words.SCALED_GROUPS,
+        PIECE=mxfp4_words.SCALED_GROUPS,
         **options,
     )
     return y
@@ -217,13 +221,15 @@ def _options(tile_rows: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return tile sizes: few rows read weights, many rows compute."""
     interpreted = triton.knobs.runtime.interpret
     exact, many = dtype == torch.float32, tile_rows >= _MANY
-    # H200, gate_up of gpt-oss-120b, 3 stages beside 4: 423 and 440 us at 128 tokens, 524 and 729 in tiles of 32 rows.
-    # Tiles of 32 rows took 524 us with 128 outputs and 635 with 64.
+    large = tile_rows == 128 and has_large_memory()
+    # H200, both products of gpt-oss-120b. 2 groups in a step beside 4, in us: 562 and 684 at 128 tokens, 727 and 795 at
+    # 512. 256 outputs beside 128 at 8,192 tokens: 4,359 and 5,957.
     return {
-        "BLOCK_OUT": 32 if exact and not interpreted else 64 if tile_rows < 32 else 128,
+        "BLOCK_OUT": 32 if exact and not interpreted else 256 if large else 128,
+        "GROUPS": 2,
         "TOGETHER": 8 if many else 1,
         # numpy, in which the interpreter multiplies, has no bfloat16.
         "DOT": tl.float32 if interpreted else DOT[dtype],
         "num_warps": 8 if many else 4,
-        "num_stages": 2 if exact or many else 3,
+        "num_stages": 2 if exact or (many and not large) else 3,
     }
