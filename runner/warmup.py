@@ -16,8 +16,9 @@ from pdserve.records import (
     TokenMask,
 )
 
-#: Prompt tokens in steps that are too large for a graph.
-MIXED_CHUNKS = (600, 1500, 4000)
+#: Prompt tokens in steps that are too large for a graph. Each is less than twice the one before: the tiles of experts
+#: double with their tokens, and each size is compiled.
+MIXED_CHUNKS = (600, 1000, 1500, 2500, 4000)
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from runner.batch import Routing
 
 _CHUNK = 2048  # assignments that a program reads at a time
+_PARTS = 8  # of many assignments, at most; they are counted and placed side by side
+_LEAST_BINS = 32  # of a histogram
 _SPREAD_BLOCK = 128  # assignments that a program spreads
 
 
@@ -173,54 +175,91 @@ class SortedTokens(NamedTuple):
     experts: Tensor  # [tiles] int32, of this rank's experts; -1: the tile is empty
 
 
+@triton.jit
+def _count(experts, begin, end, first_expert, num_experts, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the assignments from ``begin`` to ``end`` of each expert, [BLOCK] int32."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in range(begin, end, CHUNK):
+        index = at + tl.arange(0, CHUNK)
+        expert = tl.load(experts + index, mask=index < end, other=-1) - first_expert
+        mine = (index < end) & (expert >= 0) & (expert < num_experts)
+        counts += tl.histogram(tl.where(mine, expert, 0), BLOCK, mask=mine)
+    return counts
+
+
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts"])
-def _count_kernel(experts, counts, count, first_expert, num_experts, CHUNK: tl.constexpr):
-    """Grid (num_experts,): count the assignments of an expert."""
-    mine = first_expert + tl.program_id(0)
-    found = tl.zeros([CHUNK], tl.int32)
-    for begin in range(0, count, CHUNK):
-        at = begin + tl.arange(0, CHUNK)
-        found += (tl.load(experts + at, mask=at < count, other=-1) == mine).to(tl.int32)
-    tl.store(counts + tl.program_id(0), tl.sum(found, axis=0))
+def _count_kernel(
+    experts,
+    counts,  # out [parts, BLOCK] int32
+    count,
+    first_expert,
+    num_experts,
+    part_size,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (parts,): count the assignments of each expert in a part."""
+    begin = tl.program_id(0) * part_size
+    end = tl.minimum(begin + part_size, count)
+    found = _count(experts, begin, end, first_expert, num_experts, BLOCK, CHUNK)
+    tl.store(counts + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), found)
 
 
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
 def _place_kernel(
     experts,  # [count] int32
-    counts,  # [num_experts] int32
+    counts,  # [PARTS, BLOCK] int32, read if there are several parts
     assignments,  # out [tiles * TILE_ROWS] int32
     tile_experts,  # out [tiles] int32
     count,
     first_expert,
     num_experts,
     tiles,
+    part_size,
     TILE_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,  # at least as many as the grid's
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (num_experts + 1,): write the tiles of an expert; the last program those without any token."""
-    expert = tl.program_id(0)
+    """Grid (num_experts + 1, parts): write the tiles of an expert; the last row those without any token."""
+    expert, part = tl.program_id(0), tl.program_id(1)
     others = tl.arange(0, BLOCK)
-    of_others = tl.load(counts + others, mask=others < tl.minimum(expert, num_experts), other=0)
-    first_tile = tl.sum((of_others + TILE_ROWS - 1) // TILE_ROWS, axis=0)
+    if PARTS == 1:
+        totals = _count(experts, 0, count, first_expert, num_experts, BLOCK, CHUNK)
+        before = 0
+    else:
+        parts = tl.arange(0, PARTS)
+        table = tl.load(
+            counts + parts[:, None] * BLOCK + others[None, :],
+            mask=(parts < tl.num_programs(1))[:, None] & (others < num_experts)[None, :],
+            other=0,
+        )
+        totals = tl.sum(table, axis=0)
+        earlier = (parts < part)[:, None] & (others == expert)[None, :]
+        before = tl.sum(tl.sum(tl.where(earlier, table, 0), axis=1), axis=0)
+    first_tile = tl.sum(tl.where(others < expert, (totals + TILE_ROWS - 1) // TILE_ROWS, 0), axis=0)
+    mine = tl.sum(tl.where(others == expert, totals, 0), axis=0)
     column = tl.arange(0, CHUNK)
     if expert == num_experts:
-        for begin in range(first_tile, tiles, CHUNK):
-            at = begin + column
-            tl.store(tile_experts + at, tl.full([CHUNK], -1, tl.int32), mask=at < tiles)
+        if part == 0:
+            for begin in range(first_tile, tiles, CHUNK):
+                at = begin + column
+                tl.store(tile_experts + at, tl.full([CHUNK], -1, tl.int32), mask=at < tiles)
     else:
-        mine = tl.load(counts + expert)
         num_tiles = (mine + TILE_ROWS - 1) // TILE_ROWS
-        for begin in range(0, num_tiles, CHUNK):
-            at = begin + column
-            tl.store(tile_experts + first_tile + at, tl.zeros([CHUNK], tl.int32) + expert, mask=at < num_tiles)
         start = first_tile * TILE_ROWS
-        row = mine + tl.arange(0, TILE_ROWS)
-        padding = tl.zeros([TILE_ROWS], tl.int32) + count
-        tl.store(assignments + start + row, padding, mask=row < num_tiles * TILE_ROWS)
-        for begin in range(0, count, CHUNK):
+        if part == 0:
+            for begin in range(0, num_tiles, CHUNK):
+                at = begin + column
+                tl.store(tile_experts + first_tile + at, tl.zeros([CHUNK], tl.int32) + expert, mask=at < num_tiles)
+            row = mine + tl.arange(0, TILE_ROWS)
+            padding = tl.zeros([TILE_ROWS], tl.int32) + count
+            tl.store(assignments + start + row, padding, mask=row < num_tiles * TILE_ROWS)
+        start += before
+        end = tl.minimum((part + 1) * part_size, count)
+        for begin in range(part * part_size, end, CHUNK):
             at = begin + column
-            is_mine = tl.load(experts + at, mask=at < count, other=-1) == first_expert + expert
+            is_mine = (tl.load(experts + at, mask=at < end, other=-1) == first_expert + expert) & (at < end)
             rank = tl.cumsum(is_mine.to(tl.int32), axis=0)
             tl.store(assignments + start + rank - 1, at, mask=is_mine)
             start += tl.max(rank, axis=0)
@@ -230,15 +269,19 @@ def sort_by_expert(experts: Tensor, local: range, tile_rows: int) -> SortedToken
     """Put assignments of experts [tokens, top_k] int32 in order of the experts in ``local``; leave out all others."""
     count, num_experts = experts.numel(), len(local)
     tiles = min(count, count // tile_rows + num_experts)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     found = SortedTokens(
         torch.empty(tiles * tile_rows, dtype=torch.int32, device=experts.device),
         torch.empty(tiles, dtype=torch.int32, device=experts.device),
     )
     chunk = min(_CHUNK, max(16, triton.next_power_of_2(count)))
-    warps = max(1, min(8, chunk // 128))
-    _count_kernel[(num_experts,)](experts, counts, count, local.start, num_experts, CHUNK=chunk, num_warps=warps)
-    _place_kernel[(num_experts + 1,)](
+    part_size = triton.cdiv(triton.cdiv(count, _PARTS), chunk) * chunk
+    parts = triton.cdiv(count, part_size)
+    block = max(_LEAST_BINS, triton.next_power_of_2(num_experts))
+    options = {"BLOCK": block, "CHUNK": chunk, "num_warps": max(1, min(8, chunk // 128))}
+    counts = torch.empty(parts, block, dtype=torch.int32, device=experts.device)
+    if parts > 1:
+        _count_kernel[(parts,)](experts, counts, count, local.start, num_experts, part_size, **options)
+    _place_kernel[(num_experts + 1, parts)](
         experts,
         counts,
         found.assignments,
@@ -247,9 +290,9 @@ def sort_by_expert(experts: Tensor, local: range, tile_rows: int) -> SortedToken
         local.start,
         num_experts,
         tiles,
+        part_size,
         TILE_ROWS=tile_rows,
-        BLOCK=triton.next_power_of_2(num_experts),
-        CHUNK=chunk,
-        num_warps=warps,
+        PARTS=1 if parts == 1 else _PARTS,
+        **options,
     )
     return found
