@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     names = "names of the model in the API; answers have the first (default: the name of MODEL)"
     parser.add_argument("--served-model-name", metavar="NAME", nargs="+", action=_Names, help=names)
     add_node_flags(parser, model_default=str(EMBEDDED_MODEL), without=("served_model_name",))
+    parser.set_defaults(model=None)  # ``settle_model`` puts the embedded model there
     for role in ("prefill", "decode"):
         ranks = parser.add_argument_group(f"ranks of {role} nodes")
         for flag, what in (("pp", "pipeline stages"), ("tp", "tensor shards of each stage")):
@@ -76,12 +77,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def settle_model(args: argparse.Namespace) -> None:
+    """Choose the embedded model if none is given. Raises ConfigError for several names then: one may be the MODEL."""
+    if args.model is None:
+        if args.aliases:
+            raise ConfigError(
+                "--served-model-name with several names is for a given MODEL; write MODEL before this flag"
+            )
+        args.model = str(EMBEDDED_MODEL)
+
+
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags of prefill and decode nodes together with --elastic, or the reverse, and for a MODEL
-    among names.
-    """
-    if args.aliases and args.model == str(EMBEDDED_MODEL):
-        raise ConfigError("--served-model-name with several names is for a given MODEL; write MODEL before this flag")
+    """Raise ConfigError for flags of prefill and decode nodes together with --elastic, or the reverse."""
     split = ("prefill", "decode", *(f"{role}_{size}" for role in ("prefill", "decode") for size in ("pp", "tp")))
     given = next((name for name in split if getattr(args, name) is not None), None)
     if args.elastic and given is not None:

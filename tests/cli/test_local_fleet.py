@@ -13,7 +13,7 @@ from launcher import local_fleet
 from launcher.local_fleet import FleetPlan, LocalFleet
 from launcher.restarts import STABLE, Restarts
 from launcher.supervisor import Child, Supervisor
-from launcher.up_flags import make_parser, role_words, router_options
+from launcher.up_flags import make_parser, role_words, router_options, settle_model
 from launcher.welcome import node_table, sampling_line
 from pdserve.config.flags import CommandParser
 from pdserve.config.node_config import DeviceInfo
@@ -42,6 +42,7 @@ def fleet_on(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str) -> tup
     monkeypatch.setattr(local_fleet, "find_gpus", lambda: gpus)
     monkeypatch.setattr(local_fleet, "node_devices", lambda options, count: gpus[:count])
     args: argparse.Namespace = make_parser().parse_args(flags)
+    settle_model(args)
     starts = Starts()
     return LocalFleet(cast(Supervisor, starts), FleetPlan.of(args), args), starts
 

@@ -160,7 +160,7 @@ def test_up_serves_a_model_by_two_names_and_hands_off_from_the_first_request(
 ) -> None:
     names = ["a", "some/b"]
     simulated = ["--engine", "simulated", "--sim-speed", "10", "--handoff-min-tokens", "0", "--api-key", "sk-1"]
-    with started(tmp_path, str(EMBEDDED_MODEL) + "/", "--served-model-name", *names, *simulated, *flags) as up:
+    with started(tmp_path, str(EMBEDDED_MODEL), "--served-model-name", *names, *simulated, *flags) as up:
         body = {"prompt": [3, 4, 5], "max_tokens": 8, "temperature": 0}
         url = up.wait_served()
         with pytest.raises(urllib.error.HTTPError, match="401"):
