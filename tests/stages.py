@@ -26,6 +26,8 @@ FLAGS = ("--block-size", str(BLOCK), "--kv-cache-memory", "4MiB", "--max-model-l
 DECODE_AHEAD = 4  # tokens after the first that P may sample
 PREFILL_FLAGS = ("--decode-ahead", str(DECODE_AHEAD), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 WAIT_SECONDS = 20.0
+LAST_TOKENS_SECONDS = 0.5  # in which tokens that a stopped engine had computed reach the client
+ATTEMPTS = 5
 RELEASE_SECONDS = 5.0  # from a fault until all blocks must be free
 
 STAGES = (
@@ -119,13 +121,11 @@ def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
     """Hold a request at ``stage``. Afterwards it continues, and the proxy is reset."""
     gate = _Gate(pair, stage)
     with RouterClient(pair.decode.address) as client:
-        result = send_prompt(client, pair, timeout_ms)
         try:
             if stage == "decoding":
-                assert result.started.wait(WAIT_SECONDS)
-                pair.decodes.wait_until(lambda: len(result.choices[0]) > 2 + DECODE_AHEAD, WAIT_SECONDS)
-                pair.decode.stop("engine")
+                result = send_until_decoding(client, pair, timeout_ms)
             else:
+                result = send_prompt(client, pair, timeout_ms)
                 assert gate.reached.wait(WAIT_SECONDS), f"the request never came {stage}"
             yield Held(client, result, gate.open)
         finally:
@@ -186,6 +186,21 @@ def send_prompt(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Genera
     """Send the prompt, which neither node has cached."""
     salt = f"held {next(_salts)}"
     return client.send(PROMPT, greedy(pair.num_tokens), pair.prefill.address, cache_salt=salt, timeout_ms=timeout_ms)
+
+
+def send_until_decoding(client: RouterClient, pair: Pair, timeout_ms: int) -> Generated:
+    """Send the prompt and stop D's engine between two tokens; again if all tokens were there before the stop."""
+    for _ in range(ATTEMPTS):
+        result = send_prompt(client, pair, timeout_ms)
+        assert result.started.wait(WAIT_SECONDS)
+        tokens = result.choices[0]
+        pair.decodes.wait_until(lambda tokens=tokens: len(tokens) > 2 + DECODE_AHEAD, WAIT_SECONDS)  # type: ignore[misc]
+        pair.decode.stop("engine")
+        result.ended.wait(LAST_TOKENS_SECONDS)
+        if not result.finish:
+            return result
+        pair.decode.resume("engine")
+    raise AssertionError(f"{ATTEMPTS} requests ended before D's engine was stopped")
 
 
 def is_prefix(result: Generated, expected: list[int]) -> bool:
