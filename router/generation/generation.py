@@ -252,8 +252,6 @@ class PromptRun:
         if not output.has_token and self._call is not None and output.HasField("new_weights"):
             self._generation.weights.change(self._call.change_weights(output.new_weights))
             return
-        if not self._generation.weights.settled and self._call is not None:
-            self._generation.weights.settle(self._call.node)
         if self.scores is not None:
             if output.HasField("prompt_logprobs"):
                 self.scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))
@@ -262,6 +260,9 @@ class PromptRun:
                 raise NodeError("the decode node sent a token before all log-probabilities of the prompt")
             if self.job.silent:
                 output = pb.Output(choice=output.choice, finish_reason="length")
+        # Scores do not settle them: another node computes all of them again.
+        if not self._generation.weights.settled and self._call is not None:
+            self._generation.weights.settle(self._call.node)
         choice = self.choices[output.choice]
         if choice.finish_reason:  # a stop string has ended it; these tokens were under way
             return

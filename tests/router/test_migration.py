@@ -186,7 +186,9 @@ def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Node
         await saying([9, 9])(conversation)
 
     body = nodes.play(beginning, rest) | {"prompt": [5, 6, 7, 8], "prompt_logprobs": 0}
-    (choice,) = nodes.client.post("/v1/completions", json=body).json()["choices"]
+    answer = nodes.client.post("/v1/completions", json=body).json()
+    assert "choices" in answer, answer
+    (choice,) = answer["choices"]
     first, *others = choice["prompt_logprobs"]
     assert first is None
     expected = -1.0 if num_scored == 3 else -2.0
