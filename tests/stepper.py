@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -131,3 +132,21 @@ class Stepper:
         blocks = [self.free.pop() for _ in range(wanted)]
         sequence.blocks += blocks
         return blocks
+
+
+def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
+    """Copy the blocks of a sequence that has its first token to another runner's host memory; return its number there.
+
+    Both runners have one layout. The tokens that follow are those of the target.
+    """
+    sequence, layout = source.live[seq], target.runner.kv_layout
+    new = target.add(sequence.tokens, prompt_len=sequence.prompt_len)
+    target.live[new].computed = sequence.computed
+    target.live[new].blocks = [target.free.pop() for _ in sequence.blocks]
+    ours, theirs = target.runner.kv_region, source.runner.kv_region
+    assert ours.num_bytes == theirs.num_bytes == layout.total_bytes
+    for to, block in zip(target.live[new].blocks, sequence.blocks, strict=True):
+        ctypes.memmove(
+            ours.address + to * layout.block_bytes, theirs.address + block * layout.block_bytes, layout.block_bytes
+        )
+    return new

@@ -100,7 +100,10 @@ def test_commands_refuse_a_hostile_config_or_weight_file(command: str, name: str
     run(command, build(tmp_path / "model", NODE[name]), NODE[name])
 
 
-@pytest.mark.parametrize("name", IN_THE_ROUTER)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "compiles for minutes")) for name in IN_THE_ROUTER],
+)
 def test_routers_refuse_a_hostile_tokenizer_or_template(name: str, tmp_path: Path) -> None:
     run("router", build(tmp_path / "model", ROUTER[name]), ROUTER[name])
 

@@ -87,7 +87,7 @@ async def unhindered(url: str, body: dict[str, Any]) -> Answer:
         return await send_completion(client, {**body, "stream": False})
 
 
-@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("kind", ["seeds, penalties", "grammar", pytest.param("two prompts", marks=pytest.mark.slow)])
 def test_client_that_reads_late_gets_the_same_answer(fleet: Fleet, kind: str) -> None:
     body = request_body(kind)
     expected = asyncio.run(unhindered(fleet.url, body))
@@ -149,7 +149,9 @@ def test_deadline_passes_while_a_request_is_paused(fleet: Fleet, model: Path) ->
         fleet.wait_until(lambda: router_metric(fleet, "pdserve_requests_in_flight") == 0, 20.0)
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "body"])
+@pytest.mark.parametrize(
+    "stream", [pytest.param(True, id="stream", marks=pytest.mark.slow), pytest.param(False, id="body")]
+)
 def test_stalled_client_with_many_choices_is_disconnected(fleet: Fleet, model: Path, stream: bool) -> None:
     with another_router(fleet, model, "--client-stall-timeout", "1"):
         assert len(fleet.complete([9] * 40, 500)) == 500, "waiting for a response is not stalling"

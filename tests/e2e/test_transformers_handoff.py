@@ -1,4 +1,9 @@
-"""Models that run through transformers, behind router, decode node and prefill node: greedy tokens are exact."""
+"""Models that run through transformers, behind router, decode node and prefill node: greedy tokens are exact.
+
+python -m pytest -m slow tests/e2e/test_transformers_handoff.py      the other families
+
+The KV of every family is copied to another runner in tests/runner/test_transformers_models.py.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,9 @@ QUANTIZED = {"qwen3_moe": "fp8 blocks", "gpt_oss": "mxfp4"}
 COPIES = ("--ep", "2", "--ep-redundancy", "2", "--ep-rebalance-steps", "2")
 SPLIT = {"qwen3_moe": ("--tp", "2", *COPIES), "gpt_oss": ("--pp", "2")}
 
+#: Learned positions, a fused projection, alternating windows, and the split and quantized ones.
+EVERYDAY = ("gpt2", "phi3", "gemma3_text", *QUANTIZED)
+
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -28,7 +36,9 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, 128), k=length)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=[] if each in EVERYDAY else pytest.mark.slow) for each in FAMILIES]
+)
 def test_tokens_are_exact_through_a_handoff(model_type: str, tmp_path: Path) -> None:
     """Prompts around block and step sizes, together and again from the prefix caches.
 

@@ -286,7 +286,7 @@ def test_up_ends_when_a_process_dies_again_and_again(tmp_path: Path) -> None:
 
 
 def test_children_end_when_up_is_killed(tmp_path: Path) -> None:
-    up = Up(tmp_path)
+    up = Up(tmp_path, "--engine", "simulated")
     up.wait_served()
     processes = up.descendants()
     up.process.kill()

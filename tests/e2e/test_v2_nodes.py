@@ -102,7 +102,13 @@ def while_the_last_step_is_in_flight(nodes: Nodes) -> Callable[[Generated], bool
     return lambda request: len(request.choices.get(0, ())) >= OUTPUT - 2
 
 
-@pytest.mark.parametrize("moment", [at_once, while_p_computes, at_the_first_token, while_the_last_step_is_in_flight])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (at_once, at_the_first_token)),
+        *(while_p_computes, while_the_last_step_is_in_flight),
+    ],
+)
 def test_cancelled_request_frees_its_blocks(
     moment: Callable[[Nodes], Callable[[Generated], bool]], nodes: Nodes
 ) -> None:

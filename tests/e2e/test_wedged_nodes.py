@@ -139,7 +139,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndlessFleet]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_requests_leave_a_node_whose_step_does_not_end(endless: EndlessFleet, role: str) -> None:
     fleet, trigger = endless.fleet, endless.triggers[role]
     node = (fleet.decode if role == "decode" else fleet.prefill)[0]

@@ -44,6 +44,7 @@ def test_no_check_fails_on_this_machine() -> None:
     assert findings.keys() == {*checks.split(), "ucx ports"}
 
 
+@pytest.mark.slow
 def test_a_silent_fallback_to_tcp_fails() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TLS="tcp")
     assert (status, failed(findings)) == (1, {"transport"})

@@ -119,9 +119,9 @@ def test_cancel_and_pause_of_another_stream_change_no_request(pair: Pair) -> Non
     assert pair.decode.counter("stream_violations") == violations + len(messages)
 
 
-def test_killed_engine_during_handoffs_leaves_no_traceback_in_the_log(checkpoint: Path) -> None:
+def test_killed_engine_during_handoffs_leaves_no_traceback_in_the_log(pair: Pair) -> None:
     """gRPC cancels the streams of P after P has closed its leases."""
-    with start_pair(checkpoint) as pair, RouterClient(pair.decode.address) as client:
+    with RouterClient(pair.decode.address) as client:
         pair.prefill.stop("engine")
         failures = pair.decode.counter("handoff_failures")
         results = [send_prompt(client, pair) for _ in range(3)]
@@ -134,3 +134,4 @@ def test_killed_engine_during_handoffs_leaves_no_traceback_in_the_log(checkpoint
         assert pair.decode.counter("handoff_failures") > failures
         assert "Traceback" not in pair.prefill.output
         assert pair.prefill.output.count("prompts without a Release are cancelled") == 1
+    pair.prefill.restart()

@@ -183,6 +183,7 @@ def test_a_transport_slower_than_required_fails_the_start(checkpoint: Path, chec
         assert list(node.describe().connected_peers) == [checked.prefill.address]
 
 
+@pytest.mark.slow
 def test_a_later_peer_with_a_slow_transport_is_refused_and_retried(checkpoint: Path, checked: Checked) -> None:
     with FaultProxy() as proxy, Fleet() as fleet:
         flags = [*FLAGS, "--prefill", proxy.address, "--peer-wait", "0.3"]

@@ -191,9 +191,9 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
         ("mistral", {"sliding_window": 20}),
-        ("qwen2", {}),
         ("qwen3", {"num_key_value_heads": 1}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
         ("gpt_oss", {}),

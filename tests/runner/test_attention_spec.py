@@ -29,7 +29,7 @@ SPECS = {
 }
 STEPS = {
     "decodes": [(15, 1), (16, 1), (0, 1), (130, 1), (250, 1)],
-    "mixed": [(40, 1), (0, 17), (129, 1), (100, 40), (0, 160)],
+    "mixed": [(40, 1), (0, 17), (129, 1), (100, 20), (0, 70)],
 }
 GPU = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 

@@ -43,7 +43,7 @@ print(json.dumps([[x.tolist() for x in sums], [x.tolist() for x in gathered], mi
 """
 
 
-@pytest.mark.slow  # test_split_transformers_models.py samples on two stages of two shards
+@pytest.mark.slow  # tests/e2e/test_pairs.py samples on two stages of two shards
 def test_all_reduce_and_gather_stay_within_a_stage_and_the_minimum_spans_all_ranks() -> None:
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     with ExitStack() as ends:

@@ -46,10 +46,8 @@ NAMES = (
     "llama",
     "llama-tied",
     "mistral",
-    "qwen3-moe",
     "qwen3-moe-copies-ep",
     "gpt-oss",
-    "gpt-oss-ep",
     "glm4-moe-ep",
     "minimax-m2",
 )

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_table import EXACT, PAGE, as_page, causal_types, sweep, types_of
 from safetensors.torch import load_file, save_file
-from stepper import Stepper
+from stepper import Stepper, copy_to
 from torch import Tensor
 
 import runner
@@ -71,6 +71,23 @@ def outputs_after_prefix_hits(stepper: Stepper, prompt: list[int]) -> list[list[
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
     assert_greedy_tokens_are_exact(make_any_checkpoint(tmp_path / "model", model_type), impl="transformers")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the KV cache is in the GPU's memory, which memmove cannot reach")
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_copied_kv_continues_on_another_runner(model_type: str, tmp_path: Path) -> None:
+    """Each runner has blocks of its own numbers, as after a handoff."""
+    directory = make_any_checkpoint(tmp_path / "model", model_type)
+    config = node_config(directory, impl="transformers", max_model_len=200)
+    source, target = (Stepper(runner.build(config, lambda stage, fraction: None), seed) for seed in (1, 2))
+    (prompt,) = prompts(70)
+    seq = source.add(prompt)
+    while not source.live[seq].output:
+        source.step(chunk=33)
+    new = copy_to(target, source, seq)
+    while len(target.live[new].output) < NUM_TOKENS:
+        target.step()
+    assert target.live[new].output == reference_greedy(reference_model(directory), prompt, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
