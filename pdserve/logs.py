@@ -10,9 +10,11 @@ Each line about a request carries its id. Texts and tokens of requests are never
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import re
+import signal
 import sys
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +25,7 @@ FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 _FORMAT = "PDSERVE_LOG_FORMAT"
 _LEVEL = "PDSERVE_LOG_LEVEL"
+_STDERR = 2
 _FIELDS = "request_fields"  # attribute of a log record, set by ``request_fields``
 _TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s {name}: %(message)s"
 _TEXT_LINE = re.compile(
@@ -52,7 +55,9 @@ def choose_format(log_format: str) -> None:
 
 
 def setup_logging(role: str, log_format: str, level: str = "", name: str = "") -> None:
-    """Log to stderr. Call once, before starting child processes, which inherit format and level.
+    """Log to stderr, and print the stack of each thread there at SIGUSR1.
+
+    Call once, before starting child processes, which inherit format and level.
 
     ``role`` is empty in a process whose parent relays its lines; ``name`` begins its text lines. Without ``level``,
     ``PDSERVE_LOG_LEVEL`` decides (default INFO).
@@ -68,6 +73,7 @@ def setup_logging(role: str, log_format: str, level: str = "", name: str = "") -
     text_formatter = logging.Formatter(_TEXT.format(name=name or role), "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonFormatter() if log_format == "json" else text_formatter)
     logging.basicConfig(handlers=[handler], level=level if known else logging.INFO)
+    faulthandler.register(signal.SIGUSR1, file=_STDERR)
     if not known:
         logging.warning("PDSERVE_LOG_LEVEL %r is not a log level; using INFO", level)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from typing import Any
 
 gc.disable()  # until all tests are collected
@@ -41,6 +42,18 @@ class _Scheduler(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     """Return the scheduler of ``--dist loadfile``."""
     return _Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a failed test what the processes of its fleets printed, and their stacks."""
+    report = yield
+    if report.when == "call" and report.failed:
+        from fleet import open_fleets
+
+        for fleet in open_fleets:
+            report.sections += [(f"Output of {name}", text) for name, text in fleet.stacks().items()]
+    return report
 
 
 def _clear_shell_variables() -> None:

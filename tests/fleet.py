@@ -17,11 +17,13 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import grpc
 import psutil
@@ -194,10 +196,15 @@ class NodeProcess(Process, NodeCalls):
                 return [others[int(part.removeprefix("rank ")) - 1]]
 
 
+#: The fleets of this process that are not closed.
+open_fleets: WeakSet[Fleet] = WeakSet()
+
+
 class Fleet:
     """The processes of a fleet. Leaving it as a context manager ends every process."""
 
     def __init__(self) -> None:
+        open_fleets.add(self)
         self.prefill: list[NodeProcess] = []
         self.decode: list[NodeProcess] = []
         self.both: list[NodeProcess] = []  # nodes that prefill and decode
@@ -217,6 +224,10 @@ class Fleet:
     @property
     def nodes(self) -> list[NodeProcess]:
         return [*self.prefill, *self.decode, *self.both]
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.nodes, *([self.router] if self.router else [])]
 
     @property
     def prefilling(self) -> list[NodeProcess]:
@@ -279,8 +290,7 @@ class Fleet:
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until every process is ready. Fail with a child's last output if it ends instead."""
-        processes = [*self.nodes, *([self.router] if self.router else [])]
-        self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), seconds)
+        self.wait_until(lambda: all(self._is_ready(process.child) for process in self.processes), seconds)
 
     def serves(self) -> bool:
         """Return whether the router knows a ready decode node; it learns this shortly after the node is ready."""
@@ -288,6 +298,16 @@ class Fleet:
             urllib.request.urlopen(f"{self.url}/health", timeout=5.0).close()
             return True
         return False
+
+    def stacks(self) -> dict[str, str]:
+        """Have ready nodes print the stacks of their threads. Return the last output of every process."""
+        for node in self.nodes:
+            if node.child.state == "ready" and node.child.running:
+                node.child.last_lines = deque(node.child.last_lines, maxlen=1000)
+                for process in node.processes():
+                    process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return {process.name: process.output for process in self.processes}
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -315,7 +335,8 @@ class Fleet:
 
     def close(self) -> None:
         """End every process, all at the same time. Idempotent."""
-        for process in [*self.nodes, *([self.router] if self.router else [])]:
+        open_fleets.discard(self)
+        for process in self.processes:
             if process.child.state == "ready":
                 process.signal(signal.SIGINT)
         self._stopping.set()

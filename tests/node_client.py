@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ class Generated:
     cached_tokens: int = 0
     started: threading.Event = field(default_factory=threading.Event)  # a token has arrived
     ended: threading.Event = field(default_factory=threading.Event)
+    stream_error: grpc.RpcError | None = None  # with which the stream broke before the end
 
     @property
     def tokens(self) -> list[int]:
@@ -73,7 +75,11 @@ class Generated:
             self.ended.set()
 
     def wait(self, seconds: float = WAIT_SECONDS) -> Generated:
-        assert self.ended.wait(seconds), f"the request did not end within {seconds:g} s"
+        """Wait for the end. Fails as soon as the stream breaks."""
+        end = time.monotonic() + seconds
+        while not self.ended.wait(0.1):
+            assert self.stream_error is None, f"the stream of the request broke: {self.stream_error}"
+            assert time.monotonic() < end, f"the request did not end within {seconds:g} s; its stream is open"
         return self
 
 
@@ -158,6 +164,9 @@ class RouterClient:
                     result.take(output, n)
         except grpc.RpcError as exc:
             self.error = exc
+            for result, _ in tuple(self._results.values()):
+                if not result.ended.is_set():
+                    result.stream_error = exc
 
 
 class PrefillFailed(Exception):

@@ -116,6 +116,19 @@ def test_a_node_fails_when_its_engine_is_killed(checkpoint: Path) -> None:
         assert not any("Traceback" in line for line in lines)
 
 
+def test_sigusr1_prints_the_stacks_of_a_process_which_goes_on(checkpoint: Path) -> None:
+    with started(checkpoint, "prefill_node", "--engine", "simulated") as node:
+        node.wait_for("ready")
+        for process in (node.engine(), node.process):
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)  # the frontend relays the engine's lines
+        node.process.terminate()
+        status, lines = node.end()
+    assert status == 0, lines
+    assert any("engine/engine.py" in line for line in lines), lines
+    assert any("engine/frontend/node_command.py" in line for line in lines), lines
+
+
 def test_the_engine_exits_when_the_lifeline_ends(checkpoint: Path) -> None:
     """The end of the lifeline ends the frontend at once, as SIGKILL would, and that ends the engine."""
     with started(checkpoint, "decode_node") as node:
