@@ -135,9 +135,11 @@ def refusal(load: Callable[[], object]) -> PdserveError | None:
     try:
         load()
     except PdserveError as error:
-        assert len(str(error)) < LONGEST  # noqa: PT017
-        return error
-    return None
+        refused = error
+    else:
+        return None
+    assert len(str(refused)) < LONGEST
+    return refused
 
 
 VALUES = st.recursive(

@@ -87,7 +87,9 @@ async def unhindered(url: str, body: dict[str, Any]) -> Answer:
         return await send_completion(client, {**body, "stream": False})
 
 
-@pytest.mark.parametrize("kind", ["seeds, penalties", "grammar", pytest.param("two prompts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "two prompts")) for kind in BODIES]
+)
 def test_client_that_reads_late_gets_the_same_answer(fleet: Fleet, kind: str) -> None:
     body = request_body(kind)
     expected = asyncio.run(unhindered(fleet.url, body))

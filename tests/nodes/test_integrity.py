@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,11 @@ class Checked:
         for node in (self.prefill, self.decode, self.strict):
             node.wait_idle()
         for node in (self.decode, self.strict):
-            self._decodes.wait_until(lambda node=node: len(node.describe().connected_peers) == 1, 20.0)  # type: ignore[misc]
+            self._decodes.wait_until(partial(_is_connected, node), 20.0)
+
+
+def _is_connected(node: NodeProcess) -> bool:
+    return len(node.describe().connected_peers) == 1
 
 
 @pytest.fixture(scope="module")

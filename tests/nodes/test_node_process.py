@@ -46,6 +46,11 @@ class Started:
                 return self.states[-1]
         raise AssertionError(f"it exited before it was {state}: {self.end()}")
 
+    def wait_for_line(self, part: str) -> None:
+        """Read lines that it prints up to one with ``part``."""
+        assert self.process.stderr is not None
+        assert any(part in line for line in self.process.stderr), f"it has printed no line with {part!r}"
+
     def engine(self) -> psutil.Process:
         return psutil.Process(self.process.pid).children()[0]
 
@@ -119,14 +124,13 @@ def test_a_node_fails_when_its_engine_is_killed(checkpoint: Path) -> None:
 def test_sigusr1_prints_the_stacks_of_a_process_which_goes_on(checkpoint: Path) -> None:
     with started(checkpoint, "prefill_node", "--engine", "simulated") as node:
         node.wait_for("ready")
-        for process in (node.engine(), node.process):
-            process.send_signal(signal.SIGUSR1)
-        time.sleep(0.2)  # the frontend relays the engine's lines
+        node.engine().send_signal(signal.SIGUSR1)
+        node.wait_for_line("engine/engine.py")
+        node.process.send_signal(signal.SIGUSR1)
+        node.wait_for_line("engine/frontend/node_command.py")
         node.process.terminate()
         status, lines = node.end()
-    assert status == 0, lines
-    assert any("engine/engine.py" in line for line in lines), lines
-    assert any("engine/frontend/node_command.py" in line for line in lines), lines
+        assert status == 0, lines
 
 
 def test_the_engine_exits_when_the_lifeline_ends(checkpoint: Path) -> None:

@@ -143,7 +143,6 @@ def test_a_cached_prefix_is_not_computed_again(build: Build) -> None:
     assert output.samples[0].token_id == token
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="blocks are copied as host memory, where V2 needs Triton's interpreter")
 @pytest.mark.parametrize(
     ("source_version", "target_version", "block_size", "page"),
     [
@@ -158,7 +157,7 @@ def test_blocks_copied_as_bytes_continue_on_another_runner(
     checkpoint: Path, source_version: str, target_version: str, block_size: int, page: int
 ) -> None:
     if DEVICE != "cpu" and "V2" in (source_version, target_version):
-        pytest.skip("V2 is on the GPU, whose memory memmove cannot reach")
+        pytest.skip("blocks are copied in host memory, where V2 needs Triton's interpreter")
     options = {"block_size": block_size, "kernel_block_size": page, "num_blocks": 30, "device": "cpu"}
     prompt = prompt_of(52)
     (expected,) = Stepper(build_runner(checkpoint, "V1", **options)).generate([prompt], 5)
