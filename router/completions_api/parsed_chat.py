@@ -49,10 +49,11 @@ class ParsedChatEncoder(ChatEncoder):
     """The text of a chunk is the JSON of a delta."""
 
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
-        return b'{"index":%d,"delta":%b' % (index, text.encode() or b"{}")
+        return b'{"index":%d,"delta":%b' % (index, text.encode() or b'{"reasoning_content":null}')
 
     def echo_chunk(self, index: int, text: str, table: LogprobTable | None, usage: Usage | None) -> Iterator[bytes]:
-        return super().echo_chunk(index, msgspec.json.encode({"content": text}).decode(), table, usage)
+        delta = msgspec.json.encode({"content": text, "reasoning_content": None})
+        return super().echo_chunk(index, delta.decode(), table, usage)
 
 
 class StreamedParsedChat(StreamedResponse):
@@ -60,10 +61,21 @@ class StreamedParsedChat(StreamedResponse):
         super().__init__(encoder, body, jobs)
         self._parsers = [ChoiceParser(parsing) for _ in range(self.num_choices)]
         self._deltas = [DeltaEncoder(parsing) for _ in range(self.num_choices)]
+        self._streams_reasoning = body.stream_reasoning
+        self._held: list[list[OutputDelta]] = [[] for _ in range(self.num_choices)]  # reasoning that has not ended
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         deltas = self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
+        if not self._streams_reasoning:
+            deltas = self._with_whole_reasoning(choice, deltas)
         super().on_delta(choice, self._deltas[choice.index].encode(deltas), output)
+
+    def _with_whole_reasoning(self, choice: Choice, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Return no deltas until something follows the reasoning, or the choice ends."""
+        deltas = self._held[choice.index] + deltas
+        reasons = not choice.finish_reason and all(delta.kind is DeltaKind.REASONING for delta in deltas)
+        self._held[choice.index] = deltas if reasons else []
+        return [] if reasons else deltas
 
 
 class FullParsedChat(FullResponse):
@@ -128,7 +140,7 @@ class DeltaEncoder:
                 delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + part.text
             else:
                 self._add_call(delta.setdefault("tool_calls", []), part)
-        return msgspec.json.encode(delta).decode() if delta else ""
+        return msgspec.json.encode({"reasoning_content": None, **delta}).decode() if delta else ""
 
     def _add_call(self, calls: list[dict[str, Any]], part: OutputDelta) -> None:
         if part.kind is DeltaKind.CALL:

@@ -65,6 +65,9 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     separate_reasoning: Annotated[
         bool, Meta(description="SGLang; false: reasoning stays in the content, with its markers.")
     ] = True
+    stream_reasoning: Annotated[
+        bool, Meta(description="SGLang; false: a stream has all reasoning in one chunk, after its end.")
+    ] = True
     echo: bool = False
     chat_template: str = ""
     documents: list[dict[str, Any]] = []

@@ -169,6 +169,8 @@ class CompletionEncoder(ResponseEncoder):
 
 
 class ChatEncoder(ResponseEncoder):
+    """Every delta has ``reasoning_content``, null where there is none: clients read it as with DeepSeek and SGLang."""
+
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
     format_logprobs = staticmethod(chat_logprobs)
@@ -176,11 +178,11 @@ class ChatEncoder(ResponseEncoder):
 
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         if finished and not text:
-            return b'{"index":%d,"delta":{}' % index
-        return b'{"index":%d,"delta":{"content":%b}' % (index, _encode(text))
+            return b'{"index":%d,"delta":{"reasoning_content":null}' % index
+        return b'{"index":%d,"delta":{"content":%b,"reasoning_content":null}' % (index, _encode(text))
 
     def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": "", "reasoning_content": None}
         choice = self._chunk_head + _encode({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
         if prompt_ids is None or index:
             yield choice + self._end(usage)

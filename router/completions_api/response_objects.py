@@ -116,7 +116,7 @@ class ChatMessage(Struct):
     content: str | None
     refusal: None
     reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

@@ -74,7 +74,7 @@ _MIN_SUMMARY = 4  # tokens; a small model may end at once
 CHAT_ONLY = frozenset(
     {*("messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort", "n")}
     | {*("prompt_logprobs", "return_token_ids", "include_reasoning", "continue_final_message")}
-    | {*("add_generation_prompt", "echo", "separate_reasoning", "return_tokens_as_token_ids")}
+    | {*("add_generation_prompt", "echo", "separate_reasoning", "stream_reasoning", "return_tokens_as_token_ids")}
 )
 
 

@@ -142,6 +142,20 @@ def test_reasoning_is_equal_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> 
     assert finish == "stop"
 
 
+def test_reasoning_of_a_stream_may_come_as_one_chunk(sdk: openai.OpenAI, say: Any) -> None:
+    for text, expected in (
+        ("<think>\nLet me think.\n</think>\n\nHello!", ("Let me think.", "Hello!")),
+        ("<think>\nLet me", ("Let me", "")),
+        ("Hello!", ("", "Hello!")),
+    ):
+        fields = say(text, stream_reasoning=False)
+        chunks: list[Any] = list(sdk.chat.completions.create(stream=True, **fields))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        reasoning = [delta.reasoning_content for delta in deltas if delta.reasoning_content]
+        assert len(reasoning) <= 1
+        assert ("".join(reasoning), "".join(delta.content or "" for delta in deltas)) == expected
+
+
 def test_reasoning_may_precede_a_call(sdk: openai.OpenAI, say: Any) -> None:
     fields = say(f"<think>\nf, surely.\n</think>\n\n{CALL}")
     texts, calls, finish = collect(sdk.chat.completions.create(tools=TOOLS, stream=True, **fields))

@@ -259,7 +259,8 @@ def test_chat_stream_opens_with_the_role(client: httpx.Client, play: Any, tokeni
     del body["prompt"]
     received = stream(client, {**body, "messages": [{"role": "user", "content": "hi"}]}, path="/v1/chat/completions")
     deltas = [chunk["choices"][0]["delta"] for chunk in received[:-1]]
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant", "content": "", "reasoning_content": None}
+    assert all("reasoning_content" in delta for delta in deltas), "clients read it without asking whether it is there"
     assert "".join(delta.get("content", "") for delta in deltas) == "hey"
     assert {chunk["object"] for chunk in received[:-1]} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in received[:-1]}) == 1

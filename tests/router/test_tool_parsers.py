@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.text.chat.output_parser import Message, MessageBuilder, OutputDelta, OutputParser
-from router.text.chat.parsers import TOOL_PARSERS
+from router.text.chat.parsers import TOOL_PARSERS, parser_name
 from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
 from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
 
@@ -97,6 +97,19 @@ def test_tool_parser_finds_calls(parser: str, text: str, content: str | None, fo
         message = parse(PARSERS[parser](), texts)
         assert calls(message) == found
         assert message.content == (text if content is None else content)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "name"),
+    [
+        ("--reasoning-parser", "deepseek-r1", "think"),
+        ("--reasoning-parser", "qwen3_thinking", "think"),
+        ("--tool-call-parser", "qwen25", "hermes"),
+        ("--tool-call-parser", "llama3-json", "llama3_json"),
+    ],
+)
+def test_names_of_peers_are_translated(flag: str, text: str, name: str) -> None:
+    assert parser_name(flag, text) == name
 
 
 @pytest.mark.parametrize(

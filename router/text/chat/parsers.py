@@ -55,8 +55,12 @@ REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
     "think": ReasoningMarkers("<think>", "</think>"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
 }
-# vLLM's names of equal formats
-_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "qwen": "hermes", "llama3": "llama3_json"}
+# vLLM's and SGLang's names of equal formats, with underscores
+_ALIASES = {
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "glm45", "qwen3", "qwen3_thinking"), "think"),
+    **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+    "llama3": "llama3_json",
+}
 # Families that put another syntax into Hermes' tags
 _NOT_HERMES = ("<function=", "<arg_key>")
 # How Llama 3's templates request calls, even those without the tag
@@ -102,9 +106,10 @@ def parser_names(flag: str) -> list[str]:
 
 
 def parser_name(flag: str, text: str) -> str:
-    """Check a flag's value; vLLM's names are translated. Raises ConfigError for an unknown name."""
+    """Check a flag's value; names of peers are translated. Raises ConfigError for an unknown name."""
     known = parser_names(flag)
-    name = text if text in known else _ALIASES.get(text, text)
+    name = text.replace("-", "_")
+    name = name if name in known else _ALIASES.get(name, name)
     if name not in known:
         raise ConfigError(f"{flag} {text!r} is not known; choose one of {', '.join(known)}")
     return name
