@@ -129,17 +129,17 @@ def _sum_kernel(
     tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def group_rows(experts: Tensor, local: range, most: int = 128) -> GroupedRows:
+def group_rows(experts: Tensor, local: range, least: int = _ROWS, most: int = 128) -> GroupedRows:
     """Return the rows of the products of experts [tokens, top_k] int32; ``local`` are this rank's experts.
 
-    Tiles have at most ``most`` rows.
+    Tiles have at least ``least`` and at most ``most`` rows.
     """
     count = experts.numel()
     if count * _UNSORTED <= len(local) or experts.shape[0] == 1:
-        return GroupedRows(None, experts, local, _ROWS)
+        return GroupedRows(None, experts, local, least)
     # An expert with more rows than a tile reads its weights twice, so tiles have room for a quarter more than the mean.
     per_expert = -(-5 * count // (4 * len(local)))
-    tile_rows = min(max(triton.next_power_of_2(per_expert), _ROWS), most)
+    tile_rows = min(max(triton.next_power_of_2(per_expert), least), most)
     return GroupedRows(sort_by_expert(experts, local, tile_rows), experts, local, tile_rows)
 
 

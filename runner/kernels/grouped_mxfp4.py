@@ -2,10 +2,15 @@
 
 Weights are dequantized in registers, and activations stay as they are. Weights are the left operand, which Hopper's
 tensor cores take from registers. Sums are in float32. The plain form is a product with dequantized weights.
+
+Hopper's tensor cores read these registers while the program goes on. Triton before 3.9 may write the next step's
+weights to them too early (triton-lang/triton#9433), so there each step waits for its products.
+``tests/runner/test_register_hazards.py`` reads the compiled kernels.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,11 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.kernels import mxfp4_words
-from runner.kernels.grouped_gemm import DOT, GroupedRows, has_large_memory
+from runner.kernels.grouped_gemm import DOT, GroupedRows, group_rows
 
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
 _REST = tl.constexpr(2.0 ** (126 - mxfp4_words.SCALE_SHIFT))  # the part of a weight's scale that stored scales lack
-_MANY = 64  # rows of a tile from which products bound its time; below, reads of weights do
+_SHARED_TILES = 8  # tiles of rows whose programs share blocks of weights in the cache
+_LEAST_ROWS = 8  # of a tile, as a product's right operand
 
 # Two words, and the scales of two columns in both blocks: the four values of each word, scaled.
 _UNPACK = tl.constexpr("""{
@@ -47,47 +53,131 @@ fma.rn.bf16x2 $3, d, $6, zero;
 @triton.jit
 def _dequantized(bits, exponents, DOT: tl.constexpr):
     """Return values in DOT of the bits of numbers 2^-126 times as large, and of stored exponents."""
-    values = (bits << 16).to(tl.float32, bitcast=True) * (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    values = (bits << 16).to(tl.float32, bitcast=True) * (exponents << 23).to(tl.float32, bitcast=True)
     return (values * _REST).to(DOT)
 
 
 @triton.jit
 def _unpack(words, first, second, DOT: tl.constexpr):
-    """Return the four values of each word; those of bfloat16 lack the factor _REST.
+    """Return the four values of each word [outputs, words]; those of bfloat16 lack the factor _REST.
 
-    ``first`` has the stored scales of values 0 and 1, ``second`` of 2 and 3, all shaped as ``words``.
+    ``first`` [outputs] int32 has the stored scales of values 0 and 1, ``second`` of 2 and 3.
     """
     if DOT == _BFLOAT16:
-        first = (first.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-        second = (second.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+        first = (first << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        second = (second << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
         a, b, c, d = tl.inline_asm_elementwise(
             _UNPACK,
             "=r,=r,=r,=r,r,r,r",
-            [words, first, second],
+            [words, tl.broadcast_to(first[:, None], words.shape), tl.broadcast_to(second[:, None], words.shape)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
         )
-        return a, b, c, d
-    bits = words.to(tl.int32)
-    a = _dequantized(bits & 0x81C0, first, DOT)
-    b = _dequantized((bits << 3) & 0x81C0, first, DOT)
-    c = _dequantized((bits << 6) & 0x81C0, second, DOT)
-    d = _dequantized(((bits << 1) & 0x8000) | ((bits >> 3) & 0x180) | ((bits >> 7) & 0x40), second, DOT)
+    else:
+        bits = words.to(tl.int32)
+        a = _dequantized(bits & 0x81C0, first[:, None], DOT)
+        b = _dequantized((bits << 3) & 0x81C0, first[:, None], DOT)
+        c = _dequantized((bits << 6) & 0x81C0, second[:, None], DOT)
+        last = ((bits << 1) & 0x8000) | ((bits >> 3) & 0x180) | ((bits >> 7) & 0x40)
+        d = _dequantized(last, second[:, None], DOT)
     return a, b, c, d
 
 
 @triton.jit
-def _spread(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr):
-    """Return scales [ROWS, GROUPS] for each word, [ROWS, GROUPS * WORDS]."""
-    return tl.reshape(tl.broadcast_to(scales[:, :, None], (ROWS, GROUPS, WORDS)), (ROWS, GROUPS * WORDS))
+def _wait_for_products():
+    """Wait until Hopper's tensor cores have read the registers of all products so far."""
+    tl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;",
+        "=r,r",
+        [tl.full([1], 0, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_group(
+    total,  # [BLOCK_OUT, rows]
+    words_at,  # [BLOCK_OUT, WORDS], of the first group
+    scales_at,  # [BLOCK_OUT]
+    x_at,  # [4 * WORDS, rows]
+    group,
+    inside,  # [BLOCK_OUT]
+    held,  # [4 * WORDS or 1, rows]
+    OUT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    WORDS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Add the products of a group of inputs."""
+    words = tl.load(words_at + group * (OUT * WORDS), mask=inside[:, None], other=0)
+    scales = tl.load(scales_at + group // 2 * OUT, mask=inside, other=0) >> (group % 2 * 16)
+    a, b, c, d = _unpack(words, scales & 0xFF, (scales >> 8) & 0xFF, DOT)
+    weights = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
+    values = tl.load(x_at + group * (4 * WORDS), mask=held, other=0.0)
+    return tl.dot(tl.reshape(weights, (BLOCK_OUT, 4 * WORDS)), values.to(DOT), total, input_precision="ieee")
+
+
+@triton.jit
+def _multiply_tile(
+    x,
+    words,
+    scales,
+    bias,
+    y,
+    assignment,  # [rows] of the tile
+    expert,  # of this rank's
+    out_block,
+    count,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WAITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Write a block of outputs of a tile."""
+    NUM_GROUPS: tl.constexpr = (IN + 4 * WORDS - 1) // (4 * WORDS)
+    FULL: tl.constexpr = IN // (4 * WORDS)  # groups
+    LOOPED: tl.constexpr = FULL // UNROLL * UNROLL
+    held = assignment < count
+    rows = tl.where(held, assignment, 0).to(tl.int64)
+    out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = out < OUT
+    column = tl.arange(0, 4 * WORDS)
+    stack = expert.to(tl.int64) * OUT
+    words_at = words + stack * (NUM_GROUPS * WORDS) + out[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    scales_at = scales + stack * ((NUM_GROUPS + 1) // 2) + out
+    x_at = x + (rows // ROWS_PER_TOKEN)[None, :] * IN + column[:, None]
+    total = tl.zeros([BLOCK_OUT, assignment.shape[0]], tl.float32)
+    for begin in range(0, LOOPED, UNROLL):
+        for part in tl.static_range(UNROLL):
+            total = _add_group(
+                total, words_at, scales_at, x_at, begin + part, inside, held[None, :], OUT, BLOCK_OUT, WORDS, DOT
+            )
+        if WAITS:
+            _wait_for_products()
+    for group in tl.static_range(LOOPED, NUM_GROUPS):
+        within = (column < IN - group * (4 * WORDS))[:, None]
+        total = _add_group(
+            total, words_at, scales_at, x_at, group, inside, held[None, :] & within, OUT, BLOCK_OUT, WORDS, DOT
+        )
+    if DOT == _BFLOAT16:
+        total = total * _REST
+    total += tl.load(bias + stack + out, mask=inside, other=0.0).to(tl.float32)[:, None]
+    y_at = y + rows[None, :] * OUT + out[:, None]
+    tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & inside[:, None])
 
 
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
 def _grouped_mxfp4_kernel(
     x,  # [count / ROWS_PER_TOKEN, IN]
     words,  # [num_experts, groups, OUT, WORDS] int16
-    scales,  # [num_experts, pieces, OUT, 2 * PIECE] uint8
+    scales,  # [num_experts, groups / 2, OUT] int32, four scales each
     bias,  # [num_experts, OUT]
     y,  # out [count, OUT]
     assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
@@ -101,69 +191,43 @@ def _grouped_mxfp4_kernel(
     ROWS_PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,  # tiles with at most so many rows are multiplied as smaller ones; 0: none are
     BLOCK_OUT: tl.constexpr,
     TOGETHER: tl.constexpr,
-    DOT: tl.constexpr,
+    UNROLL: tl.constexpr,  # groups of inputs in a step
+    WAITS: tl.constexpr,
     WORDS: tl.constexpr,
-    PIECE: tl.constexpr,  # groups of inputs whose scales are stored together
-    GROUPS: tl.constexpr,  # groups of inputs in a step; PIECE or a part of it
+    DOT: tl.constexpr,
 ):
     """Grid (tiles * blocks of OUT,). Programs of TOGETHER tiles share blocks of weights in the cache."""
     OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
-    NUM_GROUPS: tl.constexpr = (IN + 4 * WORDS - 1) // (4 * WORDS)
-    STEPS: tl.constexpr = (NUM_GROUPS + GROUPS - 1) // GROUPS
-    PIECES: tl.constexpr = (NUM_GROUPS + PIECE - 1) // PIECE
-    PARTS: tl.constexpr = PIECE // GROUPS
     program = tl.program_id(0)
     first_tile = program // (TOGETHER * OUT_BLOCKS) * TOGETHER
     height = tl.minimum(tiles - first_tile, TOGETHER)
     tile = first_tile + program % (TOGETHER * OUT_BLOCKS) % height
     out_block = program % (TOGETHER * OUT_BLOCKS) // height
-
     row = tl.arange(0, BLOCK_ROWS)
     if SORTED:
         expert = tl.load(experts + tile)
-        known = expert >= 0
+        if expert >= 0:
+            first_row = assignments + tile * BLOCK_ROWS
+            if FEW_ROWS == 0 or tl.load(first_row + FEW_ROWS) < count:
+                _multiply_tile(
+                    x, words, scales, bias, y, tl.load(first_row + row), expert, out_block, count,
+                    IN, OUT, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
+                )  # fmt: skip
+            else:
+                _multiply_tile(
+                    x, words, scales, bias, y, tl.load(first_row + tl.arange(0, FEW_ROWS)), expert, out_block, count,
+                    IN, OUT, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
+                )  # fmt: skip
     else:
         expert = tl.load(experts + tile) - first_expert
-        known = (expert >= 0) & (expert < num_experts)
-    if known:
-        if SORTED:
-            assignment = tl.load(assignments + tile * BLOCK_ROWS + row)
-        else:
-            assignment = tl.where(row == 0, tile, count)
-        held = assignment < count
-        rows = tl.where(held, assignment, 0).to(tl.int64)
-        out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        inside = out < OUT
-        word = tl.arange(0, GROUPS * WORDS)
-        group, lane = word // WORDS, word % WORDS
-        column = group * (4 * WORDS) + lane
-        byte = tl.arange(0, 2 * GROUPS)
-        stack = expert.to(tl.int64) * OUT
-        words_at = words + stack * (NUM_GROUPS * WORDS) + out[:, None] * WORDS + (group * OUT * WORDS + lane)[None, :]
-        scales_at = scales + stack * (PIECES * 2 * PIECE) + out[:, None] * (2 * PIECE) + byte[None, :]
-        x_at = x + (rows // ROWS_PER_TOKEN)[None, :] * IN + column[:, None]
-        total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        for step in range(STEPS):
-            known_words = inside[:, None] & (group < NUM_GROUPS - step * GROUPS)[None, :]
-            packed = tl.load(words_at + step * (GROUPS * OUT * WORDS), mask=known_words, other=0)
-            place = step // PARTS * (OUT * 2 * PIECE) + step % PARTS * (2 * GROUPS)
-            exponents = tl.load(scales_at + place, mask=inside[:, None], other=0)
-            first, second = tl.split(tl.reshape(exponents, (BLOCK_OUT, GROUPS, 2)))
-            first = _spread(first, BLOCK_OUT, GROUPS, WORDS)
-            second = _spread(second, BLOCK_OUT, GROUPS, WORDS)
-            weights = _unpack(packed, first, second, DOT)
-            for part in tl.static_range(4):
-                begin = step * (GROUPS * 4 * WORDS) + part * WORDS
-                within = column < IN - begin
-                values = tl.load(x_at + begin, mask=within[:, None] & held[None, :], other=0.0)
-                total = tl.dot(weights[part], values.to(DOT), total, input_precision="ieee")
-        if DOT == _BFLOAT16:
-            total = total * _REST
-        total += tl.load(bias + expert.to(tl.int64) * OUT + out, mask=inside, other=0.0).to(tl.float32)[:, None]
-        y_at = y + rows[None, :] * OUT + out[:, None]
-        tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & inside[:, None])
+        if (expert >= 0) & (expert < num_experts):
+            _multiply_tile(
+                x, words, scales, bias, y, tl.where(row == 0, tile, count), expert, out_block, count,
+                IN, OUT, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
+            )  # fmt: skip
 
 
 def compiler_problem(capability: tuple[int, int], version: str) -> str:
@@ -181,8 +245,8 @@ def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: 
     """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
 
     x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment. Of this rank's experts are
-    words [experts, groups, out_features, 16] and scales [experts, steps, out_features, 8] of ``mxfp4_words.py``, and
-    bias [experts, out_features].
+    words [experts, groups, out_features, 16] and scales [experts, groups / 2, out_features, 4] of ``mxfp4_words.py``,
+    and bias [experts, out_features]. ``rows`` are those of ``rows_of_experts``.
     """
     assert x.is_contiguous()
     assert words.is_contiguous()
@@ -196,7 +260,7 @@ def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: 
     _grouped_mxfp4_kernel[(rows.tiles * triton.cdiv(out_features, options["BLOCK_OUT"]),)](
         x,
         words,
-        scales,
+        scales.view(torch.int32),
         bias,
         y,
         rows.experts if tokens is None else tokens.assignments,
@@ -210,26 +274,46 @@ def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: 
         ROWS_PER_TOKEN=count // x.shape[0],
         SORTED=tokens is not None,
         BLOCK_ROWS=rows.tile_rows,
+        WAITS=not triton.knobs.runtime.interpret and _reads_too_late(triton.__version__, x.device),
         WORDS=mxfp4_words.WORDS,
-        PIECE=mxfp4_words.SCALED_GROUPS,
         **options,
     )
     return y
 
 
+def rows_of_experts(experts: Tensor, local: range) -> GroupedRows:
+    """Return the rows of the products of experts [tokens, top_k] int32; ``local`` are this rank's experts.
+
+    An H200 multiplies a tile of 64 rows and a smaller one faster than a tile of 128 that is not full.
+    """
+    return group_rows(experts, local, _LEAST_ROWS, 64 if experts.numel() <= 96 * len(local) else 128)
+
+
 def _options(tile_rows: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return tile sizes: few rows read weights, many rows compute."""
-    interpreted = triton.knobs.runtime.interpret
-    exact, many = dtype == torch.float32, tile_rows >= _MANY
-    large = tile_rows == 128 and has_large_memory()
-    # H200, both products of gpt-oss-120b. 2 groups in a step beside 4, in us: 562 and 684 at 128 tokens, 727 and 795 at
-    # 512. 256 outputs beside 128 at 8,192 tokens: 4,359 and 5,957.
-    return {
-        "BLOCK_OUT": 32 if exact and not interpreted else 256 if large else 128,
-        "GROUPS": 2,
-        "TOGETHER": 8 if many else 1,
-        # numpy, in which the interpreter multiplies, has no bfloat16.
-        "DOT": tl.float32 if interpreted else DOT[dtype],
-        "num_warps": 8 if many else 4,
-        "num_stages": 2 if exact or (many and not large) else 3,
-    }
+    # numpy, in which the interpreter multiplies, has no bfloat16.
+    if triton.knobs.runtime.interpret:
+        few_rows = tile_rows // 4 if tile_rows > 32 else 0
+        return {"BLOCK_OUT": 128, "FEW_ROWS": few_rows, "UNROLL": 2, "TOGETHER": 1, "DOT": tl.float32}
+    if dtype == torch.float32:  # multiplied without tensor cores, out of registers: small tiles
+        options = {"BLOCK_OUT": 32, "FEW_ROWS": 0, "UNROLL": 1, "TOGETHER": 1, "num_stages": 2}
+    elif tile_rows <= 32:
+        options = {"BLOCK_OUT": 128, "FEW_ROWS": 0, "UNROLL": 2, "TOGETHER": 1, "num_stages": 3}
+    else:
+        stages = 4 if tile_rows == 64 else 3  # two programs of 128 rows fit into a processor of Hopper
+        options = {
+            "BLOCK_OUT": 128,
+            "FEW_ROWS": tile_rows // 4,
+            "UNROLL": 1,
+            "TOGETHER": _SHARED_TILES,
+            "num_stages": stages,
+        }
+    return options | {"num_warps": 4, "DOT": DOT[dtype]}
+
+
+@functools.cache
+def _reads_too_late(version: str, device: torch.device) -> bool:
+    """Whether products of this compiler must be waited for in each step, as the module says."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) < (3, 9)

@@ -8,7 +8,7 @@ shift and a mask make numbers of bfloat16 of three of them, which are 2^-126 of 
     part      s  s  m  s  e  e  s  e  e  m  e  e  m  e  e  m      sign, exponent, mantissa
 
 The words of a group are stored together, output by output, so a tile of outputs is one piece of memory. So are the
-scales of four groups, eight bytes of each output.
+scales of two groups, four bytes of each output, which a kernel reads as one number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 BLOCK = 32  # inputs that share a scale
 GROUP = 64
 WORDS = GROUP // 4  # of an output, in a group
-SCALED_GROUPS = 4  # groups whose scales are stored together
+SCALED_GROUPS = 2  # groups whose scales are stored together
 E8M0_BIAS = 127
 #: A stored scale is an exponent of bfloat16: that of 2^110 times the scale. The other 2^16 might overflow.
 SCALE_SHIFT = 110
@@ -58,7 +58,7 @@ def unpack(words: Tensor, inputs: int) -> Tensor:
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """Return stored scales [pieces, outputs, 8] uint8 of a checkpoint's [outputs, inputs / 32] uint8 (E8M0)."""
+    """Return stored scales [pieces, outputs, 4] uint8 of a checkpoint's [outputs, inputs / 32] uint8 (E8M0)."""
     outputs, num_blocks = scales.shape
     _, (pieces, _, _) = packed_shapes(outputs, num_blocks * BLOCK)
     padded = scales.new_zeros(outputs, pieces * _BYTES)

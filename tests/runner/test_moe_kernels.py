@@ -118,7 +118,7 @@ def check_fp8(
     scales = random(*shape, seed=1).abs() * 1e-3
     x = random(len(routing.experts), columns, dtype=dtype, seed=2)
     inputs = fp8_products.quantize(x, group) if in_fp8 else x
-    found = grouped_fp8(inputs, weight, scales, row_block, group, group_rows(routing.experts, local, MOST_ROWS))
+    found = grouped_fp8(inputs, weight, scales, row_block, group, group_rows(routing.experts, local, most=MOST_ROWS))
     spread = scales.repeat_interleave(row_block, 1)[:, :out].repeat_interleave(group, 2)[..., :columns]
     every = torch.einsum("ti,eoi->teo", x.float(), weight.float() * spread)
     chosen = routing.experts.flatten().long() - local.start

@@ -24,8 +24,7 @@ from pdserve.errors import CheckpointError
 from pdserve.weight_change import WeightChange
 from runner.batch import Routing
 from runner.kernels import expert_reference, mxfp4_words
-from runner.kernels.grouped_gemm import group_rows
-from runner.kernels.grouped_mxfp4 import compiler_problem, grouped_mxfp4
+from runner.kernels.grouped_mxfp4 import compiler_problem, grouped_mxfp4, rows_of_experts
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard
 from runner.models.quantization.biased_experts import BiasedExperts
@@ -106,7 +105,7 @@ def check_products(
     routing = routing_of(tokens, num_experts, top_k)
     stack, weight = stack_of(len(local), outputs, inputs, dtype)
     x, bias = random(tokens, inputs, dtype=dtype, seed=2), random(len(local), outputs, dtype=dtype, seed=3)
-    found = grouped_mxfp4(x, stack.words, stack.scales, bias, group_rows(routing.experts, local)).float()
+    found = grouped_mxfp4(x, stack.words, stack.scales, bias, rows_of_experts(routing.experts, local)).float()
     chosen = routing.experts.flatten().long() - local.start
     mine = (chosen >= 0) & (chosen < len(local))
     for index in range(len(local)):
@@ -116,7 +115,9 @@ def check_products(
         assert (found[rows] - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize(("local", "tokens"), [(range(3, 6), 40), (range(6), 1), (range(6), 5), (range(6), 0)])
+@pytest.mark.parametrize(
+    ("local", "tokens"), [(range(3, 6), 40), (range(6), 1), (range(6), 5), (range(6), 0), (range(6), 300)]
+)
 @pytest.mark.parametrize("sizes", [(72, 96), (40, 320)])
 def test_grouped_products_are_those_of_dequantized_weights(tokens: int, local: range, sizes: tuple[int, int]) -> None:
     check_products(tokens, local, sizes, torch.float32)
@@ -146,7 +147,7 @@ def test_weights_are_exact_in_registers() -> None:
         torch.eye(64, dtype=torch.bfloat16, device=DEVICE),
         torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE),
     )
-    rows = group_rows(torch.zeros(64, 1, dtype=torch.int32, device=DEVICE), range(1))
+    rows = rows_of_experts(torch.zeros(64, 1, dtype=torch.int32, device=DEVICE), range(1))
     found = grouped_mxfp4(x, stack.words, stack.scales, bias, rows)
     assert torch.equal(found.t(), weight[0].bfloat16())
 
@@ -160,7 +161,7 @@ def test_a_graph_follows_other_routings(tokens: int) -> None:
     experts = routing_of(tokens, 16, 4).experts
 
     def compute() -> Tensor:
-        return grouped_mxfp4(x, stack.words, stack.scales, bias, group_rows(experts, range(16)))
+        return grouped_mxfp4(x, stack.words, stack.scales, bias, rows_of_experts(experts, range(16)))
 
     compute()
     graph = torch.cuda.CUDAGraph()

@@ -34,6 +34,11 @@ class PlainStack:
     def process_weights_after_loading(self) -> None:
         """Nothing: the grouped products read the checkpoint's numbers."""
 
+    def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
+        from runner.kernels.grouped_gemm import group_rows
+
+        return group_rows(experts, local)
+
     def product(self, x: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
         from runner.kernels.grouped_gemm import grouped_gemm
 
@@ -80,9 +85,9 @@ class BiasedExperts(ExpertsMethod):
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
         from runner.kernels import activation
-        from runner.kernels.grouped_gemm import group_rows, sum_experts
+        from runner.kernels.grouped_gemm import sum_experts
 
-        rows = group_rows(routing.experts, local)
+        rows = self._gate_up.rows_of_experts(routing.experts, local)
         gate_up = self._gate_up.product(x, self._gate_up_bias, rows)
         inner = activation.clamped_swiglu(gate_up, self._alpha, self._limit)
         return sum_experts(self._down.product(inner, self._down_bias, rows), routing, local, shared)

@@ -67,7 +67,7 @@ class Fp8Experts(ExpertsMethod):
         from runner.kernels.grouped_fp8 import MOST_ROWS, grouped_fp8
         from runner.kernels.grouped_gemm import group_rows, sum_experts
 
-        rows, gate_up, down = group_rows(routing.experts, local, MOST_ROWS), self._gate_up, self._down
+        rows, gate_up, down = group_rows(routing.experts, local, most=MOST_ROWS), self._gate_up, self._down
         is_sorted = rows.tokens is not None
         inputs = quantize(x, gate_up.group) if is_sorted and gate_up.in_fp8 else x
         gates = grouped_fp8(inputs, *gate_up.operands, rows)

@@ -66,6 +66,11 @@ class Mxfp4Stack:
             self._blocks[index] = mxfp4_words.unpack(self.words[index], self._inputs)
             self._block_scales[index] = mxfp4_words.unpack_scales(self.scales[index], self._inputs)
 
+    def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
+        from runner.kernels.grouped_mxfp4 import rows_of_experts
+
+        return rows_of_experts(experts, local)
+
     def product(self, x: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
         from runner.kernels.grouped_mxfp4 import grouped_mxfp4
 
