@@ -69,17 +69,17 @@ def _attend(
             at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
             k = tl.load(at[None, :] + columns[:, None]).to(DOT)
             v = tl.load(at[:, None] + v_stride + columns[None, :]).to(DOT)
-        scores = tl.dot(queries, k, input_precision="ieee") * scale
+        scores = tl.dot(queries, k, input_precision="ieee")  # not yet scaled: one multiply-add follows
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
         # A query has seen no key yet if its window begins behind this block.
         base = tl.where(new_top > float("-inf"), new_top, 0.0) if MASKED else new_top
         shrunk = tl.exp2(top - base)
-        shares = tl.exp2(scores - base[:, None])
+        shares = tl.exp2(scores * scale - base[:, None])
         total = total * shrunk + tl.sum(shares, axis=1)
         result = result * shrunk[:, None] + tl.dot(shares.to(DOT), v, input_precision="ieee")
         top = new_top
@@ -176,8 +176,8 @@ def prefill_attention(
     ``sinks`` [num_heads] are given where the spec has them.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
-    rows = batch.device_seq_lens.shape[0]
-    _prefill_attention_kernel[(q.shape[0] // tiles.queries + rows, kv_heads)](
+    rows, options = batch.device_seq_lens.shape[0], tiles.prefill_options(spec.window)
+    _prefill_attention_kernel[(q.shape[0] // options["BLOCK_QUERIES"] + rows, kv_heads)](
         q,
         cache,
         *cache.stride()[:3],
@@ -197,5 +197,5 @@ def prefill_attention(
         WINDOW=spec.window or 0,
         HAS_SINKS=sinks is not None,
         FEW=tiles.few,
-        **tiles.prefill,
+        **options,
     )

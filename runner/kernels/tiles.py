@@ -13,6 +13,7 @@ from runner.placement import TensorPlacement
 
 _INTERPRETED_PROCESSORS = 4
 _KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
+_SHORT_WINDOW = 512  # tokens; large tiles of keys would be masked for the most part
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
 _MATRIX_ROWS = 16  # least rows of a tensor core product
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -20,13 +21,17 @@ _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """``decode`` and ``prefill`` hold the launch options of the two kernels."""
+    """Launch options of the two kernels; ``windowed`` are those of prefill in short windows."""
 
     processors: int
     few: int  # most tokens of a sequence in a decode tile
-    queries: int  # tokens of a prefill tile
     decode: dict[str, Any]
     prefill: dict[str, Any]
+    windowed: dict[str, Any]
+
+    def prefill_options(self, window: int | None) -> dict[str, Any]:
+        """Return the options for a layer's window in tokens; BLOCK_QUERIES are the tokens of a tile."""
+        return self.prefill if window is None or window > _SHORT_WINDOW else self.windowed
 
 
 def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> AttentionTiles:
@@ -45,13 +50,12 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
     dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype]
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
-    queries = max(rows // block_group, 1)
+    windowed_rows, windowed_keys = min(rows, 64), min(keys, 32)
     decode_rows = max(block_group, _MATRIX_ROWS)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
     return AttentionTiles(
         processors=processors,
         few=decode_rows // block_group,
-        queries=queries,
         decode={
             **common,
             "BLOCK_GROUP": block_group,
@@ -60,11 +64,21 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
             "num_warps": 4,
             "num_stages": 1 if exact else 3,
         },
+        # On an H200 in bfloat16 (ms for 8,192 tokens of gpt-oss, and of Llama 8B): 1.57 and 1.43, with 8 warps 2.08 and
+        # 1.60. In a window of 128 tokens 0.13 ms, with the large tiles 0.26.
         prefill={
             **common,
             "BLOCK_GROUP": block_group,
-            "BLOCK_QUERIES": queries,
-            "num_warps": 8 if queries * block_group >= 128 else 4,
+            "BLOCK_QUERIES": max(rows // block_group, 1),
+            "num_warps": 4,
             "num_stages": 1 if exact else 3 if large else 2,
+        },
+        windowed={
+            **common,
+            "BLOCK_GROUP": block_group,
+            "BLOCK_QUERIES": max(windowed_rows // block_group, 1),
+            "BLOCK_KEYS": windowed_keys,
+            "num_warps": 4,
+            "num_stages": 1 if exact else 2,
         },
     )
