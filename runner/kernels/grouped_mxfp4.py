@@ -1,7 +1,8 @@
 """Products of tokens with the MXFP4 weights of their experts; the rows are those of ``grouped_gemm.py``.
 
 Weights are dequantized in registers, and activations stay as they are. Weights are the left operand, which Hopper's
-tensor cores take from registers. Sums are in float32. The plain form is a product with dequantized weights.
+tensor cores take from registers. Sums are in float32, and so is the activation of gates and ups. The plain form is a
+product with dequantized weights, and ``reference.clamped_swiglu``.
 
 Hopper's tensor cores read these registers while the program goes on. Triton before 3.9 may write the next step's
 weights to them too early (triton-lang/triton#9433), so there each step waits for its products.
@@ -11,7 +12,7 @@ weights to them too early (triton-lang/triton#9433), so there each step waits fo
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -121,6 +122,16 @@ def _add_group(
 
 
 @triton.jit
+def _clamped_swiglu(pairs, alpha, limit, OUT: tl.constexpr, ROWS: tl.constexpr):
+    """Return activations [OUT / 2, ROWS] of gates and ups [OUT, ROWS] in the order of ``mxfp4_words.gates_first``."""
+    pairs = tl.permute(tl.reshape(pairs, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
+    gate, up = tl.split(pairs)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return tl.reshape((up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate)), (OUT // 2, ROWS))
+
+
+@triton.jit
 def _multiply_tile(
     x,
     words,
@@ -131,8 +142,11 @@ def _multiply_tile(
     expert,  # of this rank's
     out_block,
     count,
+    alpha,
+    limit,
     IN: tl.constexpr,
     OUT: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -140,7 +154,8 @@ def _multiply_tile(
     WORDS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Write a block of outputs of a tile."""
+    """Write a block of outputs of a tile, or if GATED their activations."""
+    ROWS: tl.constexpr = assignment.shape[0]
     NUM_GROUPS: tl.constexpr = (IN + 4 * WORDS - 1) // (4 * WORDS)
     FULL: tl.constexpr = IN // (4 * WORDS)  # groups
     LOOPED: tl.constexpr = FULL // UNROLL * UNROLL
@@ -153,7 +168,7 @@ def _multiply_tile(
     words_at = words + stack * (NUM_GROUPS * WORDS) + out[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     scales_at = scales + stack * ((NUM_GROUPS + 1) // 2) + out
     x_at = x + (rows // ROWS_PER_TOKEN)[None, :] * IN + column[:, None]
-    total = tl.zeros([BLOCK_OUT, assignment.shape[0]], tl.float32)
+    total = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
     for begin in range(0, LOOPED, UNROLL):
         for part in tl.static_range(UNROLL):
             total = _add_group(
@@ -168,9 +183,14 @@ def _multiply_tile(
         )
     if DOT == _BFLOAT16:
         total = total * _REST
-    total += tl.load(bias + stack + out, mask=inside, other=0.0).to(tl.float32)[:, None]
-    y_at = y + rows[None, :] * OUT + out[:, None]
-    tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & inside[:, None])
+    number = out // 16 * 16 + out % 8 * 2 + out // 8 % 2 if GATED else out  # in the checkpoint
+    total += tl.load(bias + stack + number, mask=inside, other=0.0).to(tl.float32)[:, None]
+    WIDTH: tl.constexpr = OUT // 2 if GATED else OUT
+    if GATED:
+        total = _clamped_swiglu(total, alpha, limit, BLOCK_OUT, ROWS)
+        out = out_block * (BLOCK_OUT // 2) + tl.arange(0, BLOCK_OUT // 2)
+    y_at = y + rows[None, :] * WIDTH + out[:, None]
+    tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & (out < WIDTH)[:, None])
 
 
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
@@ -179,15 +199,18 @@ def _grouped_mxfp4_kernel(
     words,  # [num_experts, groups, OUT, WORDS] int16
     scales,  # [num_experts, groups / 2, OUT] int32, four scales each
     bias,  # [num_experts, OUT]
-    y,  # out [count, OUT]
+    y,  # out [count, OUT], or [count, OUT / 2] if GATED
     assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
     experts,  # [tiles] int32
     count,
     first_expert,  # of ``experts`` if not SORTED
     num_experts,
     tiles,
+    alpha,  # of the activation, if GATED
+    limit,
     IN: tl.constexpr,
     OUT: tl.constexpr,
+    GATED: tl.constexpr,  # outputs are gates and ups in the order of ``mxfp4_words.gates_first``
     ROWS_PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -213,27 +236,26 @@ def _grouped_mxfp4_kernel(
             first_row = assignments + tile * BLOCK_ROWS
             if FEW_ROWS == 0 or tl.load(first_row + FEW_ROWS) < count:
                 _multiply_tile(
-                    x, words, scales, bias, y, tl.load(first_row + row), expert, out_block, count,
-                    IN, OUT, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
+                    x, words, scales, bias, y, tl.load(first_row + row), expert, out_block, count, alpha, limit,
+                    IN, OUT, GATED, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
                 )  # fmt: skip
             else:
                 _multiply_tile(
-                    x, words, scales, bias, y, tl.load(first_row + tl.arange(0, FEW_ROWS)), expert, out_block, count,
-                    IN, OUT, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
+                    x, words, scales, bias, y, tl.load(first_row + tl.arange(0, FEW_ROWS)), expert, out_block,
+                    count, alpha, limit, IN, OUT, GATED, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
                 )  # fmt: skip
     else:
         expert = tl.load(experts + tile) - first_expert
         if (expert >= 0) & (expert < num_experts):
             _multiply_tile(
-                x, words, scales, bias, y, tl.where(row == 0, tile, count), expert, out_block, count,
-                IN, OUT, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
+                x, words, scales, bias, y, tl.where(row == 0, tile, count), expert, out_block, count, alpha, limit,
+                IN, OUT, GATED, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
             )  # fmt: skip
 
 
 def compiler_problem(capability: tuple[int, int], version: str) -> str:
     """Say why a Triton version compiles no right product for a GPU; empty if it does."""
-    release = tuple(int(part) for part in version.split(".")[:2])
-    if capability < (10, 0) or release >= (3, 9):
+    if capability < (10, 0) or _release(version) >= (3, 9):
         return ""
     return (
         f"Triton {version} compiles products of MXFP4 experts to nothing for GPUs of compute capability "
@@ -241,8 +263,36 @@ def compiler_problem(capability: tuple[int, int], version: str) -> str:
     )
 
 
-def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
+def overwrites_operands(capability: tuple[int, int], version: str) -> bool:
+    """Whether each step must wait for its products with this Triton version, as the module says."""
+    return capability == (9, 0) and _release(version) < (3, 9)
+
+
+@functools.cache
+def _waits() -> bool:
+    return not triton.knobs.runtime.interpret and overwrites_operands(
+        torch.cuda.get_device_capability(), triton.__version__
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+class ClampedSwiGLU(NamedTuple):
+    """The activation of ``reference.clamped_swiglu``."""
+
+    alpha: float
+    limit: float
+
+
+def grouped_mxfp4(
+    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: GroupedRows, activation: ClampedSwiGLU | None = None
+) -> Tensor:
     """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
+
+    With an ``activation``, words and scales have the order of ``mxfp4_words.gates_first``, and the result is that of
+    their gates and ups, [tokens * top_k, out_features / 2].
 
     x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment. Of this rank's experts are
     words [experts, groups, out_features, 16] and scales [experts, groups / 2, out_features, 4] of ``mxfp4_words.py``,
@@ -253,7 +303,8 @@ def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: 
     assert scales.is_contiguous()
     count, tokens = rows.experts.numel(), rows.tokens
     in_features, out_features = x.shape[1], words.shape[2]
-    y = x.new_empty(count, out_features)
+    assert activation is None or out_features % 16 == 0
+    y = x.new_empty(count, out_features if activation is None else out_features // 2)
     if not count:
         return y
     options = _options(rows.tile_rows, x.dtype)
@@ -269,12 +320,14 @@ def grouped_mxfp4(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: 
         rows.local.start,
         len(rows.local),
         rows.tiles,
+        *(activation or ClampedSwiGLU(0.0, 0.0)),
         IN=in_features,
         OUT=out_features,
+        GATED=activation is not None,
         ROWS_PER_TOKEN=count // x.shape[0],
         SORTED=tokens is not None,
         BLOCK_ROWS=rows.tile_rows,
-        WAITS=not triton.knobs.runtime.interpret and _reads_too_late(triton.__version__, x.device),
+        WAITS=_waits(),
         WORDS=mxfp4_words.WORDS,
         **options,
     )
@@ -309,11 +362,3 @@ def _options(tile_rows: int, dtype: torch.dtype) -> dict[str, Any]:
             "num_stages": stages,
         }
     return options | {"num_warps": 4, "DOT": DOT[dtype]}
-
-
-@functools.cache
-def _reads_too_late(version: str, device: torch.device) -> bool:
-    """Whether products of this compiler must be waited for in each step, as the module says."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) < (3, 9)

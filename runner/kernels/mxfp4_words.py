@@ -7,6 +7,9 @@ shift and a mask make numbers of bfloat16 of three of them, which are 2^-126 of 
     value     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
     part      s  s  m  s  e  e  s  e  e  m  e  e  m  e  e  m      sign, exponent, mantissa
 
+Gates and ups alternate in checkpoints. A kernel that computes the activation has, in each 16 outputs, the gates first:
+then a thread of a tensor core product holds a gate and its up.
+
 The words of a group are stored together, output by output, so a tile of outputs is one piece of memory. So are the
 scales of two groups, four bytes of each output, which a kernel reads as one number.
 """
@@ -26,6 +29,7 @@ SCALE_SHIFT = 110
 LARGEST_SCALE = 254 - SCALE_SHIFT
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PAIRS = 8  # of gates and ups: a thread of a tensor core product holds outputs m and m + 8
 _BYTES = SCALED_GROUPS * GROUP // BLOCK
 
 
@@ -69,6 +73,16 @@ def pack_scales(scales: Tensor) -> Tensor:
 def unpack_scales(stored: Tensor, inputs: int) -> Tensor:
     """Undo ``pack_scales``."""
     return stored.transpose(0, 1).flatten(1)[:, : inputs // BLOCK] - SCALE_SHIFT
+
+
+def gates_first(x: Tensor) -> Tensor:
+    """Return rows of x [outputs, …] with the even ones of each 16 before the odd ones."""
+    return x.unflatten(0, (-1, _PAIRS, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def alternating(x: Tensor) -> Tensor:
+    """Undo ``gates_first``."""
+    return x.unflatten(0, (-1, 2, _PAIRS)).transpose(1, 2).flatten(0, 2)
 
 
 def dequantized(words: Tensor, stored: Tensor, inputs: int) -> Tensor:

@@ -25,6 +25,7 @@ from pdserve.weight_change import WeightChange
 from runner.batch import Routing
 from runner.kernels import expert_reference, mxfp4_words
 from runner.kernels.grouped_mxfp4 import compiler_problem, grouped_mxfp4, rows_of_experts
+from runner.kernels.reference import clamped_swiglu
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard
 from runner.models.quantization.biased_experts import BiasedExperts
@@ -47,7 +48,9 @@ def routing_of(tokens: int, num_experts: int, top_k: int) -> Routing:
     )
 
 
-def stack_of(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Mxfp4Stack, Tensor]:
+def stack_of(
+    experts: int, outputs: int, inputs: int, dtype: torch.dtype, gated: bool = False
+) -> tuple[Mxfp4Stack, Tensor]:
     """Return a stack of every code and of many scales, and its dequantized weights [experts, outputs, inputs]."""
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
@@ -57,7 +60,8 @@ def stack_of(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> tup
     table = torch.cat((table, -table))
     values = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(3).int()]
     expected = (values * torch.exp2(scales.float() - 127)[..., None]).flatten(2)
-    stack = Mxfp4Stack((experts, outputs, inputs), TensorPlacement(DEVICE, dtype, dtype, use_triton=True))
+    placement = TensorPlacement(DEVICE, dtype, dtype, use_triton=True)
+    stack = Mxfp4Stack((experts, outputs, inputs), placement, gated)
     fill_stack(stack, blocks, scales)
     return stack, expected
 
@@ -80,9 +84,10 @@ def fill(group: WeightGroup, stored: dict[str, Tensor]) -> None:
     group.refill(fill_shards)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("inputs", [32, 96, 320])
-def test_packed_weights_are_those_of_the_checkpoint(inputs: int) -> None:
-    stack, expected = stack_of(2, 5, inputs, torch.float32)
+def test_packed_weights_are_those_of_the_checkpoint(inputs: int, gated: bool) -> None:
+    stack, expected = stack_of(2, 32 if gated else 5, inputs, torch.float32, gated)
     assert torch.equal(torch.stack([stack.expert(index, torch.float32) for index in range(2)]), expected)
     words, address = stack.words.clone(), stack.words.data_ptr()
     stack.restore()  # as a patch of a bias does
@@ -121,6 +126,47 @@ def check_products(
 @pytest.mark.parametrize("sizes", [(72, 96), (40, 320)])
 def test_grouped_products_are_those_of_dequantized_weights(tokens: int, local: range, sizes: tuple[int, int]) -> None:
     check_products(tokens, local, sizes, torch.float32)
+
+
+def check_activations(tokens: int, sizes: tuple[int, int], dtype: torch.dtype, num_experts: int, top_k: int) -> None:
+    """Compare the activations of gates and ups with those of float32 products; the error's norm is relative."""
+    outputs, inputs = sizes
+    routing = routing_of(tokens, num_experts, top_k)
+    stack, weight = stack_of(num_experts, outputs, inputs, dtype, gated=True)
+    x, bias = random(tokens, inputs, dtype=dtype, seed=2) / 8, random(num_experts, outputs, dtype=dtype, seed=3)
+    rows = rows_of_experts(routing.experts, range(num_experts))
+    found = stack.activations(x, bias, rows, 1.702, 7.0).float()
+    chosen = routing.experts.flatten().long()
+    for index in range(num_experts):
+        mine = (chosen == index).nonzero().flatten()
+        gates_and_ups = x[mine // top_k].float() @ weight[index].t() + bias[index].float()
+        expected = clamped_swiglu(gates_and_ups, 1.702, 7.0)
+        assert (found[mine] - expected).norm() <= (1e-5 if dtype == torch.float32 else 4e-3) * expected.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_activations_are_those_of_dequantized_weights(tokens: int) -> None:
+    check_activations(tokens, (160, 96), torch.float32, 6, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("tokens", [1, 9, 256, 700, 2048, 8192])
+def test_activations_on_a_gpu(tokens: int) -> None:
+    check_activations(tokens, (5760, 2880), torch.bfloat16, 32, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("tokens", [32, 128, 512, 1024, 8192])
+def test_products_are_the_same_each_time(tokens: int) -> None:
+    """Weights that a compiler overwrites too early are wrong at random."""
+    stack, _ = stack_of(128, 2880, 2880, torch.bfloat16)
+    x, bias = random(tokens, 2880, dtype=torch.bfloat16), random(128, 2880, dtype=torch.bfloat16, seed=3)
+    rows = rows_of_experts(routing_of(tokens, 128, 4).experts, range(128))
+    first = grouped_mxfp4(x, stack.words, stack.scales, bias, rows)
+    for _ in range(50):
+        assert torch.equal(grouped_mxfp4(x, stack.words, stack.scales, bias, rows), first)
 
 
 @pytest.mark.gpu

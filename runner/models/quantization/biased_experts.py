@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class PlainStack:
     """Unquantized. Memory has each expert's outputs first, for the grouped products; checkpoints have inputs first."""
 
-    def __init__(self, shape: tuple[int, int, int], placement: TensorPlacement) -> None:
-        """``shape``: experts, outputs, inputs."""
+    def __init__(self, shape: tuple[int, int, int], placement: TensorPlacement, gated: bool = False) -> None:
+        """``shape``: experts, outputs, inputs. If ``gated``, outputs are gates and ups."""
         self._weight = torch.empty(shape, device=placement.device, dtype=placement.stored)
 
     def weight_shards(self, name: str, experts: ShardRange, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
@@ -44,6 +44,11 @@ class PlainStack:
 
         return grouped_gemm(x, self._weight, rows, bias)
 
+    def activations(self, x: Tensor, bias: Tensor, rows: GroupedRows, alpha: float, limit: float) -> Tensor:
+        from runner.kernels.activation import clamped_swiglu
+
+        return clamped_swiglu(self.product(x, bias, rows), alpha, limit)
+
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
         return self._weight[index].to(dtype)
 
@@ -57,7 +62,7 @@ class BiasedExperts(ExpertsMethod):
         self._alpha, self._limit = moe.swiglu_alpha, moe.swiglu_limit
         num_experts, inner, hidden_size = len(shard.local), shard.inner.size, shard.hidden_size
         stack = Mxfp4Stack if mxfp4 else PlainStack
-        self._gate_up = stack((num_experts, 2 * inner, hidden_size), placement)
+        self._gate_up = stack((num_experts, 2 * inner, hidden_size), placement, gated=True)
         self._down = stack((num_experts, hidden_size, inner), placement)
         place: dict[str, Any] = {"device": placement.device, "dtype": placement.stored}
         self._gate_up_bias = torch.empty(num_experts, 2 * inner, **place)
@@ -84,12 +89,10 @@ class BiasedExperts(ExpertsMethod):
         local = self._shard.local
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
-        from runner.kernels import activation
         from runner.kernels.grouped_gemm import sum_experts
 
         rows = self._gate_up.rows_of_experts(routing.experts, local)
-        gate_up = self._gate_up.product(x, self._gate_up_bias, rows)
-        inner = activation.clamped_swiglu(gate_up, self._alpha, self._limit)
+        inner = self._gate_up.activations(x, self._gate_up_bias, rows, self._alpha, self._limit)
         return sum_experts(self._down.product(inner, self._down_bias, rows), routing, local, shared)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:

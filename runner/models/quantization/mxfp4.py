@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 class Mxfp4Stack:
     """``words`` and ``scales`` of all experts. The checkpoint's form exists only while a layer is filled."""
 
-    def __init__(self, shape: tuple[int, int, int], placement: TensorPlacement) -> None:
-        """``shape``: experts, outputs, inputs. Raises ConfigError for a compiler that is known to be wrong."""
+    def __init__(self, shape: tuple[int, int, int], placement: TensorPlacement, gated: bool = False) -> None:
+        """``shape``: experts, outputs, inputs. If ``gated``, outputs are gates and ups, which alternate.
+
+        Raises ConfigError for a compiler that is known to be wrong.
+        """
         experts, outputs, inputs = shape
         assert inputs % BLOCK == 0, "kept_problem refuses it"
-        self._inputs, self._is_packed = inputs, False
+        self._inputs, self._is_gated, self._is_packed = inputs, gated, False
         if placement.use_triton and placement.device.type == "cuda":
             _check_compiler(placement.device)
         words, scales = mxfp4_words.packed_shapes(outputs, inputs)
@@ -51,8 +54,8 @@ class Mxfp4Stack:
                 f"2^{LARGEST_SCALE - E8M0_BIAS}. Choose V1, which dequantizes them"
             )
         for index in range(len(self.words)):  # one by one, because codes take memory
-            self.words[index] = mxfp4_words.pack(self._blocks[index])
-            self.scales[index] = mxfp4_words.pack_scales(self._block_scales[index])
+            self.words[index] = mxfp4_words.pack(self._stored(self._blocks[index]))
+            self.scales[index] = mxfp4_words.pack_scales(self._stored(self._block_scales[index]))
         self._blocks, self._block_scales = self._blocks.to("meta"), self._block_scales.to("meta")
         self._is_packed = True
 
@@ -63,8 +66,8 @@ class Mxfp4Stack:
         self._blocks = torch.empty_like(self._blocks, device=self.words.device)
         self._block_scales = torch.empty_like(self._block_scales, device=self.words.device)
         for index in range(len(self.words) if self._is_packed else 0):
-            self._blocks[index] = mxfp4_words.unpack(self.words[index], self._inputs)
-            self._block_scales[index] = mxfp4_words.unpack_scales(self.scales[index], self._inputs)
+            self._blocks[index] = self._read(mxfp4_words.unpack(self.words[index], self._inputs))
+            self._block_scales[index] = self._read(mxfp4_words.unpack_scales(self.scales[index], self._inputs))
 
     def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
         from runner.kernels.grouped_mxfp4 import rows_of_experts
@@ -74,11 +77,26 @@ class Mxfp4Stack:
     def product(self, x: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
         from runner.kernels.grouped_mxfp4 import grouped_mxfp4
 
+        assert not self._is_gated
         return grouped_mxfp4(x, self.words, self.scales, bias, rows)
+
+    def activations(self, x: Tensor, bias: Tensor, rows: GroupedRows, alpha: float, limit: float) -> Tensor:
+        from runner.kernels.grouped_mxfp4 import ClampedSwiGLU, grouped_mxfp4
+
+        assert self._is_gated
+        return grouped_mxfp4(x, self.words, self.scales, bias, rows, ClampedSwiGLU(alpha, limit))
 
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
         """Return one expert's weight [outputs, inputs] in ``dtype``, rounded once from float32."""
-        return mxfp4_words.dequantized(self.words[index], self.scales[index], self._inputs).to(dtype)
+        return self._read(mxfp4_words.dequantized(self.words[index], self.scales[index], self._inputs)).to(dtype)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        """Return x [outputs, …] in the order of ``words``."""
+        return mxfp4_words.gates_first(x) if self._is_gated else x
+
+    def _read(self, x: Tensor) -> Tensor:
+        """Undo ``_stored``."""
+        return mxfp4_words.alternating(x) if self._is_gated else x
 
 
 def _check_compiler(device: torch.device) -> None:

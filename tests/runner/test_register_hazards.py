@@ -1,0 +1,67 @@
+"""Kernels of Hopper never overwrite registers of products that are still computed, as the compiled code shows.
+
+Triton before 3.9 does so without ``WAITS`` (triton-lang/triton#9433): on an H200 some products were NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sass import find_overwritten
+
+from runner.kernels.grouped_mxfp4 import overwrites_operands
+
+TESTS = Path(__file__).parents[1]
+LOOP = """
+        /*0100*/                   LDSM.16.M88.4 {loaded}, [R90] ;
+        /*0110*/                   HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR8], R24 ;
+        /*0120*/                   HGMMA.64x128x16.F32.BF16 R24, R12, gdesc[UR8], R24, gsb0 ;
+        /*0130*/                   WARPGROUP.DEPBAR.LE gsb0, {newest} ;
+        /*0140*/               @P0 BRA 0x100 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("loaded", "newest", "written"),
+    [
+        ("R8", "0x0", []),
+        ("R8", "0x1", ["R8"]),  # of the last group, which is not waited for
+        ("R10", "0x1", ["R8", "R12"]),
+        ("R4", "0x1", []),
+    ],
+)
+def test_writes_before_the_wait_are_found(loaded: str, newest: str, written: list[str]) -> None:
+    hits = find_overwritten(LOOP.format(loaded=loaded, newest=newest))
+    assert [hit.product.text.split(", ")[1] for hit in hits] == written
+
+
+def test_triton_that_overwrites_operands_is_known_by_version() -> None:
+    assert overwrites_operands((9, 0), "3.6.0")
+    assert not overwrites_operands((9, 0), "3.9.0")
+    assert not overwrites_operands((8, 0), "3.6.0")  # no HGMMA
+
+
+def check(kernels: list[str]) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(TESTS / "compiled_kernels.py"), *kernels]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=TESTS.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [each["kernel"] for each in results] == kernels
+    assert all(each["products"] for each in results), "the kernel has products with registers"
+    assert [each for each in results if each["overwritten"]] == []
+
+
+def test_mxfp4_products_keep_their_operands() -> None:
+    check(["gated:16", "gated:128"])
+
+
+@pytest.mark.slow
+def test_all_products_keep_their_operands() -> None:
+    check([f"{kind}:{rows}" for kind in ("gated", "plain") for rows in (16, 32, 64, 128)])
+    check(["attention:0", "attention:128"])
