@@ -4,17 +4,22 @@
     python bench/make_checkpoint.py /tmp/llama-8b --shape llama-8b --config-only         for GPUs, --load-format dummy
 
 Tokenizer and chat template are those of the embedded model, so the checkpoint can be served. ``--set`` changes fields
-of config.json: ``--set num_hidden_layers=4``.
+of config.json: ``--set num_hidden_layers=4``. Weights of experts in MXFP4 are random codes with one scale.
+
+Another server needs the same weights if the model has experts: its own random weights may send all tokens to a few of
+them. Norms are 1 here, so that the scores of routers spread tokens over all experts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -183,6 +188,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 STANDARD_DEVIATION = 0.02
+MXFP4_BLOCK = 32  # inputs that share a scale
+MXFP4_SCALE = 127 - 7  # 2^-7, E8M0: about STANDARD_DEVIATION with random codes
 
 
 def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
@@ -205,11 +212,25 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
     )
     parallel = ParallelState(choose_parallel_config(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
     model = decoder_class(config.architecture)(config, parallel, placement)
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shard.full_shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()
-        for name, shard in model.weight_shards()
-    }
+    generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    for name, shard in model.weight_shards():
+        if config.weight_format == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors |= mxfp4_tensors(name, *shard.full_shape)
+        elif name.endswith("norm.weight"):
+            tensors[name] = torch.ones(shard.full_shape, dtype=torch.bfloat16)
+        else:
+            values = torch.randn(shard.full_shape, generator=generator).mul_(STANDARD_DEVIATION)
+            tensors[name] = values.bfloat16()
+    return tensors
+
+
+def mxfp4_tensors(name: str, experts: int, inputs: int, outputs: int) -> dict[str, torch.Tensor]:
+    """Return random codes and scales of stacked experts."""
+    shape = (experts, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
+    seed = int.from_bytes(name.encode()) % 2**32
+    codes = np.frombuffer(bytearray(np.random.default_rng(seed).bytes(math.prod(shape))), np.uint8).reshape(shape)
+    scales = torch.full(shape[:3], MXFP4_SCALE, dtype=torch.uint8)
+    return {f"{name}_blocks": torch.from_numpy(codes), f"{name}_scales": scales}
 
 
 def main() -> None:
@@ -221,8 +242,8 @@ def main() -> None:
     args = parser.parse_args()
     changes = {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)}
     config = SHAPES[args.shape] | changes
-    if "quantization_config" in config and not args.config_only:
-        parser.error("quantized shapes are written with --config-only")
+    if config.get("quantization_config", _MXFP4) != _MXFP4 and not args.config_only:
+        parser.error("shapes in FP8 are written with --config-only")
     make(args.directory, config, weights=not args.config_only)
 
 
