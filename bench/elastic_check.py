@@ -29,6 +29,7 @@ from pdserve.plan.workload import Workload, workload_of
 from pdserve.request_cost import TYPICAL, LinearCost, Throughput
 
 SHARES = (50, 90)
+GAP_SHARES = (90, 99)
 
 
 def scaled(costs: Throughput, times: float) -> Throughput:
@@ -41,6 +42,7 @@ class Results(NamedTuple):
 
     ttft: list[float]
     per_token: list[float]
+    longest_gap: list[float]
     handoffs: float
 
 
@@ -49,8 +51,9 @@ def simulated(roles: Sequence[str], workload: Workload, rate: float, times: floa
     jobs = [Job(*values) for values in zip(at, workload.prompts, workload.outputs, strict=True)]
     simulation = Simulation(roles, costs=NodeCosts(scaled(TYPICAL, times), context=0.0))  # engines ignore contexts, too
     simulation.run(jobs)
-    tokens = [job.per_token for job in jobs if job.output > 1]
-    return Results([job.ttft for job in jobs], tokens, simulation.handoffs / len(jobs))
+    decoded = [job for job in jobs if job.output > 1]
+    per_token, longest = [job.per_token for job in decoded], [job.longest_gap for job in decoded]
+    return Results([job.ttft for job in jobs], per_token, longest, simulation.handoffs / len(jobs))
 
 
 def measured(roles: Sequence[str], workload: Workload, rate: float, times: float) -> Results:
@@ -62,8 +65,8 @@ def measured(roles: Sequence[str], workload: Workload, rate: float, times: float
         with running(roles, model, flags) as fleet:
             traces = asyncio.run(replay(fleet.url, workload, rate))
             handoffs = sum(node.counter("handoffs") for node in (*fleet.decode, *fleet.both))
-    tokens = [fmean(trace.gaps) for trace in traces if trace.gaps]
-    return Results([trace.ttft for trace in traces], tokens, handoffs / len(traces))
+    gaps = [trace.gaps for trace in traces if trace.gaps]
+    return Results([trace.ttft for trace in traces], [*map(fmean, gaps)], [*map(max, gaps)], handoffs / len(traces))
 
 
 def running(roles: Sequence[str], model: Path, flags: Sequence[str]) -> Fleet:
@@ -78,8 +81,9 @@ def running(roles: Sequence[str], model: Path, flags: Sequence[str]) -> Fleet:
     return fleet
 
 
-def cells(values: Sequence[float], times: float) -> list[str]:
-    return [f"{1e3 * percentile(values, share) / times:.3g}" for share in SHARES]
+def cells(results: Results, times: float) -> list[str]:
+    columns = (results.ttft, SHARES), (results.per_token, SHARES), (results.longest_gap, GAP_SHARES)
+    return [f"{1e3 * percentile(values, share) / times:.3g}" for values, shares in columns for share in shares]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -88,12 +92,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--slower", type=float, default=4.0)
     args = parser.parse_args(argv)
-    print("| requests/s | fleet | TTFT p50 | p90 | per token p50 | p90 | handoffs |\n|---|---|---|---|---|---|---|")
+    figures = "TTFT p50 | p90 | per token p50 | p90 | longest gap p90 | p99 | handoffs"
+    print(f"| requests/s | fleet | {figures} |\n{'|---' * 9}|")
     workload = workload_of("mean=2000,p99=9350", "mean=200,p99=935", 0.0, args.requests)
     for rate in args.rates:
         for name, roles in (("1P1D", ["prefill", "decode"]), ("elastic", ["both", "both"])):
             results = [run(roles, workload, rate / args.slower, args.slower) for run in (simulated, measured)]
-            rows = [[*cells(each.ttft, args.slower), *cells(each.per_token, args.slower)] for each in results]
+            rows = [cells(each, args.slower) for each in results]
             times = [" / ".join(pair) for pair in zip(*rows, strict=True)]
             handoffs = " / ".join(f"{each.handoffs:.0%}" for each in results)
             print(f"| {rate:g} | {name} | {' | '.join(times)} | {handoffs} |", flush=True)

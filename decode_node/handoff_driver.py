@@ -25,7 +25,7 @@ from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefill_stream import PrefillStream
 from decode_node.settings import DecodeSettings, FailurePolicy
 from engine.frontend.engine_client import EngineClient
-from engine.ipc.messages import Cancel, KVConfirmed, PrefillLocally, ReadEnded, StartRead
+from engine.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
 from pdserve.config.model_config import ModelConfig
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
@@ -145,6 +145,8 @@ class HandoffDriver:
             match event:
                 case ReadEnded():
                     self._generation.trace.on_read_ended(event.num_bytes, event.num_descriptors)
+                case pb.PrefillEvent() if event.HasField("last_chunk"):
+                    self._context.engine.send(HandoffEnds(self._generation.rid))
                 case pb.PrefillEvent() if event.HasField("first_tokens"):
                     self._emit_first_tokens(handoff, event.first_tokens)
                 case pb.PrefillEvent() if event.HasField("next_token"):

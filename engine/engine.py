@@ -64,6 +64,8 @@ class Engine:
                     scheduler.submit(command)
                 case messages.StartRead():
                     scheduler.connector.start_read(command)
+                case messages.HandoffEnds(rid):
+                    scheduler.handoff_ends(rid)
                 case messages.KVConfirmed(rid, outputs):
                     scheduler.kv_confirmed(rid, outputs)
                 case messages.PrefillLocally(rid, outputs):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.frontend.engine_client import EngineClient
 from engine.frontend.request_events import Event, error_of
-from engine.ipc.messages import Cancel, DecodeAheadEnded, Leased, Mode, Prefilled, Refused, Submit
+from engine.ipc.messages import Cancel, DecodeAheadEnded, LastChunk, Leased, Mode, Prefilled, Refused, Submit
 from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
@@ -91,6 +91,8 @@ class PendingPrefill:
         match event:
             case Prefilled():
                 self._prefilled = event
+            case LastChunk():
+                self._send(last_chunk=pb.LastChunk())
             case DecodeAheadEnded():
                 self._decodes_ahead = False
                 self._run_deferred()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.scheduler.itl_target import BURST, MANY_PROMPTS, PAUSE
+from engine.scheduler.itl_target import ARRIVAL, BURST, MANY_PROMPTS, PAUSE
 from engine.throughput_meter import PromptShare
 from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, Throughput, auto_itl_target
 
@@ -111,6 +111,7 @@ class SimulatedNode:
         self._gaps: list[float] = []  # seconds of each decode step, by its number
         self._planned = 0  # decode steps
         self._owed = -BURST * PAUSE  # seconds of steps without prompts; see ItlTarget
+        self._arriving = 0  # of these, those whose last chunk a peer computes, or that move
         self._expected = 0  # requests that decode here later
         self._for_peers = 0
         self._kv = 0  # tokens
@@ -124,6 +125,10 @@ class SimulatedNode:
         job.node = self
         self._expected += 1
 
+    def arrives(self) -> None:
+        """See ItlTarget."""
+        self._arriving += 1
+
     def prefill(self, job: Job) -> None:
         self._for_peers += job.node is not self
         self._prompts.append(job)
@@ -132,6 +137,7 @@ class SimulatedNode:
     def join(self, job: Job, tokens: int) -> None:
         """Decode a job whose KV has been read."""
         self._expected -= 1
+        self._arriving -= 1
         self._kv += tokens
         self._joining.append(job)
         self._wake()
@@ -151,6 +157,7 @@ class SimulatedNode:
         self._context -= context + self._planned - done
         self._kv -= context
         target.expect(job)
+        target.arrives()
         self._events.after(HANDOFF_SECONDS + self._lines.read.at(context), lambda: target.join(job, context))
 
     # ------------------------------------------------------------ reports
@@ -233,7 +240,8 @@ class SimulatedNode:
         if (joins and waiting <= decodes) or self._owed >= seconds:
             return 0
         hidden = self._lines.decode.base - self._lines.prompt.base  # the read of the weights
-        return int((max(self.itl_target - seconds, seconds) + hidden) / self._lines.prompt.slope)
+        share = ARRIVAL if self._arriving and len(self._prompts) < 2 * MANY_PROMPTS else 1.0
+        return int((max(self.itl_target - seconds, seconds) * share + hidden) / self._lines.prompt.slope)
 
     def _plan_prompts(self, room: int) -> tuple[list[Job], int]:
         done, tokens = list[Job](), 0
@@ -248,6 +256,8 @@ class SimulatedNode:
             tokens += part
             if job.computed == job.prompt:
                 done.append(self._prompts.popleft())
+                if job.node is not None and job.node is not self:
+                    job.node.arrives()
         return done, tokens
 
     def _take_due(self) -> Iterator[Job]:
@@ -300,6 +310,7 @@ class SimulatedNode:
             target.join(job, job.prompt)
         else:
             target._expected -= 1
+            target._arriving -= 1
             self._end(job, job.first)
         self._wake()
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from engine.ipc.messages import (
     Batch,
     DecodeAheadEnded,
+    LastChunk,
     Leased,
     Pooled,
     Prefilled,
@@ -22,7 +23,9 @@ from pdserve import errors
 from pdserve.errors import EngineDied, PdserveError
 from pdserve.records import FinishReason, TokenLogprobs
 
-Event = Prefilled | Scored | Pooled | Reserved | Refused | ReadEnded | ReadChecked | Leased | DecodeAheadEnded
+Event = (
+    Prefilled | Scored | Pooled | Reserved | Refused | ReadEnded | ReadChecked | LastChunk | Leased | DecodeAheadEnded
+)
 
 
 class RequestHandler(Protocol):
@@ -60,7 +63,7 @@ class RequestEvents:
     def dispatch(self, batch: Batch) -> None:
         """Pass on the events of a step in their order: prompts first, then tokens, then what ends with these."""
         early = batch.reserved, batch.refused, batch.reads, batch.checked, batch.scored, batch.prefilled, batch.pooled
-        self._dispatch(*early)
+        self._dispatch(*early, batch.last_chunks)
         for rid, choice, token_id, finish, logprobs in batch.outputs.rows():
             if (handler := self._handlers.get(rid)) is not None:  # else it was closed meanwhile
                 handler.on_token(choice, token_id, finish, logprobs)

@@ -15,6 +15,7 @@ A request with handoff on D:
       KVConfirmed(outputs)        ──►                                         P confirmed the lease
                                   ◄──       outputs(rid, …)                   after the tokens that P sampled
    At any time before KVConfirmed:
+      HandoffEnds                 ──►                                         P computes the last chunk: short steps
       PrefillLocally(outputs)     ──►                                         drop the KV that was read, compute it here
    At any time:
       Cancel                      ──►                                         blocks are free (or quarantined)
@@ -102,6 +103,12 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     digests: tuple[int, ...] = ()  # of these blocks as announced by P; empty without checksums
 
 
+class HandoffEnds(msgspec.Struct, frozen=True, tag=True):
+    """P has launched the last chunk of the prompt, so the request will decode here soon. Unknown rids are ignored."""
+
+    rid: int
+
+
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
     """P has confirmed that the lease was valid until the whole prompt had been read."""
 
@@ -164,6 +171,7 @@ ToEngine = (
     Configure
     | Submit
     | StartRead
+    | HandoffEnds
     | KVConfirmed
     | PrefillLocally
     | Cancel
@@ -239,6 +247,12 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     rid: int
     cached_tokens: int  # of the prompt, found in the prefix cache
     queued: float  # seconds that the request waited for its first step
+
+
+class LastChunk(msgspec.Struct, frozen=True, array_like=True):
+    """LEASE: a step that is about to be launched computes the rest of the prompt. Repeated after a preemption."""
+
+    rid: int
 
 
 class DecodeAheadEnded(msgspec.Struct, frozen=True, array_like=True):
@@ -352,6 +366,7 @@ class Batch(msgspec.Struct, tag=True):
     pooled: list[Pooled] = []  # likewise
     prefilled: list[Prefilled] = []  # likewise
     outputs: OutputTokens = msgspec.field(default_factory=OutputTokens)
+    last_chunks: list[LastChunk] = []
     decode_ahead_ended: list[DecodeAheadEnded] = []  # applies after the outputs
     reserved: list[Reserved] = []
     refused: list[Refused] = []

@@ -14,8 +14,9 @@ A pause delays every prompt behind it, so there are none where they are not need
 pauses, so that prompts that arrive now and then see none. Nor does the first fifth of a second of prompts, nor a node
 with three prompts or more: there the time to first token counts most.
 
-The first step of a sequence after a handoff is a pause: it has waited for its second token long enough. It does not
-pause while more requests wait than decode.
+The first step of a sequence after a handoff is a pause: it has waited for its second token long enough. Before that it
+waits for the step that executes and for the one behind it. So chunks are a third as long from when P has launched the
+last chunk of its prompt. It does not pause while more requests wait than decode; six prompts make no chunk shorter.
 
 Decodes for peers (decode-ahead) are not protected: they take place only while no other request needs the device.
 """
@@ -30,6 +31,7 @@ from pdserve.request_cost import LinearCost, auto_itl_target
 
 PAUSE = 0.22  # of the seconds that prompts add to steps
 BURST = 0.2  # seconds that prompts may add before the first pause
+ARRIVAL = 0.35  # of the seconds of a chunk, while a sequence is about to join after a handoff
 MANY_PROMPTS = 3  # with so many there are no pauses
 _MANY = 10**9  # tokens
 
@@ -67,13 +69,20 @@ class ItlTarget:
         return self._stages * auto_itl_target(self._idle_step or decode.at(1), decode.at(self._decodes))
 
     def budget(
-        self, step: int, decoding: int, decodes: int, prompts: int, waiting: int, joins: bool
+        self,
+        step: int,
+        decoding: int,
+        decodes: int,
+        prompts: int,
+        waiting: int,
+        joins: bool = False,
+        arrives: bool = False,
     ) -> ChunkBudget | None:
         """Return the limit of prompts in a step; None: no limit.
 
         ``decoding`` sequences of the node decode, ``decodes`` of them in this step; ``prompts`` have begun; ``waiting``
-        requests have no blocks; ``joins``: a sequence takes part in a step for the first time, after a handoff. It is
-        called for every step that has room and prompts.
+        requests have no blocks; ``joins``: a sequence takes part in a step for the first time, after a handoff;
+        ``arrives``: one will soon. It is called for every step that has room and prompts.
         """
         if not decoding or self._seconds == 0.0:
             return None
@@ -83,6 +92,8 @@ class ItlTarget:
         seconds = max(self.seconds / self._stages - decode, decode)
         if measured and not seconds:
             return None
+        if arrives and prompts + waiting < 2 * MANY_PROMPTS:
+            seconds *= ARRIVAL
         self._owed = self._owed_at(step, decode)
         if prompts + waiting >= MANY_PROMPTS:
             self._owed = min(self._owed, 0.0)

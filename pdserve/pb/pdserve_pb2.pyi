@@ -1503,6 +1503,7 @@ class PrefillEvent(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     NEXT_TOKEN_FIELD_NUMBER: _builtins.int
+    LAST_CHUNK_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
@@ -1526,6 +1527,8 @@ class PrefillEvent(_message.Message):
     def next_token(self) -> Global___SampledToken:
         """the token after the last one sent, of a prompt with one choice"""
 
+    @_builtins.property
+    def last_chunk(self) -> Global___LastChunk: ...
     def __init__(
         self,
         *,
@@ -1538,16 +1541,34 @@ class PrefillEvent(_message.Message):
         failed: Global___Failure | None = ...,
         finished: Global___Finished | None = ...,
         next_token: Global___SampledToken | None = ...,
+        last_chunk: Global___LastChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "next_token", b"next_token", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "last_chunk", b"last_chunk", "next_token", b"next_token", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "next_token", b"next_token", "released", b"released", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "last_chunk", b"last_chunk", "next_token", b"next_token", "released", b"released", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "kv_ready", "first_tokens", "extended", "released", "failed", "finished", "next_token"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "kv_ready", "first_tokens", "extended", "released", "failed", "finished", "next_token", "last_chunk"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class LastChunk(_message.Message):
+    """The rest of the prompt is in a step that P launches now. D keeps its own steps short until the answer continues there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LastChunk: _TypeAlias = LastChunk  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):

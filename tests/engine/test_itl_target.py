@@ -14,8 +14,8 @@ from toy import reference
 from toy_node import Node
 
 from engine.executor.idle_step import measure_idle_step
-from engine.ipc.messages import KVConfirmed, Mode, StartRead
-from engine.scheduler.itl_target import ItlTarget
+from engine.ipc.messages import Cancel, HandoffEnds, KVConfirmed, LastChunk, Mode, PrefillLocally, StartRead
+from engine.scheduler.itl_target import ARRIVAL, MANY_PROMPTS, ItlTarget
 from engine.throughput_meter import ThroughputMeter
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.records import SamplingParams, ScheduledSequence, StepPlan
@@ -246,6 +246,60 @@ def test_long_prompt_pauses_while_a_sequence_continues_after_a_handoff(pauses: b
     node.step()
     assert 3 in model.steps[-1].chunks.values()
     assert len(model.steps[-1].chunks) == 1
+    node.close()
+
+
+def long_chunks(node: Node, model: Model) -> list[int]:
+    """Return the sizes of the prompt's next chunks."""
+    model.steps.clear()
+    while sum(step.mixed for step in model.steps) < 4:
+        node.step()
+    return [sum(step.chunks.values()) for step in model.steps if step.mixed][1:]  # the first may be planned already
+
+
+@pytest.mark.parametrize("end", [Cancel(9), PrefillLocally(9)], ids=["cancelled", "given up"])
+def test_chunks_are_shorter_while_a_handoff_ends(end: Cancel | PrefillLocally) -> None:
+    model = Model()
+    node = node_with_streams(model)
+    add_prompts(node, 18_000)
+    node.submit(9, [9] * 6, SamplingParams(max_tokens=30), Mode.HANDOFF, client=1)
+    long_chunks(node, model)  # measures what they cost
+    usual = long_chunks(node, model)
+    node.obey(HandoffEnds(9))
+    node.obey(HandoffEnds(8))  # unknown
+    short = long_chunks(node, model)
+    seconds = AUTO_ITL_STEPS * DECODE - DECODE
+    assert max(short) * COSTS.prompt_token <= 1.05 * ARRIVAL * seconds < 0.95 * seconds
+    assert min(usual) * COSTS.prompt_token >= 0.95 * seconds
+    node.obey(end)
+    node.step()
+    assert min(long_chunks(node, model)) * COSTS.prompt_token >= 0.95 * seconds
+    node.close()
+
+
+def test_chunks_are_not_shorter_while_many_prompts_wait() -> None:
+    model = Model()
+    node = node_with_streams(model)
+    add_prompts(node, *[3000] * 2 * MANY_PROMPTS)
+    node.submit(9, [9] * 6, SamplingParams(max_tokens=30), Mode.HANDOFF, client=1)
+    long_chunks(node, model)
+    node.obey(HandoffEnds(9))
+    assert min(long_chunks(node, model)) * COSTS.prompt_token >= 0.9 * (AUTO_ITL_STEPS - 1) * DECODE
+    node.close()
+
+
+@pytest.mark.parametrize("depth", PIPELINES, ids=str)
+def test_last_chunk_of_a_peers_prompt_is_reported_before_its_step_has_ended(depth: tuple[int, int]) -> None:
+    node = Node(5000, *depth, full_step=2000, batch_tokens=2000)
+    node.submit(0, [1] * 5000, SamplingParams(max_tokens=2), Mode.LEASE)
+    node.submit(1, [1] * 50, SamplingParams(max_tokens=2), Mode.LOCAL)
+    reported, batches = list[LastChunk](), 0
+    while (0, 0) not in node.tokens:
+        batch = node.step()
+        reported += batch.last_chunks
+        batches += bool(reported)
+    assert reported == [LastChunk(0)]
+    assert batches >= 1
     node.close()
 
 
