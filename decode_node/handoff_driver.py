@@ -234,8 +234,7 @@ class HandoffDriver:
             self._timer.cancel()
             self._timer = None
         if when < inf:
-            delay = max(0.0, when - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self.on_event, None)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self.on_event, None)
 
 
 def _prefill_request(generation: NodeGeneration, cached_tokens: int, span: Span) -> pb.PrefillRequest:

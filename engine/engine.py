@@ -65,7 +65,7 @@ class Engine:
                 case messages.StartRead():
                     scheduler.connector.start_read(command)
                 case messages.HandoffEnds(rid):
-                    scheduler.handoff_ends(rid)
+                    scheduler.connector.handoff_ends(rid)
                 case messages.KVConfirmed(rid, outputs):
                     scheduler.kv_confirmed(rid, outputs)
                 case messages.PrefillLocally(rid, outputs):
@@ -107,6 +107,5 @@ class Engine:
         self._channel.send(messages.WeightsAnswer(kind, message, self._ranks.has_weights))
 
     def _emit(self) -> None:
-        batch = self._scheduler.take_events()
-        if batch is not None:
+        if (batch := self._scheduler.take_events()) is not None:
             self._channel.send(batch)

@@ -94,7 +94,6 @@ class Sequence:
     constraint: Constraint | None = None
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
-    arrives: bool = False  # on D: P computes the last chunk of its prompt
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.ipc.messages import Batch, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
+from engine.ipc.messages import Batch, LastChunk, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.throughput_meter import LineFit
@@ -67,6 +67,14 @@ class KVConnectorScheduler:
 
     def start_read(self, message: StartRead) -> None:
         """Order the read of the next blocks of a load. Ignored for a load that has ended."""
+
+    def handoff_ends(self, rid: int) -> None:
+        """The peer computes the last chunk of a load. Ignored for a load that has ended."""
+
+    @property
+    def load_ends_soon(self) -> bool:
+        """Whether the peer computes the last chunk of a load."""
+        return False
 
     def take_started(self) -> Collection[int]:
         """Return the rids whose reads were ordered since the last call."""
@@ -120,6 +128,7 @@ class _Load:
     sequence: Sequence
     num_announced: int  # leading blocks of the prompt: cached here, or ordered
     reads: set[int] = field(default_factory=set)  # in flight
+    ends_soon: bool = False  # the peer computes the last chunk
 
 
 @dataclass(slots=True)
@@ -201,6 +210,14 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._reads[order.read_id] = _Read(message, order, load)
         self._orders.append(order)
         self._started.append(message.rid)
+
+    def handoff_ends(self, rid: int) -> None:
+        if rid in self._loads:
+            self._loads[rid].ends_soon = True
+
+    @property
+    def load_ends_soon(self) -> bool:
+        return any(load.ends_soon for load in self._loads.values())
 
     def take_started(self) -> Collection[int]:
         started, self._started = self._started, []
@@ -304,7 +321,9 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     # ------------------------------------------------------------ leases on P
 
     def scheduled(self, sequence: Sequence) -> None:
-        """Order the digests of the blocks that this step fills for the peer."""
+        """Report the last chunk of a peer's prompt, and order the digests of the blocks that this step fills for it."""
+        if sequence.for_peer and sequence.num_launched >= sequence.prompt_len:
+            self._events.last_chunks.append(LastChunk(sequence.rid))
         if not (self._checksum and sequence.for_peer):
             return
         lease = self._lease(sequence)

@@ -76,13 +76,13 @@ class ItlTarget:
         prompts: int,
         waiting: int,
         joins: bool = False,
-        arrives: bool = False,
+        joins_soon: bool = False,
     ) -> ChunkBudget | None:
         """Return the limit of prompts in a step; None: no limit.
 
         ``decoding`` sequences of the node decode, ``decodes`` of them in this step; ``prompts`` have begun; ``waiting``
         requests have no blocks; ``joins``: a sequence takes part in a step for the first time, after a handoff;
-        ``arrives``: one will soon. It is called for every step that has room and prompts.
+        ``joins_soon``: one will. It is called for every step that has room and prompts.
         """
         if not decoding or self._seconds == 0.0:
             return None
@@ -92,7 +92,7 @@ class ItlTarget:
         seconds = max(self.seconds / self._stages - decode, decode)
         if measured and not seconds:
             return None
-        if arrives and prompts + waiting < 2 * MANY_PROMPTS:
+        if joins_soon and prompts + waiting < 2 * MANY_PROMPTS:
             seconds *= ARRIVAL
         self._owed = self._owed_at(step, decode)
         if prompts + waiting >= MANY_PROMPTS:

@@ -25,7 +25,7 @@ from itertools import chain, islice
 
 import msgspec
 
-from engine.ipc.messages import Batch, DecodeAheadEnded, LastChunk, Mode, Outputs, Refused, Status, Submit, Totals
+from engine.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Status, Submit, Totals
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -124,8 +124,7 @@ class Scheduler:
 
     def _refuse_for(self, request: Request) -> bool:
         """Refuse a waiting request so that ``request`` may wait, if that is fairer."""
-        sequence = self._live.waiting.to_refuse(request)
-        if sequence is None:
+        if (sequence := self._live.waiting.to_refuse(request)) is None:
             return False
         self._refuse_overload(sequence.rid)
         self.cancel(sequence.rid)
@@ -134,11 +133,6 @@ class Scheduler:
     def _refuse_overload(self, rid: int) -> None:
         text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
         self.events.refused.append(Refused(rid, "Overloaded", text))
-
-    def handoff_ends(self, rid: int) -> None:
-        """Keep steps short until the request decodes here: P computes the last chunk of its prompt."""
-        if rid in self._live.loading:
-            self._live.loading[rid].arrives = True
 
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
@@ -157,8 +151,7 @@ class Scheduler:
 
     def prefill_locally(self, rid: int, outputs: Outputs) -> None:
         """Give up the handoff: drop the KV that was read and compute the prompt here, before waiting requests."""
-        sequence = self._live.loading.pop(rid, None)
-        if sequence is None:
+        if (sequence := self._live.loading.pop(rid, None)) is None:
             return
         sequence.request.mode = Mode.LOCAL
         self._live.preempt(sequence, self._clock())
@@ -330,8 +323,8 @@ class Scheduler:
         decoding = sum(each.length > each.prompt_len and not each.for_peer for each in self._live.running.values())
         decodes, prompts, waiting = len(runnable.decodes), len(runnable.prompts), len(self._live.waiting)
         joins = any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts))
-        arrives = any(each.arrives for each in self._live.loading.values())
-        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, prompts, waiting, joins, arrives)
+        soon = self.connector.load_ends_soon
+        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, prompts, waiting, joins, soon)
         if builder.budget is None or not runnable.prompts:
             return runnable.prompts
         oldest, *others = runnable.prompts
@@ -370,8 +363,7 @@ class Scheduler:
 
     def _preempt_paused(self) -> bool:
         """Free the blocks of the sequence that has been paused longest. Return False if there is none with blocks."""
-        sequence = self._live.longest_paused
-        if sequence is not None:
+        if (sequence := self._live.longest_paused) is not None:
             self._preempt(sequence)
         return sequence is not None
 
@@ -443,5 +435,3 @@ class Scheduler:
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
         builder.add_prompt(sequence)
         self.connector.scheduled(sequence)
-        if sequence.for_peer and sequence.num_launched >= sequence.prompt_len:
-            self.events.last_chunks.append(LastChunk(sequence.rid))

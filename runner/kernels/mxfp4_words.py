@@ -77,12 +77,14 @@ def unpack_scales(stored: Tensor, inputs: int) -> Tensor:
 
 def gates_first(x: Tensor) -> Tensor:
     """Return rows of x [outputs, …] with the even ones of each 16 before the odd ones."""
-    return x.unflatten(0, (-1, _PAIRS, 2)).transpose(1, 2).flatten(0, 2)
+    rows: Tensor = x.unflatten(0, (-1, _PAIRS, 2))
+    return rows.transpose(1, 2).flatten(0, 2)
 
 
 def alternating(x: Tensor) -> Tensor:
     """Undo ``gates_first``."""
-    return x.unflatten(0, (-1, 2, _PAIRS)).transpose(1, 2).flatten(0, 2)
+    rows: Tensor = x.unflatten(0, (-1, 2, _PAIRS))
+    return rows.transpose(1, 2).flatten(0, 2)
 
 
 def dequantized(words: Tensor, stored: Tensor, inputs: int) -> Tensor:
