@@ -40,7 +40,7 @@ class StoreLimits(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return (
             f"the router keeps up to {self.max_bytes} bytes, at most {self.max_bytes // _ENTRY_SHARE} per response, "
-            f"for {self.max_seconds:g} s"
+            f"for {self.max_seconds:.0f} s"
         )
 
 

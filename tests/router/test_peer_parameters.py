@@ -248,7 +248,9 @@ def test_prompt_may_be_truncated_on_either_side(
 def test_parameters_of_peers_are_accepted_with_values_without_effect(reader: httpx.Client, say: Any) -> None:
     common = {"use_beam_search": False, "length_penalty": 1.0, "bad_words": [], "allowed_token_ids": []}
     vllm = {"vllm_xargs": {}, "kv_transfer_params": {}, "return_token_offsets": False, "session_id": "s"}
+    vllm |= {"return_assistant_tokens_mask": False, "enable_response_messages": False}
     sglang = {"lora_path": "", "return_hidden_states": False, "custom_params": {}, "stop_regex": [], "rid": None}
+    sglang |= {"return_sampling_mask": False}
     for path, body in (("/completions", {"prompt": "Hi"}), ("/chat/completions", {"messages": ASK})):
         whole(reader, path, {**say("ok"), **body, **common, **vllm, **sglang})
     whole(reader, "/chat/completions", {**say("ok"), "messages": ASK, "stream_reasoning": True, "input_ids": []})
