@@ -115,7 +115,7 @@ class ChatMessage(Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning: str | UnsetType = UNSET
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 

@@ -107,7 +107,10 @@ class PromptEncoder:
         return await self._encode_text(text, add_special_tokens)
 
     async def add_echo(self, prompts: list[Prompt], scored: bool, special: bool) -> list[Prompt]:
-        """Add the texts, and token offsets where ``scored``. ``special``: they were encoded with special tokens."""
+        """Add the texts, and token offsets where ``scored``. ``special``: they were encoded with special tokens.
+
+        Special tokens among token ids become text, as they are where a client sends a text with them.
+        """
         inline = sum(prompt.num_tokens for prompt in prompts) <= _INLINE_TOKENS
         return await self._run(inline, lambda: [self._with_echo(prompt, scored, special) for prompt in prompts])
 
@@ -125,12 +128,12 @@ class PromptEncoder:
             offsets = self._tokenizer.offsets(prompt.text, special) if scored else ()
             return msgspec.structs.replace(prompt, offsets=offsets)
         token_ids = prompt.unpacked()
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(token_ids)
         return Prompt(prompt.token_ids, text, self._decoded_offsets(token_ids) if scored else ())
 
     def _decoded_offsets(self, token_ids: Sequence[int]) -> list[int]:
         """Return where each token begins in the decoded text."""
-        decoder, offsets, length = self._tokenizer.detokenizer(), [], 0
+        decoder, offsets, length = self._tokenizer.detokenizer(visible=None), [], 0
         for token_id in token_ids:
             offsets.append(length)
             length += len(decoder.push(token_id))

@@ -117,6 +117,17 @@ def test_echoed_texts_have_offsets(client: httpx.Client, tokenizer: Tokenizer) -
     assert choice["text"] == text + plain
 
 
+def test_echo_has_the_special_tokens_of_token_ids(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    prompt = [*tokenizer.encode("quick"), 0, *tokenizer.encode("fox")]
+    choice = post(client, prompt=prompt, max_tokens=1, logprobs=0, echo=True)["choices"][0]
+    text = tokenizer.decode(prompt)
+    assert text != "quickfox"
+    assert choice["text"].startswith(text)
+    offsets = choice["logprobs"]["text_offset"]
+    assert [offsets[0], offsets[len(prompt)]] == [0, len(text)]
+    assert post(client, prompt=text, max_tokens=1, echo=True)["choices"][0]["text"].startswith(text), "as with a text"
+
+
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_stream_echoes_prompt_logprobs_first(client: httpx.Client, max_tokens: int) -> None:
     fields: dict[str, Any] = {"prompt": prompt_of(9, 1), "max_tokens": max_tokens, "logprobs": 2, "echo": True, "n": 2}
