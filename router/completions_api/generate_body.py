@@ -101,7 +101,10 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
         """Whether a limit beyond the context is lowered to the room that the prompt leaves; else it is an error."""
         return False
 
-    logprobs_field: ClassVar[str]  # the name of ``num_logprobs`` in the body
+    # The names of fields in the client's body, for errors
+    prompt_field: ClassVar[str] = "prompt"
+    limit_field: ClassVar[str] = "max_tokens"  # of ``output_limit``
+    logprobs_field: ClassVar[str]  # of ``num_logprobs``
 
     @property
     def num_logprobs(self) -> int:

@@ -115,7 +115,7 @@ def _first(given: Any, default: Any) -> Any:
 def _max_tokens(prompt_len: int, body: GenerateBody, limit: int, defaults: GenerationDefaults) -> int:
     """The client's limit, or a default cut to the room left; at least 1, because a node always samples one token."""
     if prompt_len == 0:
-        raise RequestError("the prompt has 0 tokens; give at least one", _prompt_field(body))
+        raise RequestError("the prompt has 0 tokens; give at least one", body.prompt_field)
     room = limit - prompt_len
     if body.output_limit is not None:
         wanted = max(body.output_limit, 1)
@@ -125,17 +125,13 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limit: int, defaults: Gener
         usual = room if isinstance(body, ChatBody) else _DEFAULT_COMPLETION_TOKENS
         wanted = max(min(_first(defaults.max_tokens(prompt_len), usual), room), 1)
     if wanted > room:
-        remedy = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
+        remedy = f"lower {body.limit_field} to {room}" if room > 0 else "shorten the prompt"
         raise RequestTooLong(
-            f"prompt {prompt_len} tokens + max_tokens {cut(str(wanted))} > limit {limit}; {remedy}",
-            "max_tokens" if room > 0 else _prompt_field(body),
+            f"prompt {prompt_len} tokens + {body.limit_field} {cut(str(wanted))} > limit {limit}; {remedy}",
+            body.limit_field if room > 0 else body.prompt_field,
             "context_length_exceeded",
         )
     return wanted
-
-
-def _prompt_field(body: GenerateBody) -> str:
-    return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:

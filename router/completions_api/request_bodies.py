@@ -56,6 +56,7 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    prompt_field = "messages"
     logprobs_field = "top_logprobs"
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] = "auto"
@@ -120,6 +121,7 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
             self.documents,
             self.continue_final_message,
             self.chat_template,
+            self.prompt_field,
         )
 
     @property

@@ -26,7 +26,7 @@ def check_ranges(body: GenerateBody) -> None:
             text = "prompt_logprobs cannot be streamed; leave out prompt_logprobs or stream"
             raise RequestError(text, "prompt_logprobs")
     if body.output_limit is not None:  # 0 scores the prompt only
-        within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
+        within(body.limit_field, body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
     within("min_tokens", body.min_tokens, 0, math.inf)
     within("temperature", body.temperature or 0.0, 0.0, 2.0)
     within("top_p", 1.0 if body.top_p is None else body.top_p, 0.0, 1.0, above=True)

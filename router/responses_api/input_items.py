@@ -7,6 +7,7 @@ from uuid import uuid4
 
 from pdserve.errors import RequestError, shown
 from router.responses_api.compaction import PROMPT, decode_summary
+from router.text.chat.messages import join_parts
 
 Message = dict[str, Any]
 Item = dict[str, Any]
@@ -78,7 +79,7 @@ def _add(messages: list[Message], call_ids: set[str], item: Item, where: str) ->
             if (call_id := _call_id(item, where)) not in call_ids:
                 text = f"no function_call before {where} has its call_id {shown(call_id)}; send that call, too"
                 raise RequestError(text, where)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": join_parts(item.get("output"), where)})
         case "compaction":
             messages.append({"role": "user", "content": PROMPT})
             _assistant(messages)["content"] = decode_summary(item.get("encrypted_content"), where)
@@ -88,9 +89,10 @@ def _add(messages: list[Message], call_ids: set[str], item: Item, where: str) ->
 
 
 def _add_message(messages: list[Message], item: Item, where: str) -> None:
-    role, content = item.get("role"), item.get("content")
+    role = item.get("role")
     if role not in _ROLES:
         raise RequestError(f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", where)
+    content = join_parts(item.get("content"), where)
     if role == "assistant":
         _assistant(messages, "content", "tool_calls")["content"] = content
     else:

@@ -83,6 +83,8 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
 
     request: ResponsesRequest
     items: list[Item]  # the whole conversation
+    prompt_field = "input"
+    limit_field = "max_output_tokens"
 
     def with_items(self, items: list[Item]) -> ResponsesBody:
         """Return this body with the whole conversation. Raises RequestError."""
@@ -112,7 +114,8 @@ def responses_body(fields: dict[str, Any]) -> ResponsesBody:
     """Raises RequestError."""
     wrong = next((name for name in fields if name in CHAT_ONLY), None)
     if wrong is not None:
-        raise RequestError(f"{wrong} is a parameter of /v1/chat/completions; leave it out", wrong, "unknown_parameter")
+        remedy = "send the request there" if wrong == "messages" else "leave it out"
+        raise RequestError(f"{wrong} is a parameter of /v1/chat/completions; {remedy}", wrong, "unknown_parameter")
     own = {name: value for name, value in fields.items() if name in ResponsesRequest.__struct_fields__}
     request = convert(own, ResponsesRequest)
     _check(request)

@@ -101,9 +101,9 @@ class PromptEncoder:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
         contents = (message.get("content") for message in request.messages)
         num_chars = sum(len(content) for content in contents if isinstance(content, str))
-        self._check_length(num_chars, "messages")  # before the cost of a template, too
+        self._check_length(num_chars, request.field)  # before the cost of a template, too
         text = await self._renderers.render(request)
-        self._check_length(len(text.encode()), "messages")
+        self._check_length(len(text.encode()), request.field)
         return await self._encode_text(text, add_special_tokens)
 
     async def add_echo(self, prompts: list[Prompt], scored: bool, special: bool) -> list[Prompt]:

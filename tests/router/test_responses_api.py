@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -199,9 +200,9 @@ def test_consecutive_assistant_items_are_one_message() -> None:
     ]
     user, assistant, tool, *rest = input_messages(conversation, None)
     assert user == conversation[0]
-    assert (assistant["reasoning"], assistant["content"]) == ("Hm.", [{"type": "output_text", "text": "Sure."}])
+    assert (assistant["reasoning"], assistant["content"]) == ("Hm.", "Sure.")
     assert [call["id"] for call in assistant["tool_calls"]] == ["1", "2"]
-    assert tool == {"role": "tool", "tool_call_id": "1", "content": [{"type": "input_text", "text": "one"}]}
+    assert tool == {"role": "tool", "tool_call_id": "1", "content": "one"}
     assert rest == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -244,7 +245,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "prompt": {"id": "x"}}, "prompt is not supported"),
     ({"input": "a", "include": ["file_search_call.results"]}, "file_search_call"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
-    ({"input": "a", "messages": []}, "/v1/chat/completions"),
+    ({"input": "a", "messages": []}, "/v1/chat/completions; send the request there"),
     ({"input": "a", "echo": True}, "/v1/chat/completions"),
     ({"input": "a", "temprature": 1}, "did you mean temperature"),
     ({"input": "a", "max_output_tokens": 0}, "at least 1"),
@@ -256,6 +257,25 @@ def test_unsupported_fields_are_rejected(reading_router: RouterProcess, body: di
     response = httpx.post(f"{reading_router.url}/v1/responses", json=body, trust_env=False)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
+
+
+IMAGE = {"type": "input_image", "image_url": "data:,"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": 100_000}, "max_output_tokens"),
+        ({"input": "a" * 5000}, "input"),
+        ({"input": "a" * 1_000_000}, "input"),
+        ({"instructions": "a", "input": [{"role": "user", "content": [IMAGE]}]}, "input[0]"),
+    ],
+)
+def test_errors_name_fields_of_the_body(reading_router: RouterProcess, body: dict[str, Any], param: str) -> None:
+    error = httpx.post(f"{reading_router.url}/v1/responses", json=body, trust_env=False).json()["error"]
+    assert error["param"] == param
+    assert not re.search(r"\bmessages\b|\bmax_tokens\b", error["message"])
 
 
 def test_compacted_conversation_continues(
