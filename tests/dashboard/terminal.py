@@ -14,6 +14,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -74,13 +75,21 @@ class Terminal:
         repeats = 0
         while wanted not in (text := _CONTROL.sub("", self.said)):
             waited = time.monotonic() - start
-            assert waited < PATIENCE, self.said
+            assert waited < PATIENCE, f"{wanted!r} is missing in {self.said!r}; {self._state()}"
             if repeat and waited > 5.0 * (repeats + 1):
                 repeats += 1
                 repeat()
             self._read()
         before, _, self.said = text.partition(wanted)
         return before
+
+    def _state(self) -> str:
+        """Return what the program waits for, and its signals: pending, blocked, ignored and caught."""
+        process = Path(f"/proc/{self.process.pid}")
+        status = [
+            line for line in (process / "status").read_text().splitlines() if line.startswith(("State", "Sig", "Shd"))
+        ]
+        return " ".join([(process / "wchan").read_text(), *status])
 
     def wait(self) -> int:
         """Return the exit status of the program."""
