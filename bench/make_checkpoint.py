@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from pdserve.config.device import detect_device
 from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.config.kept_weights import MXFP4_BLOCK
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config, num_parameters
 from runner.distributed.parallel_state import ParallelState
@@ -188,7 +189,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 STANDARD_DEVIATION = 0.02
-MXFP4_BLOCK = 32  # inputs that share a scale
 MXFP4_SCALE = 127 - 7  # 2^-7, E8M0: about STANDARD_DEVIATION with random codes
 
 

@@ -6,6 +6,9 @@ Run it in an environment with vLLM (tested with 0.32.0); it imports nothing of p
 nothing is cached. The time of a decode step is the mean while all requests of a batch decode, the best of ``--repeat``
 after a run that is not measured: vLLM compiles kernels in the first one. A prefill ends with its first token; best of
 ``--repeat``.
+
+With ``--dummy``, biases of routers exceed their scores, so that gpt-oss sends nearly all tokens to the same experts.
+Measure such models with a checkpoint of ``make_checkpoint.py`` instead.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class SimulatedNode:
         self._gaps: list[float] = []  # seconds of each decode step, by its number
         self._planned = 0  # decode steps
         self._owed = -BURST * PAUSE  # seconds of steps without prompts; see ItlTarget
-        self._arriving = 0  # of these, those whose last chunk a peer computes, or that move
         self._expected = 0  # requests that decode here later
+        self._arriving = 0  # of these, those whose last chunk a peer computes, or that move
         self._for_peers = 0
         self._kv = 0  # tokens
         self._context = 0  # tokens, of the sequences that decode

@@ -16,7 +16,8 @@ with three prompts or more: there the time to first token counts most.
 
 The first step of a sequence after a handoff is a pause: it has waited for its second token long enough. Before that it
 waits for the step that executes and for the one behind it. So chunks are a third as long from when P has launched the
-last chunk of its prompt. It does not pause while more requests wait than decode; six prompts make no chunk shorter.
+last chunk of its prompt. There is no such pause while more requests wait than decode. With six prompts or more, chunks
+keep their length.
 
 Decodes for peers (decode-ahead) are not protected: they take place only while no other request needs the device.
 """

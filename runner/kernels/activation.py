@@ -36,6 +36,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def clamped_swiglu_values(gate, up, alpha, limit):
+    """Return (up + 1) * gate * sigmoid(alpha * gate) of clamped float32 values, for other kernels, too."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
 def _clamped_swiglu_kernel(gate_up, out, alpha, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (tokens, blocks of a row). Gates and ups are read together, as they alternate."""
     wait_for_predecessor(PDL)
@@ -44,9 +52,7 @@ def _clamped_swiglu_kernel(gate_up, out, alpha, limit, SIZE: tl.constexpr, BLOCK
     pairs = 2 * begin + tl.arange(0, 2 * BLOCK)
     values = tl.load(gate_up + row * 2 * SIZE + pairs, mask=pairs < 2 * SIZE, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    product = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    product = clamped_swiglu_values(gate, up, alpha, limit)
     columns = begin + tl.arange(0, BLOCK)
     tl.store(out + row * SIZE + columns, product.to(out.dtype.element_ty), mask=columns < SIZE)
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.kernels import mxfp4_words
+from runner.kernels.activation import clamped_swiglu_values
 from runner.kernels.grouped_gemm import DOT, GroupedRows, group_rows
 
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
@@ -126,9 +127,7 @@ def _clamped_swiglu(pairs, alpha, limit, OUT: tl.constexpr, ROWS: tl.constexpr):
     """Return activations [OUT / 2, ROWS] of gates and ups [OUT, ROWS] in the order of ``mxfp4_words.gates_first``."""
     pairs = tl.permute(tl.reshape(pairs, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
     gate, up = tl.split(pairs)
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    return tl.reshape((up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate)), (OUT // 2, ROWS))
+    return tl.reshape(clamped_swiglu_values(gate, up, alpha, limit), (OUT // 2, ROWS))
 
 
 @triton.jit
