@@ -4,7 +4,7 @@
     python bench/make_checkpoint.py /tmp/llama-8b --shape llama-8b --config-only         for GPUs, --load-format dummy
 
 Tokenizer and chat template are those of the embedded model, so the checkpoint can be served. ``--set`` changes fields
-of config.json: ``--set num_hidden_layers=4``. Weights of experts in MXFP4 are random codes with one scale.
+of config.json: ``--set num_hidden_layers=4``. Quantized weights are random codes with one scale.
 
 Another server needs the same weights if the model has experts: its own random weights may send all tokens to a few of
 them. Norms are 1 here, so that the scores of routers spread tokens over all experts.
@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from pdserve.config.kept_weights import MXFP4_BLOCK
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config, num_parameters
 from runner.distributed.parallel_state import ParallelState
+from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
 
@@ -287,23 +290,44 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
     )
     parallel = ParallelState(choose_parallel_config(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
     model = decoder_class(config.architecture)(config, parallel, placement)
-    generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
-    for name, shard in model.weight_shards():
-        if config.weight_format == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            tensors |= mxfp4_tensors(name, *shard.full_shape)
-        elif name.endswith("norm.weight"):
-            tensors[name] = torch.ones(shard.full_shape, dtype=torch.bfloat16)
-        else:
-            values = torch.randn(shard.full_shape, generator=generator).mul_(STANDARD_DEVIATION)
-            tensors[name] = values.bfloat16()
-    return tensors
+    quantization = json.loads((directory / "config.json").read_text()).get("quantization_config", {})
+
+    def tensors_of(item: tuple[str, WeightShard]) -> dict[str, torch.Tensor]:
+        name, shape = item[0], item[1].full_shape
+        if quantization == _MXFP4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return mxfp4_tensors(name, *shape)
+        if quantization in (_FP8_BLOCKS, _FP8_CHANNELS) and name.endswith("_proj.weight"):
+            return fp8_tensors(name, shape, quantization)
+        if name.endswith("norm.weight"):
+            return {name: torch.ones(shape, dtype=torch.bfloat16)}
+        return {name: random_values(name, shape).mul_(STANDARD_DEVIATION).bfloat16()}
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(item for tensors in pool.map(tensors_of, model.weight_shards()) for item in tensors.items())
+
+
+def seed_of(name: str) -> int:
+    return int.from_bytes(name.encode()) % 2**32
+
+
+def random_values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed_of(name)))
+
+
+def fp8_tensors(name: str, shape: tuple[int, ...], quantization: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return a weight [out, in] in FP8 with its scales: of blocks, else of each output."""
+    weight = {name: random_values(name, shape).to(torch.float8_e4m3fn)}
+    if quantization == _FP8_CHANNELS:
+        return weight | {f"{name}_scale": torch.full((shape[0], 1), STANDARD_DEVIATION, dtype=torch.bfloat16)}
+    blocks = [-(-size // block) for size, block in zip(shape, quantization["weight_block_size"], strict=True)]
+    return weight | {f"{name}_scale_inv": torch.full(blocks, STANDARD_DEVIATION)}
 
 
 def mxfp4_tensors(name: str, experts: int, inputs: int, outputs: int) -> dict[str, torch.Tensor]:
     """Return random codes and scales of stacked experts."""
     shape = (experts, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
-    seed = int.from_bytes(name.encode()) % 2**32
-    codes = np.frombuffer(bytearray(np.random.default_rng(seed).bytes(math.prod(shape))), np.uint8).reshape(shape)
+    data = np.random.default_rng(seed_of(name)).bytes(math.prod(shape))
+    codes = np.frombuffer(bytearray(data), np.uint8).reshape(shape)
     scales = torch.full(shape[:3], MXFP4_SCALE, dtype=torch.uint8)
     return {f"{name}_blocks": torch.from_numpy(codes), f"{name}_scales": scales}
 
@@ -317,8 +341,6 @@ def main() -> None:
     args = parser.parse_args()
     changes = {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)}
     config = SHAPES[args.shape] | changes
-    if config.get("quantization_config", _MXFP4) != _MXFP4 and not args.config_only:
-        parser.error("shapes in FP8 are written with --config-only")
     make(args.directory, config, weights=not args.config_only)
 
 
