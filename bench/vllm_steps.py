@@ -59,7 +59,7 @@ class Bench:
 
 
 def graph_sizes(batches: list[int], prompts: list[int]) -> list[int]:
-    """Return the sizes of vLLM's default that are measured: capturing all of them takes a minute and changes no step."""
+    """Return those of vLLM's default sizes that are measured. Capturing all takes a minute and changes no step."""
     return sorted({*batches, *(tokens for tokens in prompts if tokens <= LARGEST_GRAPH)})
 
 

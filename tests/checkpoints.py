@@ -92,7 +92,14 @@ _CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "minimax_m2": (
         transformers.MiniMaxM2Config,
         transformers.MiniMaxM2ForCausalLM,
-        {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 16},
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 16,
+            # transformers before 5.18 ignores rotary_dim
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
     ),
 }
 

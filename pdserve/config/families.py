@@ -16,6 +16,7 @@ from pdserve.config.moe import MoEConfig, glm4_moe, gpt_oss, minimax_m2, mixtral
 from pdserve.errors import shown
 
 _DENSE_ON_H200 = "one-h200-decode-and-prefill"
+_EXPERTS_ON_H200 = "mixtures-of-experts-on-v1-and-v2"
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 
@@ -98,6 +99,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         windows=window_if_used,
         moe=qwen3_moe,
+        v2_figures=_EXPERTS_ON_H200,
     ),
     "MixtralForCausalLM": DecoderFamily(
         module="mixtral",
@@ -108,6 +110,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         windows=same_window,
         moe=mixtral,
+        v2_figures=_EXPERTS_ON_H200,
     ),
     "GptOssForCausalLM": DecoderFamily(
         module="gpt_oss",
@@ -132,6 +135,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         windows=alternating_windows,
         has_sinks=True,
         moe=gpt_oss,
+        v2_figures=_EXPERTS_ON_H200,
     ),
     "Glm4MoeForCausalLM": DecoderFamily(
         module="glm4_moe",

@@ -9,11 +9,13 @@ import msgspec
 from pdserve.config.kept_weights import MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.moe import MoEConfig
+from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.weight_formats import UNQUANTIZED
 
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # as transformers 5 saves experts
+_MEASURED = (9, 0)  # compute capability for which docs/numbers.md has figures
 _GROUPS = (32, 64, 128)  # inputs that share a scale in the grouped products of experts
 
 
@@ -42,6 +44,19 @@ def kept_problem(
         if group and share % group:
             return _cut(parallel, name, share, group)
     return ""
+
+
+def kept_doubt(model: ModelConfig, dtype: str, device: DeviceInfo) -> str:
+    """Say why V2 may be slower than V1 with quantized weights; empty where docs/numbers.md shows that it is faster.
+
+    Elsewhere V2 multiplies dequantized FP8 weights, or no figures exist.
+    """
+    if model.weight_format == UNQUANTIZED or (dtype == "bfloat16" and device.capability == _MEASURED):
+        return ""
+    return (
+        f"V2 is the default for {model.weight_format} weights in bfloat16 on GPUs of compute capability "
+        f"{'.'.join(map(str, _MEASURED))} (Hopper) only; this is {dtype} on {device.name}"
+    )
 
 
 def _cut(parallel: ParallelConfig, name: str, share: int, block: int) -> str:

@@ -37,11 +37,11 @@ from pdserve.config.parallel import (
     with_redundant_experts,
 )
 from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
-from pdserve.config.quantized_layers import keep_quantized, kept_problem
+from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.triton_hosts import try_triton
-from pdserve.config.weight_formats import UNQUANTIZED, storage_rules
+from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales, group_layers
 from pdserve.request_cost import AUTO_ITL_STEPS
@@ -77,7 +77,8 @@ def resolve(
     parallel = with_redundant_experts(model, parallel, options.ep_redundancy, options.ep_rebalance_steps)
     weights = _find_weights(model, model_dir) if options.reads_weights else None
     problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
-    decision = _choose_runner(options, platform, model, backend, pooling, problem, environ.get(VARIABLE))
+    quantization = problem, kept_doubt(model, dtype, device)
+    decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     compat_model, model = model, keep_quantized(model, decision)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
@@ -175,9 +176,10 @@ def _choose_runner(
     model: ModelConfig,
     backend: str,
     pooling: PoolingConfig | None,
-    quantization_problem: str,
+    quantization: tuple[str, str],
     variable: str | None,
 ) -> Decision:
+    """``quantization``: why V2 cannot keep quantized weights, and why it may be slower with them."""
     if options.simulated:
         return decide_simulated(variable)
     facts = Facts(
@@ -189,8 +191,8 @@ def _choose_runner(
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
         runner_type=GENERATE if pooling is None else pooling.task,
-        quantization=None if model.weight_format == UNQUANTIZED else model.weight_format,
-        quantization_problem=quantization_problem,
+        quantization_problem=quantization[0],
+        quantization_doubt=quantization[1],
     )
     return decide(facts, variable)
 

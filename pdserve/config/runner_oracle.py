@@ -34,8 +34,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     rope_type: str
     cuda_graphs: str  # as configured: auto, on or off
     runner_type: str = "generate"
-    quantization: str | None = None  # its method
     quantization_problem: str = ""  # why V2 cannot keep the weights quantized
+    quantization_doubt: str = ""  # why V2 may be slower than V1 with quantized weights, if it can keep them
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -107,8 +107,8 @@ _V2_MODELS = (
     ),
     Lack(
         "quantization",
-        lambda facts: facts.quantization is not None and not facts.quantization_problem,
-        "V2 is the default for unquantized weights only; these are {facts.quantization}",
+        lambda facts: bool(facts.quantization_doubt) and not facts.quantization_problem,
+        "{facts.quantization_doubt}",
         default_only=True,
     ),
 )

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 BEYOND_V2: list[tuple[str, dict[str, Any], str]] = [
     ("model implementation", {"model_impl": "transformers"}, "native layers"),
     ("runner type", {"runner_type": "embed"}, "embed"),
-    ("quantization", {"quantization": "awq", "quantization_problem": "these are awq"}, "awq"),
+    ("quantization", {"quantization_problem": "these are awq"}, "awq"),
     ("Triton kernels", {"platform": GPU_WITHOUT_TRITON}, "not installed"),
     ("dynamic rope scaling", {"rope_type": "dynamic"}, "length of the sequence"),
     ("attention backend torch", {"attention_backend": "torch"}, "on the host"),
@@ -186,7 +186,7 @@ def test_an_error_names_every_obstacle() -> None:
 def test_reasons_come_from_the_first_group_that_rejects() -> None:
     """The groups are the model, Triton, features: a missing Triton explains the backend torch."""
     given = facts(
-        architecture="MixtralForCausalLM",
+        architecture="Qwen2ForCausalLM",
         model_impl="transformers",
         platform=CPU,
         attention_backend="torch",
@@ -194,7 +194,7 @@ def test_reasons_come_from_the_first_group_that_rejects() -> None:
     )
     reasons = decide(given, None).reasons
     assert [reason.split(":")[0] for reason in reasons] == ["architecture", "model implementation"]
-    assert "MixtralForCausalLM" in reasons[0]
+    assert "Qwen2ForCausalLM" in reasons[0]
     dense = msgspec.structs.replace(given, architecture="LlamaForCausalLM", model_impl="native")
     assert decide(dense, None).reasons == (f"Triton kernels: {CPU.triton_problem}",)
     on_gpu = msgspec.structs.replace(dense, platform=GPU)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from any_models import small_config
 
@@ -19,9 +20,10 @@ from pdserve.doctor.explain import as_text
 from pdserve.errors import CheckpointError, ConfigError
 
 GPU = DeviceInfo(kind="cuda", index=0, name="a GPU", memory=80 << 30)
+HOPPER, ADA = (msgspec.structs.replace(GPU, capability=each) for each in ((9, 0), (8, 9)))
 PLATFORM = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 
-NATIVE = ["llama", "mistral", "qwen3"]
+ON_V2 = ["llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"]
 REASONS = {
     "opt": ["architecture: ", "model implementation: V2 runs native layers; OPTForCausalLM runs through transformers"],
     "gemma": ["architecture: ", "model implementation: V2 runs native layers; GemmaForCausalLM"],
@@ -36,6 +38,7 @@ def resolved(
     impl: str = "auto",
     split: tuple[int, int] = (1, 1),
     redundancy: int = 0,
+    device: DeviceInfo = GPU,
     **fields: object,
 ) -> NodeConfig:
     config = small_config(model_type, head_dim=64)
@@ -54,7 +57,7 @@ def resolved(
         ep=tp if redundancy else 1,
         ep_redundancy=redundancy,
     )
-    return resolve(options, GPU, {} if variable is None else {VARIABLE: variable}, PLATFORM)
+    return resolve(options, device, {} if variable is None else {VARIABLE: variable}, PLATFORM)
 
 
 def type_name(model_type: str) -> str:
@@ -64,20 +67,25 @@ def type_name(model_type: str) -> str:
     return str(mapping[model_type])
 
 
-@pytest.mark.parametrize("model_type", NATIVE)
-def test_dense_native_families_run_on_v2(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ON_V2)
+def test_native_families_with_figures_run_on_v2(model_type: str, tmp_path: Path) -> None:
     config = resolved(tmp_path, model_type)
     assert (config.model.impl, config.decision.runner) == ("native", "V2")
     assert config.choices[0] == "model_impl=native: its architecture has native layers"
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_native_mixtures_of_experts_run_on_v1_and_on_a_forced_v2(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["qwen2", "glm4_moe", "minimax_m2"])
+def test_native_families_without_figures_run_on_v1_and_on_a_forced_v2(model_type: str, tmp_path: Path) -> None:
     config = resolved(tmp_path / "default", model_type)
     assert (config.model.impl, config.decision.runner) == ("native", "V1")
     assert f"no figures in docs/numbers.md show {config.model.architecture} exact" in config.decision.reasons[0]
     assert f"{VARIABLE}=1 chooses V2" in config.decision.reasons[0]
     assert resolved(tmp_path / "forced", model_type, "1").decision.runner == "V2"
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_explain_counts_experts(model_type: str, tmp_path: Path) -> None:
+    config = resolved(tmp_path, model_type)
     assert config.model.moe is not None
     assert (config.model.moe.num_experts, config.model.moe.top_k) == (4, 2)
     rows = r"^experts +4 in each of \d+ layers\n +a token uses 2: [\d.]+ M of [\d.]+ M parameters$"
@@ -100,30 +108,51 @@ def test_other_architectures_run_on_v1_for_named_reasons(model_type: str, tmp_pa
         assert any(found.startswith(reason) for found in config.decision.reasons)
 
 
-def test_a_native_family_in_fp8_is_dequantized_on_v1_and_kept_on_a_forced_v2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "variable", "expected"),
+    [
+        (HOPPER, "bfloat16", None, "V2"),
+        (HOPPER, "bfloat16", "0", "V1"),
+        (HOPPER, "float32", None, "V1"),
+        (ADA, "bfloat16", None, "V1"),
+        (ADA, "bfloat16", "1", "V2"),
+        (GPU, "bfloat16", None, "V1"),
+    ],
+)
+def test_quantized_weights_are_kept_by_default_on_hopper_in_bfloat16(
+    method: str, device: DeviceInfo, dtype: str, variable: str | None, expected: str, tmp_path: Path
+) -> None:
+    family = "gpt_oss" if method == "mxfp4" else "qwen3_moe"
+    quantized: dict[str, Any] = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}
+    config = resolved(tmp_path, family, variable, device=device, **quantized | {"dtype": dtype})
+    assert (config.decision.runner, config.model.keeps_quantized) == (expected, expected == "V2")
+    if expected == "V1" and variable is None:
+        assert config.decision.reasons == (
+            f"quantization: V2 is the default for {method} weights in bfloat16 on GPUs of compute capability 9.0 "
+            f"(Hopper) only; this is {dtype} on a GPU",
+        )
+
+
+def test_weights_in_fp8_are_dequantized_on_v1_and_kept_on_v2(tmp_path: Path) -> None:
     quantized: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    config, forced = (resolved(tmp_path / str(value), "llama", value, **quantized) for value in (None, "1"))
-    assert (config.model.impl, config.decision.runner) == ("native", "V1")
-    reason = "quantization: V2 is the default for unquantized weights only; these are fp8"
-    assert reason in config.decision.reasons
-    assert (forced.decision.runner, forced.model.keeps_quantized) == ("V2", True)
-    assert forced.compat_fields == config.compat_fields
+    config, kept = (resolved(tmp_path / value, "llama", value, **quantized) for value in ("0", "1"))
+    assert kept.compat_fields == config.compat_fields
     tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size  # bytes
-    dequantized, kept = (weight_bytes(each.model, each.position, "float32") - tables for each in (config, forced))
-    assert kept == int(dequantized / 4 * 1.001)
+    dequantized, kept_bytes = (weight_bytes(each.model, each.position, "float32") - tables for each in (config, kept))
+    assert kept_bytes == int(dequantized / 4 * 1.001)
 
 
-def test_experts_in_mxfp4_are_dequantized_on_v1_and_kept_on_a_forced_v2(tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_dequantized_on_v1_and_kept_on_v2(tmp_path: Path) -> None:
     quantized: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
-    config, forced = (resolved(tmp_path / str(value), "gpt_oss", value, **quantized) for value in (None, "1"))
-    assert (config.decision.runner, forced.decision.runner, forced.model.keeps_quantized) == ("V1", "V2", True)
-    assert forced.compat_fields == config.compat_fields
+    config, kept = (resolved(tmp_path / value, "gpt_oss", value, **quantized) for value in ("0", "1"))
+    assert kept.compat_fields == config.compat_fields
     moe = config.model.moe
     assert moe is not None
     experts = 3 * config.model.num_layers * moe.num_experts * config.model.hidden_size * moe.intermediate_size
-    dequantized, kept = (weight_bytes(each.model, each.position, "bfloat16") for each in (config, forced))
-    assert dequantized - kept == experts * 2 - experts * 17 // 32
-    assert f"weights    {kept / 2**30:.2f} GiB in memory" in as_text(forced).splitlines()
+    dequantized, kept_bytes = (weight_bytes(each.model, each.position, "bfloat16") for each in (config, kept))
+    assert dequantized - kept_bytes == experts * 2 - experts * 17 // 32
+    assert f"weights    {kept_bytes / 2**30:.2f} GiB in memory" in as_text(kept).splitlines()
 
 
 def test_v2_refuses_to_dequantize_other_formats(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ GLM: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
+MINIMAX: dict[str, Any] = {**LLAMA, "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16, "num_local_experts": 8}
 
 
 def load(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -79,6 +80,13 @@ def test_rope_means_the_same_in_every_format(rope_type: str, numbers: dict[str, 
     assert (new.rope.theta, new.rope.rope_type) == (5e5, rope_type)
     if rope_type != "linear":
         assert new.rope.params["original_max_position_embeddings"] == (128 if rope_type == "yarn" else 512)
+
+
+def test_the_part_of_a_head_that_rotates_is_a_size_or_a_factor(tmp_path: Path) -> None:
+    size = load(tmp_path, {**MINIMAX, "rotary_dim": 8})  # as the published MiniMax-M2 has it
+    factor = load(tmp_path, {**MINIMAX, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
+    assert (size.head_dim, size.rope.rotary_dim) == (16, 8)
+    assert factor.rope.rotary_dim == 8
 
 
 def test_qwen_windows_follow_layer_types(tmp_path: Path) -> None:
