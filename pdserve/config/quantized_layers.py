@@ -9,7 +9,6 @@ import msgspec
 from pdserve.config.kept_weights import MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.moe import MoEConfig
-from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.weight_formats import UNQUANTIZED
@@ -46,16 +45,17 @@ def kept_problem(
     return ""
 
 
-def kept_doubt(model: ModelConfig, dtype: str, device: DeviceInfo) -> str:
+def kept_doubt(model: ModelConfig, dtype: str, device: str, capability: tuple[int, int] | None) -> str:
     """Say why V2 may be slower than V1 with quantized weights; empty where docs/numbers.md shows that it is faster.
 
-    Elsewhere V2 multiplies dequantized FP8 weights, or no figures exist.
+    Elsewhere V2 multiplies dequantized FP8 weights, or no figures exist. ``device`` is a name, ``capability`` the
+    compute capability of a GPU, where known.
     """
-    if model.weight_format == UNQUANTIZED or (dtype == "bfloat16" and device.capability == _MEASURED):
+    if model.weight_format == UNQUANTIZED or (dtype == "bfloat16" and capability == _MEASURED):
         return ""
     return (
         f"V2 is the default for {model.weight_format} weights in bfloat16 on GPUs of compute capability "
-        f"{'.'.join(map(str, _MEASURED))} (Hopper) only; this is {dtype} on {device.name}"
+        f"{'.'.join(map(str, _MEASURED))} (Hopper) only; this is {dtype} on {device}"
     )
 
 

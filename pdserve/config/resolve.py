@@ -77,7 +77,7 @@ def resolve(
     parallel = with_redundant_experts(model, parallel, options.ep_redundancy, options.ep_rebalance_steps)
     weights = _find_weights(model, model_dir) if options.reads_weights else None
     problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
-    quantization = problem, kept_doubt(model, dtype, device)
+    quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     compat_model, model = model, keep_quantized(model, decision)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
