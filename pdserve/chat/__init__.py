@@ -4,4 +4,5 @@ terminal.py   reads messages and commands
 conversation.py   messages and sampling parameters: the body of a request
 client.py     requests to the router: models, a streamed answer
 screen.py     an answer as Markdown while it streams
+interrupts.py   Ctrl-C
 """

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Generator, Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 from urllib.parse import unquote
 
 import httpx
 import msgspec
 
+from pdserve.chat.interrupts import Interrupts
 from pdserve.errors import ConfigError, NodeError, PdserveError, RequestError, shown
 from pdserve.router_url import base_url, connection_errors, key_headers, wants_key
 from pdserve.top.numbers import count, rate, seconds
+
+_Result = TypeVar("_Result")
+Draw = Callable[[str, str], None]  # shows reasoning and text that have arrived
 
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 900.0  # a router ends requests itself, after 600 s by default
 
@@ -86,43 +92,70 @@ class Answer:
 
 
 class ChatClient:
-    def __init__(self, args: argparse.Namespace) -> None:
+    """A SIGINT that ``interrupts`` handles raises KeyboardInterrupt from a call, after its connection was closed."""
+
+    def __init__(self, args: argparse.Namespace, interrupts: Interrupts) -> None:
         """Raises ConfigError."""
+        self._interrupts = interrupts
+        self._runner = asyncio.Runner()
         self.url = base_url(args.url)
         timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
         with connection_errors(self.url):
-            self._client = httpx.Client(base_url=self.url, headers=key_headers(args), timeout=timeout)
+            self._client = httpx.AsyncClient(base_url=self.url, headers=key_headers(args), timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._runner.run(self._client.aclose())
+        self._runner.close()
 
     def models(self) -> list[str]:
         """Return the names of the router's models. Raises ConfigError or NodeError."""
         with connection_errors(self.url):
-            response = self._client.get("/v1/models")
+            response = self._run(self._client.get("/v1/models"))
         self._check(response)
         try:
             return [model.id for model in msgspec.json.decode(response.content, type=_Models).data]
         except msgspec.DecodeError as exc:
             raise ConfigError(f"{self.url} does not speak the OpenAI protocol: {exc}; check the URL") from exc
 
-    def stream(self, body: dict[str, Any], answer: Answer) -> Generator[tuple[str, str], None, None]:
-        """Yield (reasoning, text) as they arrive, and fill in the answer. Raises PdserveError.
+    def answer(self, body: dict[str, Any], answer: Answer, draw: Draw) -> None:
+        """Fill in the answer and draw its parts as they arrive. Raises PdserveError.
 
-        Closing the iterator closes the connection, which ends the request at its nodes.
+        An exception, also of ``draw``, closes the connection, which ends the request at its nodes.
         """
-        with (
-            connection_errors(self.url),
-            self._client.stream("POST", "/v1/chat/completions", json=body) as response,
-        ):
+        with connection_errors(self.url):
+            self._run(self._stream(body, answer, draw))
+
+    async def _stream(self, body: dict[str, Any], answer: Answer, draw: Draw) -> None:
+        async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
-                response.read()
+                await response.aread()
             self._check(response)
             named = [unquote(response.headers.get(f"x-pdserve-{role}-node", "")) for role in ("prefill", "decode")]
             answer.nodes = " → ".join(filter(None, named))
-            for line in response.iter_lines():
+            async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     return
                 if line.startswith("data: "):
-                    yield from _parts(line[6:], answer)
+                    for reasoning, text in _parts(line[6:], answer):
+                        draw(reasoning, text)
         raise NodeError("the connection ended before the answer did; try again")
+
+    def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+        async def cancellable() -> _Result:
+            task = asyncio.current_task()
+            assert task is not None
+            with self._interrupts.cancelling(task):
+                return await call
+
+        try:
+            return self._runner.run(cancellable())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
     def _check(self, response: httpx.Response) -> None:
         """Raise what an error response says."""

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 
 from rich.console import Console
 
 from pdserve.chat.client import Answer, ChatClient
 from pdserve.chat.conversation import Conversation
 from pdserve.chat.flags import SAMPLING
-from pdserve.chat.screen import show_markdown, show_plain
+from pdserve.chat.interrupts import Interrupts
+from pdserve.chat.screen import markdown_screen, plain_screen
 from pdserve.chat.terminal import Chat
 from pdserve.errors import ConfigError, shown
 
 
 def chat(args: argparse.Namespace) -> int:
     """Answer ``--quick`` or a message on standard input, else hold a conversation. Raises PdserveError."""
-    client = ChatClient(args)
+    interrupts = Interrupts()
+    with ChatClient(args, interrupts) as client, interrupts.handled():
+        return _chat(args, client, interrupts)
+
+
+def _chat(args: argparse.Namespace, client: ChatClient, interrupts: Interrupts) -> int:
     sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     conversation = Conversation(_model(client, args.model), args.system_prompt, sampling)
     console = Console(highlight=False)
     plain = args.plain or not console.is_terminal
     if args.quick is None and sys.stdin.isatty():
         _edit_lines()
-        Chat(client, conversation, console, plain).run()
+        Chat(client, conversation, console, interrupts, plain).run()
         return 0
-    message = sys.stdin.read() if args.quick is None else args.quick
+    message = interrupts.read(sys.stdin.read) if args.quick is None else args.quick
     if not message.strip():
         raise ConfigError("standard input holds no message; write one, or use --quick MESSAGE")
-    with closing(client.stream(conversation.body(message), Answer())) as parts:
-        (show_plain if plain else show_markdown)(parts, console)
+    with (plain_screen if plain else markdown_screen)(console) as draw:
+        client.answer(conversation.body(message), Answer(), draw)
     return 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 from rich.console import Console, RenderableType
@@ -43,24 +44,33 @@ def finished_length(text: str) -> int:
     return found
 
 
-def show_plain(parts: Iterable[tuple[str, str]], console: Console) -> None:
-    """Print text as it arrives, unchanged unless it goes to a terminal; no reasoning."""
-    for _, text in parts:
+@contextmanager
+def plain_screen(console: Console) -> Iterator[Callable[[str, str], None]]:
+    """Yield a function that prints text as it arrives, unchanged unless it goes to a terminal; no reasoning."""
+
+    def draw(reasoning: str, text: str) -> None:
         console.file.write(clean(text) if console.is_terminal else text)
         console.file.flush()
+
+    yield draw
     console.file.write("\n")
 
 
-def show_markdown(parts: Iterable[tuple[str, str]], console: Console) -> None:
-    """Show text as Markdown, and reasoning dimmed. What has arrived stays on the screen if ``parts`` raises."""
+@contextmanager
+def markdown_screen(console: Console) -> Iterator[Callable[[str, str], None]]:
+    """Yield a function that shows text as Markdown, and reasoning dimmed. What was drawn stays on the screen."""
     with Live(console=console, auto_refresh=False, transient=True) as live:
         block = _Block(live, reasoning=True)
+
+        def draw(reasoning: str, text: str) -> None:
+            nonlocal block
+            if text and block.reasoning:
+                block.finish()
+                block = _Block(live, reasoning=False)
+            block.add(text or reasoning)
+
         try:
-            for reasoning, text in parts:
-                if text and block.reasoning:
-                    block.finish()
-                    block = _Block(live, reasoning=False)
-                block.add(text or reasoning)
+            yield draw
         finally:
             block.finish()
 

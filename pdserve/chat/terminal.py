@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
 
 from pdserve.chat.client import Answer, ChatClient
 from pdserve.chat.conversation import Conversation
-from pdserve.chat.screen import clean, show_markdown, show_plain
+from pdserve.chat.interrupts import Interrupts
+from pdserve.chat.screen import clean, markdown_screen, plain_screen
 from pdserve.errors import PdserveError, RequestError, cut
 
-_Part = tuple[str, str]  # reasoning, text
 _QUOTES = '"""'
 COMMANDS = {
     "/system [TEXT]": "show the system prompt, or set it; /system none removes it",
@@ -50,37 +47,22 @@ def _until_quotes(line: str, read: Callable[[str], str]) -> Iterator[str]:
     yield line.partition(_QUOTES)[0]
 
 
-@contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Note each SIGINT: Python drops a KeyboardInterrupt that it raises in a callback."""
-    noted: list[int] = []
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _until_interrupted(parts: Iterator[_Part], interrupts: list[int]) -> Iterator[_Part]:
-    for part in parts:
-        if interrupts:
-            raise KeyboardInterrupt
-        yield part
-
-
 class Chat:
     """A conversation on a terminal."""
 
-    def __init__(self, client: ChatClient, conversation: Conversation, console: Console, plain: bool) -> None:
+    def __init__(
+        self,
+        client: ChatClient,
+        conversation: Conversation,
+        console: Console,
+        interrupts: Interrupts,
+        plain: bool,
+    ) -> None:
         self._client = client
+        self._interrupts = interrupts
         self._conversation = conversation
         self._console = console
-        self._show = show_plain if plain else show_markdown
+        self._screen = plain_screen if plain else markdown_screen
         self._commands = {
             "system": self._system,
             "clear": self._clear,
@@ -89,12 +71,12 @@ class Chat:
             "help": self._help,
         }
 
-    def run(self, read: Callable[[str], str] = input) -> None:
+    def run(self) -> None:
         """Read and answer messages until /exit or the end of input."""
         self._note(f"{self._conversation.model} at {self._client.url}. /help shows the commands.")
         while True:
             try:
-                message = read_message(read)
+                message = self._interrupts.read(lambda: read_message(input))
             except KeyboardInterrupt:
                 self._console.print()
                 self._note("Ctrl-D or /exit ends the chat.")
@@ -116,6 +98,8 @@ class Chat:
                 self._commands[name](rest.strip())
             else:
                 raise RequestError(f"unknown command /{cut(name)}; {_nearest(name, self._commands)}")
+        except KeyboardInterrupt:  # while a command waited for the router
+            self._note("stopped")
         except PdserveError as exc:
             self._console.print(f"[red]{escape(clean(str(exc)))}[/]", highlight=False, soft_wrap=True)
 
@@ -123,14 +107,12 @@ class Chat:
         """Send a message and show the answer. Ctrl-C ends it, and keeps what has arrived. Raises PdserveError."""
         answer = Answer()
         stopped = ""
-        parts = self._client.stream(self._conversation.body(message), answer)
         try:
-            with _noted_interrupts() as interrupts:
-                self._show(_until_interrupted(parts, interrupts), self._console)
+            with self._screen(self._console) as draw:
+                self._client.answer(self._conversation.body(message), answer, draw)
         except KeyboardInterrupt:
             stopped = "stopped"
         finally:
-            parts.close()
             self._conversation.add(message, answer.text)
         self._note(" · ".join(filter(None, (answer.summary(), stopped))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import signal
@@ -15,8 +16,10 @@ from http_stub import http_stub
 from rich.console import Console
 from terminal import PATIENCE, environ, terminal
 
+from pdserve.chat.client import Answer, ChatClient
 from pdserve.chat.conversation import Conversation
-from pdserve.chat.screen import finished_length, show_markdown
+from pdserve.chat.interrupts import Interrupts
+from pdserve.chat.screen import finished_length, markdown_screen
 from pdserve.chat.terminal import read_message
 from pdserve.cli import main
 
@@ -74,6 +77,46 @@ def test_ctrl_c_stops_an_answer_and_then_only_clears_the_line(fleet: Fleet) -> N
         screen.read_text("> ")  # before it, the terminal itself would take the Ctrl-D
         screen.press("\x04")
         assert screen.wait() == 0
+
+
+def test_ctrl_c_never_breaks_into_drawing(fleet: Fleet) -> None:
+    """The part that is drawn is finished first. Then the request ends."""
+    interrupts, drawn = Interrupts(), list[str]()
+
+    def draw(reasoning: str, text: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        drawn.append(text)
+
+    args = argparse.Namespace(url=fleet.url, api_key="")
+    with ChatClient(args, interrupts) as client, interrupts.handled():
+        body = Conversation(MODEL_NAME, "", {}).body("Tell me everything.")
+        with pytest.raises(KeyboardInterrupt):
+            client.answer(body, Answer(), draw)
+        assert "".join(drawn)
+        for node in fleet.decode:
+            node.wait_idle()
+        client.answer({**body, "max_tokens": 3}, answer := Answer(), lambda reasoning, text: None)
+        assert answer.finish == "length"
+
+
+def interrupted() -> str:
+    signal.raise_signal(signal.SIGINT)
+    return "a message"
+
+
+def test_ctrl_c_between_a_message_and_its_request_is_not_lost(fleet: Fleet) -> None:
+    interrupts, drawn = Interrupts(), list[str]()
+    args = argparse.Namespace(url=fleet.url, api_key="")
+    with ChatClient(args, interrupts) as client, interrupts.handled():
+        assert interrupts.read(lambda: "Hello") == "Hello"
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            client.answer(Conversation(MODEL_NAME, "", {}).body("Hello"), Answer(), lambda *part: drawn.extend(part))
+        assert not drawn
+        signal.raise_signal(signal.SIGINT)  # the answer has ended
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.read(interrupted)
+        assert client.models() == [MODEL_NAME]
 
 
 def test_error_of_the_router_is_one_line_and_the_chat_goes_on(fleet: Fleet) -> None:
@@ -161,7 +204,9 @@ def test_blocks_are_finished_by_what_follows(text: str, finished: str) -> None:
 def test_markdown_is_rendered_without_control_characters() -> None:
     console = Console(file=io.StringIO(), width=40, force_terminal=False)
     parts = [("thinking", ""), ("", "# Title\n\n- **a**\n"), ("", "- b\x1b[2J\n\n```python\nx = 1\n```\n")]
-    show_markdown(iter(parts), console)
+    with markdown_screen(console) as draw:
+        for reasoning, text in parts:
+            draw(reasoning, text)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "\x1b" not in shown

@@ -1,0 +1,59 @@
+"""What Ctrl-C does: Python's own KeyboardInterrupt, raised anywhere, leaves the console or a connection half-way."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupts:
+    """Handles SIGINT: it raises KeyboardInterrupt while a message is read, and else cancels the running task.
+
+    One that arrives after a message was read, but before its task runs, cancels this task at its start.
+    """
+
+    def __init__(self) -> None:
+        self._raises = self._is_pending = False
+        self._cancel: Callable[[], object] | None = None
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def read(self, read: Callable[[], str]) -> str:
+        """Return what ``read`` returns. Raises KeyboardInterrupt."""
+        self._is_pending = False
+        self._raises = True
+        try:
+            return read()
+        finally:
+            self._raises = False
+
+    @contextmanager
+    def cancelling(self, task: asyncio.Task[object]) -> Iterator[None]:
+        """Cancel a task at each SIGINT. The loop must run in the main thread."""
+        loop = task.get_loop()
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        if self._is_pending:
+            self._is_pending = False
+            task.cancel()
+        try:
+            yield
+        finally:
+            self._cancel = None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._raises:
+            self._raises = False
+            raise KeyboardInterrupt
+        if self._cancel is None:
+            self._is_pending = True
+        else:
+            self._cancel()
