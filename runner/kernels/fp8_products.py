@@ -22,6 +22,7 @@ _LEAST_SCALE = tl.constexpr(1e-12)  # of activations that are all zero
 _QUANTIZED = 2048  # values that a program quantizes; a larger group is one program's
 _ROWS = 4  # of a weight per program of ``gemv``
 _CHUNK = 2048  # values of a row that a program of ``gemv`` reads at a time
+_PART = tl.constexpr(16)  # values of a row that a thread reads at once, and sums by itself
 
 
 class Quantized(NamedTuple):
@@ -86,6 +87,34 @@ def quantize(x: Tensor, group: int, *, gated: bool = False) -> Quantized:
 
 
 @triton.jit
+def _partial_sums(
+    weights,  # [ROWS, CHUNK] from input ``begin`` on
+    x,
+    scales,
+    begin,
+    row,
+    known,
+    IN: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Return the sums over every _PART inputs, scaled unless a row is one group: [ROWS, CHUNK / _PART]."""
+    column = begin + tl.arange(0, CHUNK)
+    values = tl.load(x + column, mask=column < IN, other=0.0).to(tl.float32)
+    product = weights.to(tl.float32) * values[None, :]
+    sums = tl.sum(tl.reshape(product, (ROWS, CHUNK // _PART, _PART)), axis=2)
+    if GROUP < IN:
+        group = (begin + tl.arange(0, CHUNK // _PART) * _PART) // GROUP
+        groups = (IN + GROUP - 1) // GROUP
+        held = known[:, None] & (group < groups)[None, :]
+        at = (row // ROW_BLOCK)[:, None] * groups + group[None, :]
+        sums *= tl.load(scales + at, mask=held, other=0.0)
+    return sums
+
+
+@triton.jit
 def _gemv_kernel(
     x,
     weight,
@@ -94,42 +123,33 @@ def _gemv_kernel(
     out_features,
     IN: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,  # of a row; 1: the scale is applied to the sum
-    WIDTH: tl.constexpr,  # of a group
+    GROUP: tl.constexpr,  # inputs with one scale; IN: the scale is applied to the sum
     ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # groups, or parts of the only one
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[n] = sum over k of weight[n, k] * scale[n, k] * x[k], in float32. A program per ROWS outputs."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     known = row < out_features
-    part = tl.arange(0, AT_ONCE)
-    column = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    at = weight + row[:, None, None].to(tl.int64) * IN + column[None, :, :]
-    at_scales = scales + (row // ROW_BLOCK)[:, None] * GROUPS
-    total = tl.zeros((ROWS, AT_ONCE, WIDTH), tl.float32)
+    column = tl.arange(0, CHUNK)
+    at = weight + row[:, None].to(tl.int64) * IN + column[None, :]
+    mask = known[:, None] & (column < IN)[None, :]
+    weights = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_predecessor(PDL)
-    for begin in range(0, IN, AT_ONCE * WIDTH):
-        inside = begin + column < IN
-        mask = known[:, None, None] & inside[None, :, :]
-        weights = tl.load(at + begin, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        values = tl.load(x + begin + column, mask=inside, other=0.0).to(tl.float32)
-        if GROUPS > 1:
-            group = begin // WIDTH + part
-            held = known[:, None] & (group < GROUPS)[None, :]
-            weights = weights * tl.load(at_scales + group[None, :], mask=held, other=0.0)[:, :, None]
-        total += weights * values[None, :, :]
-    result = tl.sum(tl.sum(total, axis=2), axis=1)
-    if GROUPS == 1:
-        result = result * tl.load(scales + row // ROW_BLOCK, mask=known, other=0.0)
+    sums = _partial_sums(weights, x, scales, 0, row, known, IN, ROW_BLOCK, GROUP, ROWS, CHUNK)
+    for begin in range(CHUNK, IN, CHUNK):
+        mask = known[:, None] & (begin + column < IN)[None, :]
+        weights = tl.load(at + begin, mask=mask, other=0.0, eviction_policy="evict_first")
+        sums += _partial_sums(weights, x, scales, begin, row, known, IN, ROW_BLOCK, GROUP, ROWS, CHUNK)
+    result = tl.sum(sums, axis=1)
+    if GROUP == IN:
+        result *= tl.load(scales + row // ROW_BLOCK, mask=known, other=0.0)
     tl.store(y + row, result.to(y.dtype.element_ty), mask=known)
 
 
 def gemv(x: Tensor, weight: Tensor, scales: Tensor, row_block: int, group: int) -> Tensor:
-    """Return x Wᵀ [1, out_features] of x [1, in_features]; a ``group`` of several is a power of two."""
+    """Return x Wᵀ [1, out_features] of x [1, in_features]; a ``group`` is all inputs or a multiple of 16."""
     out_features, in_features = weight.shape
-    groups = scales.shape[1]
-    width = group if groups > 1 else 128
     y = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
     _gemv_kernel[(triton.cdiv(out_features, _ROWS),)](
         x,
@@ -139,10 +159,9 @@ def gemv(x: Tensor, weight: Tensor, scales: Tensor, row_block: int, group: int) 
         out_features,
         IN=in_features,
         ROW_BLOCK=row_block,
-        GROUPS=groups,
-        WIDTH=width,
+        GROUP=group if scales.shape[1] > 1 else in_features,
         ROWS=_ROWS,
-        AT_ONCE=_CHUNK // width,
+        CHUNK=_CHUNK,
         num_warps=4,
         **pdl_options(y),
     )

@@ -211,7 +211,9 @@ def test_gates_and_ups_are_quantized_like_their_product(size: int, group: int) -
     assert torch.equal(found.scales, expected.scales)
 
 
-@pytest.mark.parametrize(("rows", "columns", "block"), [(70, 256, 1), (70, 200, 1), (200, 384, 128)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"), [(70, 256, 1), (70, 200, 1), (200, 384, 128), (6, 5000, 1), (130, 4352, 128)]
+)
 def test_gemv_of_fp8_weights(rows: int, columns: int, block: int) -> None:
     weight, scales = quantized_weight(rows, columns, block)
     x = random(1, columns, seed=5).to(DEVICE)
