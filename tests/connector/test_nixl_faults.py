@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -217,6 +218,12 @@ def test_environment_is_restored_after_ucx_has_started(
     before = dict(os.environ)
     make_reader(connector(), SMALL)
     assert dict(os.environ) == before
+
+
+def test_ucx_accepts_all_settings(make_reader: MakeReader, caplog: pytest.LogCaptureFixture) -> None:
+    make_reader(connector(), SMALL)
+    ucx.log().forward()
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_ended_sources_leave_no_shared_memory(make_source: MakeSource) -> None:

@@ -2,7 +2,8 @@
 
 UCX names them when it connects: ``rma_am(tcp/lo) amo_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)``. TCP is always among
 them: it detects the death of the peer. Data takes the fastest lane that can carry the kind of memory. So this is what
-UCX can use. UCX also lists ``cuda_ipc`` between GPUs without NVLink and then does not use it: only GB/s show that.
+UCX can use. UCX also lists ``cuda_ipc`` between GPUs without NVLink, and reads over it only if told to (ucx.py). A
+user's setting can undo that: only GB/s show it.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -18,6 +19,8 @@ from pdserve.rpc.timeouts import PeerTiming
 logger = logging.getLogger(__name__)
 
 DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # otherwise UCX handles SIGHUP
+#: Otherwise UCX reads over TCP where it finds no NVLink: between GPUs on PCIe, and between two nodes on one GPU.
+READS_OVER_CUDA_IPC = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
 _LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
 _LANES = re.compile(r"(?P<worker>.*) (intra|inter)-node cfg#\d+ (?P<lanes>.*)")
@@ -90,7 +93,7 @@ def settings(timing: PeerTiming) -> Iterator[None]:
 
     They are removed afterwards: processes started later must not take them for the user's.
     """
-    defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF
+    defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF | (READS_OVER_CUDA_IPC if _has_cuda_driver() else {})
     if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
         defaults |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": log().path}
     added = [name for name in defaults if name not in os.environ]
@@ -100,6 +103,16 @@ def settings(timing: PeerTiming) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+@functools.cache
+def _has_cuda_driver() -> bool:
+    """Whether UCX has its CUDA transports; without them, it warns about their settings."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 _drain = SocketDrain()
