@@ -98,6 +98,20 @@ def test_sixteen_concurrent_requests_are_exact_with_and_without_prefix_hits(serv
         node.wait_idle()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["--tp 2", "--tp 2 --ep 2", "--pp 2 --tp 2 --ep 2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "minimax_m2"])
+def test_handoff_to_shards_of_a_mixture_of_experts_is_exact(family: str, split: str, tmp_path: Path) -> None:
+    """Lengths around those of blocks and of gpt-oss's window, 20 tokens."""
+    directory = add_tokenizer(make_checkpoint(tmp_path / "m", family, num_hidden_layers=2))
+    decode_flags = [*split.split(), "--handoff-min-tokens", "0"]
+    lengths = (1, BLOCK, BLOCK + 1, 20, 21, 150)
+    with start_fleet(directory, decode_flags=decode_flags) as fleet:
+        Served(fleet, reference_model(directory)).check([random_prompt(length, length) for length in lengths])
+        assert fleet.decode[0].counter("handoffs") == len(lengths)
+        assert fleet.decode[0].counter("handoff_failures") == 0
+
+
 def test_decode_node_alone_is_exact(tmp_path: Path) -> None:
     directory = add_tokenizer(make_checkpoint(tmp_path / "m", "llama"))
     with start_fleet(directory, prefill=0) as fleet:
