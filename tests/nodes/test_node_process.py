@@ -125,7 +125,7 @@ def test_sigusr1_prints_the_stacks_of_a_process_which_goes_on(checkpoint: Path) 
     with started(checkpoint, "prefill_node", "--engine", "simulated") as node:
         node.wait_for("ready")
         node.engine().send_signal(signal.SIGUSR1)
-        node.wait_for_line("engine/engine.py")
+        node.wait_for_line("engine/process.py")  # its loop may not have begun yet
         node.process.send_signal(signal.SIGUSR1)
         node.wait_for_line("engine/frontend/node_command.py")
         node.process.terminate()
