@@ -7,8 +7,8 @@ nothing is cached. The time of a decode step is the mean while all requests of a
 after a run that is not measured: vLLM compiles kernels in the first one. A prefill ends with its first token; best of
 ``--repeat``.
 
-With ``--dummy``, biases of routers exceed their scores, so that gpt-oss sends nearly all tokens to the same experts.
-Measure such models with a checkpoint of ``make_checkpoint.py`` instead.
+With ``--dummy``, many tokens go to the same experts: biases of routers exceed scores in gpt-oss, and FP8 weights are
+almost all zero. Measure such models with a checkpoint of ``make_checkpoint.py`` instead.
 """
 
 from __future__ import annotations

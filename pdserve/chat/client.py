@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import unquote
 
@@ -106,9 +105,7 @@ class ChatClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._runner.run(self._client.aclose())
         self._runner.close()
 

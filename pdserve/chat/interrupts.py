@@ -1,4 +1,7 @@
-"""What Ctrl-C does: Python's own KeyboardInterrupt, raised anywhere, leaves the console or a connection half-way."""
+"""What Ctrl-C does in a chat.
+
+Python raises KeyboardInterrupt wherever the main thread is. That can break the console or a connection.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from types import FrameType
 
 
 class Interrupts:
-    """Handles SIGINT: it raises KeyboardInterrupt while a message is read, and else cancels the running task.
+    """Handles SIGINT. While a message is read, it raises KeyboardInterrupt. While a task runs, it cancels the task.
 
-    One that arrives after a message was read, but before its task runs, cancels this task at its start.
+    A SIGINT between the two cancels the next task when it starts.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 from rich.text import Text
+
+from pdserve.chat.client import Draw
 
 _REDRAW_SECONDS = 1 / 15
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
@@ -45,7 +47,7 @@ def finished_length(text: str) -> int:
 
 
 @contextmanager
-def plain_screen(console: Console) -> Iterator[Callable[[str, str], None]]:
+def plain_screen(console: Console) -> Iterator[Draw]:
     """Yield a function that prints text as it arrives, unchanged unless it goes to a terminal; no reasoning."""
 
     def draw(reasoning: str, text: str) -> None:
@@ -57,7 +59,7 @@ def plain_screen(console: Console) -> Iterator[Callable[[str, str], None]]:
 
 
 @contextmanager
-def markdown_screen(console: Console) -> Iterator[Callable[[str, str], None]]:
+def markdown_screen(console: Console) -> Iterator[Draw]:
     """Yield a function that shows text as Markdown, and reasoning dimmed. What was drawn stays on the screen."""
     with Live(console=console, auto_refresh=False, transient=True) as live:
         block = _Block(live, reasoning=True)

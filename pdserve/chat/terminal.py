@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
@@ -148,7 +148,7 @@ class Chat:
         self._console.print(f"[dim]{escape(clean(text))}[/]", highlight=False, soft_wrap=True)
 
 
-def _nearest(name: str, names: object) -> str:
-    known = [str(each) for each in names]  # type: ignore[attr-defined]
+def _nearest(name: str, names: Iterable[str]) -> str:
+    known = list(names)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(known)}"

@@ -182,6 +182,7 @@ def _choose_runner(
     """``quantization``: why V2 cannot keep quantized weights, and why it may be slower with them."""
     if options.simulated:
         return decide_simulated(variable)
+    problem, doubt = quantization
     facts = Facts(
         architecture=model.architecture,
         platform=platform,
@@ -191,8 +192,8 @@ def _choose_runner(
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
         runner_type=GENERATE if pooling is None else pooling.task,
-        quantization_problem=quantization[0],
-        quantization_doubt=quantization[1],
+        quantization_problem=problem,
+        quantization_doubt=doubt,
     )
     return decide(facts, variable)
 

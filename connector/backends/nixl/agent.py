@@ -6,7 +6,6 @@ progress thread's delay at 0, which uses a core on an idle node.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import logging
@@ -161,7 +160,7 @@ class NixlTransfer:
 def _library() -> Any:
     """Import the bindings for the installed CUDA. The package ``nixl`` would import torch; these do not."""
     names = ["nixl_cu12", "nixl_cu13"]
-    if _cuda_driver() >= 13_000:
+    if ucx.cuda_driver() >= 13_000:
         names.reverse()
     reasons = []
     for name in names:
@@ -181,13 +180,3 @@ def _errors(bindings: Any) -> tuple[type[Exception], ...]:
     """Return NIXL's exceptions, which have no base class, and those the bindings make of C++ exceptions."""
     names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
     return (*(getattr(bindings, name) for name in names), RuntimeError, ValueError, MemoryError)
-
-
-def _cuda_driver() -> int:
-    """Return the newest CUDA version of the driver, 12080 for 12.8; 0 without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no GPU driver on this machine
-        return 0
-    version = ctypes.c_int(0)
-    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0

@@ -93,7 +93,9 @@ def settings(timing: PeerTiming) -> Iterator[None]:
 
     They are removed afterwards: processes started later must not take them for the user's.
     """
-    defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF | (READS_OVER_CUDA_IPC if _has_cuda_driver() else {})
+    defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF
+    if cuda_driver():  # without its CUDA transports, UCX warns about their settings
+        defaults |= READS_OVER_CUDA_IPC
     if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
         defaults |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": log().path}
     added = [name for name in defaults if name not in os.environ]
@@ -106,13 +108,14 @@ def settings(timing: PeerTiming) -> Iterator[None]:
 
 
 @functools.cache
-def _has_cuda_driver() -> bool:
-    """Whether UCX has its CUDA transports; without them, it warns about their settings."""
+def cuda_driver() -> int:
+    """Return the newest CUDA version of the driver, 12080 for 12.8; 0 without a driver."""
     try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no GPU driver on this machine
+        return 0
+    version = ctypes.c_int(0)
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
 _drain = SocketDrain()
