@@ -34,14 +34,26 @@ class AttentionTiles:
         return self.prefill if window is None or window > _SHORT_WINDOW else self.windowed
 
 
+def processors_of(device: torch.device) -> int:
+    """Return the number of processors (SMs) of a GPU."""
+    return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else _INTERPRETED_PROCESSORS
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may use."""
+    return _device_properties(device)["max_shared_mem"] if device.type == "cuda" else _LARGE_SHARED_MEMORY
+
+
+def _device_properties(device: torch.device) -> dict[str, int]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties
+
+
 def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> AttentionTiles:
     """Choose tiles for ``group`` query heads per key head, and products in the dtype of ``placement``."""
-    processors, large = _INTERPRETED_PROCESSORS, True
-    if placement.device.type == "cuda":
-        index = torch.cuda.current_device() if placement.device.index is None else placement.device.index
-        properties = triton.runtime.driver.active.utils.get_device_properties(index)
-        processors = properties["multiprocessor_count"]
-        large = properties["max_shared_mem"] >= _LARGE_SHARED_MEMORY
+    device = placement.device
+    large = shared_memory_of(device) >= _LARGE_SHARED_MEMORY
     exact = (
         placement.dtype == torch.float32
     )  # multiplied without tensor cores, out of registers: small tiles, no pipeline
@@ -54,7 +66,7 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
     decode_rows = max(block_group, _MATRIX_ROWS)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
     return AttentionTiles(
-        processors=processors,
+        processors=processors_of(device),
         few=decode_rows // block_group,
         decode={
             **common,

@@ -21,6 +21,7 @@ from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
 from runner.batch import Routing
 from runner.kernels import activation, fp8_products
+from runner.kernels.fp8_few_tokens import FewTokens
 from runner.kernels.expert_reference import choose_experts
 from runner.kernels.reference import silu_and_mul
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
@@ -228,6 +229,19 @@ def test_block_products_equal_those_of_the_dequantized_numbers(tokens: int) -> N
     found = fp8_products.block_matmul(x, x_scales, weight, scales, 128, 128).float()
     expected = dequantized(x, x_scales) @ dequantized(weight, scales).t()
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("block", [1, 128])
+@pytest.mark.parametrize("rows", [40, 70, 600])  # four, two and one program per tile, for the interpreter
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_products_of_few_tokens_equal_those_of_the_dequantized_numbers(tokens: int, rows: int, block: int) -> None:
+    columns = 896
+    weight, scales = quantized_weight(rows, columns, block)
+    product = FewTokens(weight, scales, block, columns if block == 1 else block)
+    for seed in (6, 7):  # the second call finds the counters that the first one left
+        x = fp8_products.quantize(random(tokens, columns, seed=seed).to(DEVICE), columns if block == 1 else block)
+        expected = dequantized(*x) @ dequantized(weight, scales).t()
+        torch.testing.assert_close(product(x).float(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from pdserve.config.kept_weights import fp8_blocks
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import LinearMethod
 from runner.placement import TensorPlacement
+
+if TYPE_CHECKING:
+    from runner.kernels.fp8_products import Quantized
 
 E4M3 = torch.float8_e4m3fn
 _FASTEST_LEAST = (9, 0)  # compute capability with products of FP8 whose rows and columns have scales
@@ -115,8 +118,10 @@ class Fp8Products:
 
     def __init__(self, weight: Tensor, scales: Tensor, row_block: int, group: int) -> None:
         from runner.kernels import fp8_products
+        from runner.kernels.fp8_few_tokens import FewTokens
 
         self.scales = scales
+        self._few = FewTokens(weight, scales, row_block, group)
         self._kernels, self._weight, self._row_block, self._group = fp8_products, weight, row_block, group
         self._per_output = scales.shape[1] == 1 and group == weight.shape[1]
 
@@ -124,13 +129,16 @@ class Fp8Products:
         """Return [tokens, out_features] of x [tokens, in_features], both bfloat16."""
         if x.shape[0] == 1:
             return self._kernels.gemv(x, self._weight, self.scales, self._row_block, self._group)
-        return self._product(*self._kernels.quantize(x, self._group))
+        return self._product(self._kernels.quantize(x, self._group))
 
     def of_gated(self, gate_up: Tensor) -> Tensor:
         """Return [tokens, out_features] of silu(gate) * up; gate_up is [tokens, 2 * in_features]."""
-        return self._product(*self._kernels.quantize(gate_up, self._group, gated=True))
+        return self._product(self._kernels.quantize(gate_up, self._group, gated=True))
 
-    def _product(self, values: Tensor, scales: Tensor) -> Tensor:
+    def _product(self, x: Quantized) -> Tensor:
+        if len(x.values) <= self._few.most_tokens:
+            return self._few(x)
+        values, scales = x
         if not self._per_output:
             return self._kernels.block_matmul(values, scales, self._weight, self.scales, self._row_block, self._group)
         y: Tensor = torch._scaled_mm(
