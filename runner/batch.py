@@ -45,6 +45,16 @@ class Routing(NamedTuple):
     experts: Tensor  # [tokens, top_k] int32
 
 
+class Quantized(NamedTuple):
+    """Activations in FP8 (E4M3): values times the scale of their token and group of inputs."""
+
+    values: Tensor  # [tokens, size] E4M3
+    scales: Tensor  # [tokens, size / group] float32
+
+
+Activations = Tensor | Quantized
+
+
 @dataclass(frozen=True)
 class HeadNorms:
     """RMS norms of each query and key head, applied before the rotary embedding (Qwen3).

@@ -9,6 +9,7 @@ from runner.kernels.reference import FP8_MAX
 
 _FP8 = tl.constexpr(tl.float8e4nv)
 _MAX = tl.constexpr(FP8_MAX)
+_LEAST_SCALE = tl.constexpr(1e-12)  # of rows that are all zero
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -28,6 +29,13 @@ def to_e4m3(values):
     if _INTERPRETED:  # Triton 3.9's interpreter loses the carry of a mantissa that is rounded up
         values = _round_to_e4m3(values)
     return values.to(_FP8)
+
+
+@triton.jit
+def quantized_rows(values):
+    """Return E4M3 of float32 values [rows, size], and the scale of each row, chosen from its largest value."""
+    scale = tl.maximum(tl.max(tl.abs(values), axis=1) / _MAX, _LEAST_SCALE)
+    return to_e4m3(values / scale[:, None]), scale
 
 
 @triton.jit

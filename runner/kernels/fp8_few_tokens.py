@@ -1,8 +1,8 @@
 """Products of a few quantized tokens with an FP8 weight (E4M3); their time is the time to read the weight.
 
-The weight is the left operand, as tensor cores take at least 64 rows of it and any multiple of 8 of the right one. Where
-a weight has too few tiles of outputs for all processors, several programs share a tile: each sums a part of the inputs
-and stores it, and the one that ends last adds the parts, always in the same order.
+The weight is the left operand, as tensor cores take at least 64 rows of it and any multiple of 8 of the right one.
+Where a weight has too few tiles of outputs for all processors, several programs share a tile: each sums a part of the
+inputs and stores it, and the one that ends last adds the parts, always in the same order.
 
 Measured on an H200 for 32 tokens, µs; a scale per output is beside torch._scaled_mm, blocks of 128 x 128 beside
 ``fp8_products.block_matmul``:
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.fp8_products import Quantized
+from runner.batch import Quantized
 from runner.kernels.tiles import processors_of, shared_memory_of
 
 _LEAST_TOKENS = 16  # of a tile
@@ -148,7 +148,7 @@ class FewTokens:
         self.most_tokens = 64 if is_large else 128  # of which these products are the faster ones
 
     def __call__(self, x: Quantized) -> Tensor:
-        """Return bfloat16 [tokens, out_features] of at most ``most_tokens`` tokens, quantized in the weight's groups."""
+        """Return bfloat16 [tokens, out_features] of at most ``most_tokens``, quantized in the weight's groups."""
         tokens, (out_features, in_features) = x.values.shape[0], self._weight.shape
         block_tokens = max(_LEAST_TOKENS, triton.next_power_of_2(tokens))
         stage_bytes = (self._block_out + block_tokens) * self._block_in

@@ -6,30 +6,19 @@ block of 128 x 128. Activations have scales [tokens, in_features / GROUP], chose
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from runner.batch import Quantized
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
-from runner.kernels.fp8 import to_e4m3
-from runner.kernels.reference import FP8_MAX
+from runner.kernels.fp8 import quantized_rows
 
-_E4M3_MAX = tl.constexpr(FP8_MAX)
-_LEAST_SCALE = tl.constexpr(1e-12)  # of activations that are all zero
 _QUANTIZED = 2048  # values that a program quantizes; a larger group is one program's
 _ROWS = 4  # of a weight per program of ``gemv``
 _CHUNK = 2048  # values of a row that a program of ``gemv`` reads at a time
 _PART = tl.constexpr(16)  # values of a row that a thread reads at once, and sums by itself
-
-
-class Quantized(NamedTuple):
-    """E4M3 ``values`` [tokens, size], and float32 ``scales`` [tokens, size / group]."""
-
-    values: Tensor
-    scales: Tensor
 
 
 @triton.jit
@@ -57,9 +46,9 @@ def _quantize_kernel(
         part = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
     else:
         part = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(part), axis=1) / _E4M3_MAX, _LEAST_SCALE)
+    quantized, scale = quantized_rows(part)
     tl.store(scales + group, scale, mask=group < groups)
-    tl.store(values + at, to_e4m3(part / scale[:, None]), mask=inside)
+    tl.store(values + at, quantized, mask=inside)
 
 
 def quantize(x: Tensor, group: int, *, gated: bool = False) -> Quantized:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.fp8_products import Quantized
+from runner.batch import Quantized
 from runner.kernels.grouped_gemm import DOT, GroupedRows
 
 #: Rows of a tile from which products bound its time, not reads of weights. On an H200, 8,192 tokens of Qwen3-30B-A3B's

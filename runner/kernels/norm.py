@@ -1,4 +1,7 @@
-"""RMS norm of rows, with the residual sum before it. The plain form is in ``reference.py``."""
+"""RMS norm of rows, with the residual sum before it, and quantized where the next product takes FP8.
+
+The plain form is in ``reference.py``; quantized, that of the rounded norm is ``fp8_products.quantize``.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runner.batch import Quantized
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
+from runner.kernels.fp8 import quantized_rows
 
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+    x,
+    residual,
+    weight,
+    out,
+    scales,  # out [rows, SIZE / GROUP], if GROUP
+    eps,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,  # values that share a scale; 0: ``out`` is not quantized
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (rows,). All tensors are contiguous."""
     columns = tl.arange(0, BLOCK)
@@ -27,35 +42,59 @@ def _norm_kernel(
         tl.store(residual + at, rounded, mask=mask)
         row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
-    tl.store(out + at, (row * scale * weights).to(out.dtype.element_ty), mask=mask)
+    normed = (row * scale * weights).to(x.dtype.element_ty)
+    if GROUP:
+        WIDTH: tl.constexpr = BLOCK if GROUP == SIZE else GROUP
+        GROUPS: tl.constexpr = SIZE // GROUP
+        values, group_scales = quantized_rows(tl.reshape(normed.to(tl.float32), (BLOCK // WIDTH, WIDTH)))
+        group = tl.arange(0, BLOCK // WIDTH)
+        tl.store(scales + tl.program_id(0) * GROUPS + group, group_scales, mask=group < GROUPS)
+        tl.store(out + at, tl.reshape(values, (BLOCK,)), mask=mask)
+    else:
+        tl.store(out + at, normed, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm x [rows, size] and scale it by weight [size], computed in float32."""
-    return _launch(x, None, weight, eps)
+    out = torch.empty_like(x)
+    _launch(x, None, weight, eps, out)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to ``residual`` in place, and return the norm of the rounded sum. All [rows, size]."""
-    return _launch(x, residual, weight, eps)
+    out = torch.empty_like(x)
+    _launch(x, residual, weight, eps, out)
+    return out
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def quantized_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int) -> Quantized:
+    """Return the norm as the functions above do, quantized in groups of a row: all of it, or a power of two."""
+    rows, size = x.shape
+    values = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, size // group, dtype=torch.float32, device=x.device)
+    _launch(x, residual, weight, eps, values, scales)
+    return Quantized(values, scales)
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None = None
+) -> None:
     assert x.is_contiguous()
     assert residual is None or residual.is_contiguous()
     rows, size = x.shape
-    out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     _norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
         weight,
         out,
+        out if scales is None else scales,
         eps,
         SIZE=size,
+        GROUP=0 if scales is None else size // scales.shape[1],
         BLOCK=block,
         ADD=residual is not None,
         num_warps=min(max(block // 256, 1), 16),  # a thread loads 16 bytes of bfloat16 at once
         **pdl_options(out),
     )
-    return out

@@ -17,7 +17,7 @@ from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.attention import AttentionBackend
-from runner.batch import RotaryCosSin
+from runner.batch import Activations, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
@@ -47,11 +47,31 @@ class RMSNorm:
         return self._ops.add_rms_norm(x, residual, self.weight)
 
 
+class InputNorm:
+    """The RMS norm before a product, quantized if the product takes FP8."""
+
+    def __init__(self, context: ModelContext, quantized_group: Callable[[int], int]) -> None:
+        """``quantized_group`` is that of the product's LinearMethod."""
+        self._norm, self._ops, self._quantized_group = RMSNorm(context), context.ops, quantized_group
+        self.weight = self._norm.weight
+
+    def __call__(self, x: Tensor) -> Activations:
+        group = self._quantized_group(len(x))
+        return self._ops.quantized_rms_norm(x, self.weight, group) if group else self._norm(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Activations:
+        """Add the sum of x over the tensor shards to ``residual`` in place, and norm the result."""
+        group = self._quantized_group(len(x))
+        if group:
+            return self._ops.add_quantized_rms_norm(x, residual, self.weight, group)
+        return self._norm.add(x, residual)
+
+
 class NormedMLP:
     """The MLP, or the mixture of experts, of the normed residual."""
 
     def __init__(self, context: ModelContext, block: MLPBlock) -> None:
-        self._norm = RMSNorm(context)
+        self._norm = InputNorm(context, block.quantized_group)
         self.block = block
 
     def __call__(self, residual: Tensor) -> Tensor:
@@ -71,13 +91,13 @@ class NormedMLP:
 
 class DecoderLayer:
     def __init__(self, context: ModelContext, attention: Attention, mlp: MLPBlock) -> None:
-        self.input_norm = RMSNorm(context)
+        self.input_norm = InputNorm(context, attention.quantized_group)
         self.attention = attention
         self.mlp = NormedMLP(context, mlp)
 
     def __call__(
         self,
-        x: Tensor,
+        x: Activations,
         residual: Tensor,
         rotary: RotaryCosSin,
         backend: AttentionBackend,
@@ -93,8 +113,8 @@ class DecoderLayer:
         attended = self.attention(x, rotary, backend)
         if output_tokens is not None:
             attended, residual = attended.index_select(0, output_tokens), residual.index_select(0, output_tokens)
-        x = self.attention.project(attended)
-        return (x if without_mlp else self.mlp.add(x, residual)), residual
+        projected = self.attention.project(attended)
+        return (projected if without_mlp else self.mlp.add(projected, residual)), residual
 
     def weight_shards(self) -> WeightShards:
         yield "input_layernorm.weight", WeightShard.full(self.input_norm.weight)
@@ -192,15 +212,17 @@ class Decoder:
         x, residual = self._begin(inputs, deferred.previous)
         *others, last = self.layers
         for layer, next_norm in zip(others, self._next_norms, strict=True):
-            x, residual = layer(x, residual, rotary, backend)
-            x = next_norm.add(x, residual)
+            output, residual = layer(x, residual, rotary, backend)
+            x = next_norm.add(output, residual)
             if self.between_layers is not None:
                 self.between_layers()
         if output_tokens is not None and not len(output_tokens):
             last.attention.store(x, rotary, backend)
-            return x[:0]
-        x, residual = last(x, residual, rotary, backend, output_tokens, deferred.last)
-        return residual.add_(self._parallel.all_reduce(x)) if self._norm is None else self._norm.add(x, residual)
+            return residual[:0]
+        output, residual = last(x, residual, rotary, backend, output_tokens, deferred.last)
+        if self._norm is None:
+            return residual.add_(self._parallel.all_reduce(output))
+        return self._norm.add(output, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab_size] from rows of hidden states [rows, hidden_size], on the last stage."""
@@ -275,7 +297,7 @@ class Decoder:
             self._head.tie(self._embedding)
         self._head.process_weights_after_loading()
 
-    def _begin(self, inputs: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
+    def _begin(self, inputs: Tensor, with_mlp: bool) -> tuple[Activations, Tensor]:
         """Return x, normed for the first layer, and the residual."""
         norm = self.layers[0].input_norm
         if with_mlp:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runner.attention import AttentionBackend
-from runner.batch import RotaryCosSin
+from runner.batch import Activations, RotaryCosSin
 from runner.models.decoder import Decoder
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
@@ -21,7 +21,7 @@ class GptOssAttention(Attention):
         local = self.heads.size // config.head_dim
         self._sinks = torch.empty(local, device=placement.device, dtype=placement.dtype)
 
-    def __call__(self, x: Tensor, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
+    def __call__(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         return backend.attend(self._layer, self.store(x, rotary, backend), self._sinks)
 
     def weight_shards(self) -> WeightShards:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runner.attention import AttentionBackend
-from runner.batch import RotaryCosSin
+from runner.batch import Activations, RotaryCosSin
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.weight_shard import WeightShard, WeightShards
@@ -21,7 +21,7 @@ class MiniMaxM2Attention(Attention):
         # [queries and keys of this shard]
         self._weight = torch.empty(self.heads.size + self.kv_heads.size, device=placement.device, dtype=placement.dtype)
 
-    def store(self, x: Tensor, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
+    def store(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         qkv = self._qkv.apply(x)
         self._norm(qkv[:, : len(self._weight)])
         return backend.prepare_and_store(self._layer, qkv, rotary, None)

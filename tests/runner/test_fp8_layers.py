@@ -19,10 +19,11 @@ import runner
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
+from pdserve.records import SamplingParams
 from runner.batch import Routing
 from runner.kernels import activation, fp8_products
-from runner.kernels.fp8_few_tokens import FewTokens
 from runner.kernels.expert_reference import choose_experts
+from runner.kernels.fp8_few_tokens import FewTokens
 from runner.kernels.reference import silu_and_mul
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard
@@ -46,6 +47,10 @@ kept_formats = pytest.mark.parametrize(
 
 def random(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def random_tokens(length: int, vocab_size: int) -> list[int]:
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 @kept_formats
@@ -261,6 +266,31 @@ def test_products_on_hopper_err_by_the_rounding_of_activations(name: str, block:
     addresses = linear.weight.data_ptr(), linear._products.scales.data_ptr()
     fill(linear, in_rows(tensors, 0, block), [weight], slice(None))
     assert addresses == (linear.weight.data_ptr(), linear._products.scales.data_ptr())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed fp8 rows"])
+def test_logprobs_on_hopper_err_by_the_rounding_of_activations(name: str, tmp_path: Path) -> None:
+    """Prompts in one step, then one to three sequences: each has its kind of product, behind norms that quantize."""
+    plain = make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2, hidden_size=256, intermediate_size=384)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    config = node_config(
+        quantized, runner="V2", attention_backend="triton", device="cuda", dtype="bfloat16", num_blocks=64
+    )
+    model_runner = runner.build(config, lambda stage, fraction: None)
+    decoder: Any = model_runner._model.decoder  # type: ignore[attr-defined]
+    assert decoder.layers[0].input_norm._quantized_group(2) == (128 if name == "fp8 blocks" else 256)
+    vocab, reference = config.model.vocab_size, reference_model(plain)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=vocab)
+    prompts = [random_tokens(length, vocab) for length in (1, 20, 200)]
+    for result in Stepper(model_runner).generate(prompts, 6, sampling, stagger=2):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([result.tokens])).logits[0, result.prompt_len - 1 : -1]
+        exact, found = logits.log_softmax(-1), torch.empty(6, vocab)
+        for row, sample in zip(found, result.samples, strict=True):
+            assert sample.logprobs is not None
+            row[list(sample.logprobs.top_ids)] = torch.tensor(sample.logprobs.top_logprobs)
+        assert (found - exact).norm() < 0.1 * (exact - exact.mean(-1, keepdim=True)).norm()
 
 
 def test_tensor_shards_that_cut_scale_blocks_are_refused(tmp_path: Path) -> None:

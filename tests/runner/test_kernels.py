@@ -10,9 +10,10 @@ from torch import Tensor
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import UNSCALED, KVScales
-from runner.batch import HeadNorms, RotaryCosSin
+from runner.batch import HeadNorms, Quantized, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.embedding import embed
+from runner.kernels.fp8_products import quantize
 from runner.kernels.gather import TILE, GatheredKeys
 from runner.kernels.gemv import gemv
 from runner.kernels.pages import PageLists
@@ -58,6 +59,24 @@ def test_add_rms_norm_updates_the_residual(dtype: torch.dtype) -> None:
     normed = reference_ops().add_rms_norm(x, expected, weight)
     assert_close(TritonPointwiseOps(EPS, ALONE).add_rms_norm(x, residual, weight), normed)
     assert_close(residual, expected)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("size", "group"), [(384, 128), (384, 384), (200, 200)])
+def test_a_quantized_norm_equals_the_norm_quantized_behind_it(size: int, group: int, with_residual: bool) -> None:
+    ops, dtype = TritonPointwiseOps(EPS, ALONE), torch.bfloat16
+    x, residual, weight = random(3, size, dtype=dtype), random(3, size, dtype=dtype, seed=1), random(size, dtype=dtype)
+    x[1] = residual[1] = 0
+    other = residual.clone()
+    if with_residual:
+        expected = quantize(ops.add_rms_norm(x, other, weight), group)
+        found = ops.add_quantized_rms_norm(x, residual, weight, group)
+        assert torch.equal(residual, other)
+    else:
+        expected, found = quantize(ops.rms_norm(x, weight), group), ops.quantized_rms_norm(x, weight, group)
+    assert isinstance(found, Quantized)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(found.scales, expected.scales)
 
 
 def test_the_norm_of_a_row_does_not_depend_on_other_rows() -> None:

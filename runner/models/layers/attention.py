@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.attention import AttentionBackend
-from runner.batch import HeadNorms, RotaryCosSin
+from runner.batch import Activations, HeadNorms, RotaryCosSin
 from runner.models.layers.context import ModelContext
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.rotary import rotary_order
@@ -37,17 +37,18 @@ class Attention:
         outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         self._qkv = MergedColumnParallelLinear(context, config.hidden_size, outputs, qkv_bias)
         self._out = RowParallelLinear(context, "o_proj", heads, config.hidden_size, out_bias)
+        self.quantized_group = self._qkv.quantized_group  # in which x may be quantized, by the number of tokens
         self._order = rotary_order(config.rope, config.head_dim)
         self._norms: HeadNorms | None = None
         if head_norms:
             q_weight = torch.empty(config.head_dim, device=context.placement.device, dtype=context.placement.dtype)
             self._norms = HeadNorms(q_weight, torch.empty_like(q_weight), config.rms_norm_eps)
 
-    def __call__(self, x: Tensor, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
+    def __call__(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Return the attention output before ``project``, [tokens, num_heads * head_dim]; store keys and values."""
         return backend.attend(self._layer, self.store(x, rotary, backend))
 
-    def store(self, x: Tensor, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
+    def store(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Store keys and values, and return the queries."""
         return backend.prepare_and_store(self._layer, self._qkv.apply(x), rotary, self._norms)
 

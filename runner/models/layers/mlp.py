@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from runner.batch import Activations
 from runner.models.layers.context import ModelContext
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.weight_shard import ShardRange, WeightShards
@@ -14,7 +15,10 @@ from runner.models.layers.weight_shard import ShardRange, WeightShards
 class MLPBlock(Protocol):
     """An MLP or a mixture of experts. Tensors are named behind the layer's "mlp."."""
 
-    def apply(self, x: Tensor) -> Tensor:
+    def quantized_group(self, tokens: int) -> int:
+        """Return the group in which ``apply`` takes so many tokens quantized, as LinearMethod does; 0: as they are."""
+
+    def apply(self, x: Activations) -> Tensor:
         """Return this shard's part of [tokens, hidden_size], still to be summed, of x [tokens, hidden_size]."""
 
     def weight_shards(self) -> WeightShards: ...
@@ -33,8 +37,9 @@ class MLP:
         outputs = {"gate_proj": inner, "up_proj": inner}
         self._gate_up = MergedColumnParallelLinear(context, hidden_size, outputs, bias)
         self._down = RowParallelLinear(context, "down_proj", inner, hidden_size, bias)
+        self.quantized_group = self._gate_up.quantized_group
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Activations) -> Tensor:
         return self._down.apply_gated(self._gate_up.apply(x), self._ops.silu_and_mul)
 
     def weight_shards(self) -> WeightShards:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.config.moe import MoEConfig
-from runner.batch import Routing
+from runner.batch import Activations, Routing
 from runner.kernels import expert_reference
 from runner.models.layers.context import ModelContext
 from runner.models.layers.expert_copies import ExpertCopies
@@ -98,8 +98,13 @@ class MixtureOfExperts:
         )
         self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
 
-    def apply(self, x: Tensor) -> Tensor:
+    def quantized_group(self, tokens: int) -> int:
+        """Return 0: the router's scores are those of activations that are not quantized."""
+        return 0
+
+    def apply(self, x: Activations) -> Tensor:
         """Return this shard's part of [tokens, hidden_size] of x [tokens, hidden_size]; never waits for the device."""
+        assert isinstance(x, Tensor)
         shared = None if self._shared is None else self._shared.apply(x)
         routing = self._router(x)
         return self._experts.apply(x, routing if self.copies is None else self.copies(routing), shared)

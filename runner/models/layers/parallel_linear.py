@@ -6,6 +6,9 @@ row parallel      each shard has a range of the inputs; the shards' results are 
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from runner.batch import Activations, Quantized
 from runner.models.layers.context import ModelContext
 from runner.models.layers.weight_shard import ShardRange, WeightShards, prefixed
 
@@ -17,7 +20,11 @@ class MergedColumnParallelLinear:
         """``outputs`` has this shard's outputs of each projection, by its name in the checkpoint."""
         self._in_features, self._outputs = in_features, outputs
         self._linear = context.linear(in_features, sum(output.size for output in outputs.values()), bias)
-        self.apply = self._linear.apply  # [tokens, in_features] → [tokens, sum of the outputs]
+        self.quantized_group = self._linear.quantized_group
+
+    def apply(self, x: Activations) -> Tensor:
+        """Return [tokens, sum of the outputs] of x [tokens, in_features]."""
+        return self._linear.apply_quantized(x) if isinstance(x, Quantized) else self._linear.apply(x)
 
     def weight_shards(self) -> WeightShards:
         first, inputs = 0, ShardRange.full(self._in_features)

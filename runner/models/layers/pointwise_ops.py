@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runner.batch import Activations
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.reference import rms_norm, silu_and_mul
 
@@ -26,6 +27,14 @@ class PointwiseOps:
         The result is scaled by weight [size].
         """
         return rms_norm(residual.add_(self._parallel.all_reduce(x)), weight, self._device_eps)
+
+    def quantized_rms_norm(self, x: Tensor, weight: Tensor, group: int) -> Activations:
+        """Return the norm, quantized in groups of a row if these operations can; else it is to be quantized."""
+        return self.rms_norm(x, weight)
+
+    def add_quantized_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, group: int) -> Activations:
+        """Do ``add_rms_norm``, and quantize as ``quantized_rms_norm`` does."""
+        return self.add_rms_norm(x, residual, weight)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [tokens, size], from both side by side, [tokens, 2 * size]."""

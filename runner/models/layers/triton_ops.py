@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from runner.batch import Activations
 from runner.kernels.activation import silu_and_mul
-from runner.kernels.norm import add_rms_norm, rms_norm
+from runner.kernels.norm import add_rms_norm, quantized_rms_norm, rms_norm
 from runner.models.layers.pointwise_ops import PointwiseOps
 
 
@@ -18,6 +19,15 @@ class TritonPointwiseOps(PointwiseOps):
         if kernel is not None and kernel.takes(x):
             return kernel(x, residual, weight, self._eps)
         return add_rms_norm(self._parallel.all_reduce(x), residual, weight, self._eps)
+
+    def quantized_rms_norm(self, x: Tensor, weight: Tensor, group: int) -> Activations:
+        return quantized_rms_norm(x, None, weight, self._eps, group)
+
+    def add_quantized_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, group: int) -> Activations:
+        kernel = self._parallel.fused_all_reduce
+        if kernel is not None and kernel.takes(x):
+            return kernel(x, residual, weight, self._eps)
+        return quantized_rms_norm(self._parallel.all_reduce(x), residual, weight, self._eps, group)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up)

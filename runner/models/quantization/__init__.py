@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pdserve.config.weight_formats import WeightFormat
-from runner.batch import Routing
+from runner.batch import Quantized, Routing
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.placement import TensorPlacement
 
@@ -56,6 +56,14 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """Return y [tokens, out_features] of x [tokens, in_features]."""
+
+    def quantized_group(self, tokens: int) -> int:
+        """Return the inputs per scale in which ``apply_quantized`` takes so many tokens; 0: ``apply`` takes them."""
+        return 0
+
+    def apply_quantized(self, x: Quantized) -> Tensor:
+        """Return y of x [tokens, in_features], quantized in groups of ``quantized_group``."""
+        raise NotImplementedError(f"{type(self).__name__} takes no quantized activations")
 
     def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
         """Return y of silu(gate) * up, which ``silu_and_mul`` computes of gate_up [tokens, 2 * in_features]."""

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.config.kept_weights import fp8_blocks
+from runner.batch import Quantized
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import LinearMethod
 from runner.placement import TensorPlacement
-
-if TYPE_CHECKING:
-    from runner.kernels.fp8_products import Quantized
 
 E4M3 = torch.float8_e4m3fn
 _FASTEST_LEAST = (9, 0)  # compute capability with products of FP8 whose rows and columns have scales
@@ -84,6 +82,14 @@ class Fp8LinearMethod(LinearMethod):
         y = self._products(x)
         return y if self.bias is None else y.add_(self.bias)
 
+    def quantized_group(self, tokens: int) -> int:
+        return self._group if self._products is not None and tokens > 1 else 0
+
+    def apply_quantized(self, x: Quantized) -> Tensor:
+        assert self._products is not None
+        y = self._products.of_quantized(x)
+        return y if self.bias is None else y.add_(self.bias)
+
     def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
         if self._products is None or gate_up.shape[0] == 1:
             return super().apply_gated(gate_up, silu_and_mul)
@@ -129,13 +135,14 @@ class Fp8Products:
         """Return [tokens, out_features] of x [tokens, in_features], both bfloat16."""
         if x.shape[0] == 1:
             return self._kernels.gemv(x, self._weight, self.scales, self._row_block, self._group)
-        return self._product(self._kernels.quantize(x, self._group))
+        return self.of_quantized(self._kernels.quantize(x, self._group))
 
     def of_gated(self, gate_up: Tensor) -> Tensor:
         """Return [tokens, out_features] of silu(gate) * up; gate_up is [tokens, 2 * in_features]."""
-        return self._product(self._kernels.quantize(gate_up, self._group, gated=True))
+        return self.of_quantized(self._kernels.quantize(gate_up, self._group, gated=True))
 
-    def _product(self, x: Quantized) -> Tensor:
+    def of_quantized(self, x: Quantized) -> Tensor:
+        """Return [tokens, out_features] of x [tokens, in_features], quantized in the weight's groups."""
         if len(x.values) <= self._few.most_tokens:
             return self._few(x)
         values, scales = x
