@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.batch import Quantized
+from runner.kernels.activation import silu_and_mul_values
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
-from runner.kernels.fp8 import quantized_rows
+from runner.kernels.fp8 import quantized_rows, rounded_to
 
 _QUANTIZED = 2048  # values that a program quantizes; a larger group is one program's
 _ROWS = 4  # of a weight per program of ``gemv``
@@ -43,7 +44,7 @@ def _quantize_kernel(
         gate = tl.load(x + from_gate, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + from_gate + IN, mask=inside, other=0.0).to(tl.float32)
         # Rounded as silu_and_mul rounds it.
-        part = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
+        part = rounded_to(silu_and_mul_values(gate, up), x.dtype.element_ty)
     else:
         part = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     quantized, scale = quantized_rows(part)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runner.batch import Quantized
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
-from runner.kernels.fp8 import quantized_rows
+from runner.kernels.fp8 import quantized_rows, rounded_to
 
 
 @triton.jit
@@ -42,16 +42,17 @@ def _norm_kernel(
         tl.store(residual + at, rounded, mask=mask)
         row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
-    normed = (row * scale * weights).to(x.dtype.element_ty)
+    normed = row * scale * weights
     if GROUP:
         WIDTH: tl.constexpr = BLOCK if GROUP == SIZE else GROUP
         GROUPS: tl.constexpr = SIZE // GROUP
-        values, group_scales = quantized_rows(tl.reshape(normed.to(tl.float32), (BLOCK // WIDTH, WIDTH)))
+        normed = rounded_to(normed, x.dtype.element_ty)
+        values, group_scales = quantized_rows(tl.reshape(normed, (BLOCK // WIDTH, WIDTH)))
         group = tl.arange(0, BLOCK // WIDTH)
         tl.store(scales + tl.program_id(0) * GROUPS + group, group_scales, mask=group < GROUPS)
         tl.store(out + at, tl.reshape(values, (BLOCK,)), mask=mask)
     else:
-        tl.store(out + at, normed, mask=mask)
+        tl.store(out + at, normed.to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
