@@ -71,7 +71,7 @@ def quantize(x: Tensor, group: int, *, gated: bool = False) -> Quantized:
             GATED=gated,
             BLOCK=block,
             GROUPS=together,
-            num_warps=max(1, min(16, block * together // 512)),
+            num_warps=max(1, min(32, block * together // 512)),
         )
     return Quantized(values, scales)
 

@@ -186,7 +186,7 @@ def test_merged_shards_may_cut_blocks_of_outputs(name: str, block: int, part: sl
 def quantized_weight(rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     """Return E4M3 values and scales [rows / block, columns / block] of a random weight; block 1: per row."""
     scales = torch.rand(-(-rows // block), columns // block if block > 1 else 1).add_(0.5).mul_(1e-3)
-    return random(rows, columns, seed=4).mul_(100).to(E4M3).to(DEVICE), scales.to(DEVICE)
+    return random(rows, columns, seed=4).mul_(100).clamp_(-448, 448).to(E4M3).to(DEVICE), scales.to(DEVICE)
 
 
 def dequantized(values: Tensor, scales: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Fp8Products:
         self.scales = scales
         self._few = FewTokens(weight, scales, row_block, group)
         self._kernels, self._weight, self._row_block, self._group = fp8_products, weight, row_block, group
-        self._per_output = scales.shape[1] == 1 and group == weight.shape[1]
+        self._per_output = scales.shape == (weight.shape[0], 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [tokens, out_features] of x [tokens, in_features], both bfloat16."""
