@@ -150,6 +150,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         partial_rotary=True,
         moe=glm4_moe,
+        v2_figures=_EXPERTS_ON_H200,
     ),
     "MiniMaxM2ForCausalLM": DecoderFamily(
         module="minimax_m2",
@@ -163,5 +164,6 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         partial_rotary=True,
         moe=minimax_m2,
+        v2_figures=_EXPERTS_ON_H200,
     ),
 }
