@@ -31,8 +31,8 @@ from engine.frontend.weight_changes import CHANGES_SERVICE, Power, WeightChanges
 from engine.frontend.weight_peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from engine.ipc.messages import Progress
 from engine.liveness.heartbeat_monitor import LivenessWatch
+from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolve import with_weight_digests
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter

@@ -31,8 +31,8 @@ import msgspec
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
 from pdserve.config.compatibility import weights_hash
+from pdserve.config.config_with_weights import with_checkpoint, with_patch, with_reload, without_digests
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolve import with_checkpoint, with_patch, with_reload, without_digests
 from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError, RequestError, cut
 from pdserve.pb import pdserve_pb2 as pb

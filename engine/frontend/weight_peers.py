@@ -19,8 +19,8 @@ import grpc
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
 from pdserve.config.compatibility import weights_hash
+from pdserve.config.config_with_weights import with_known_digests
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolve import with_known_digests
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import ConfigError, NodeError, PeerError
 from pdserve.pb import pdserve_pb2 as pb

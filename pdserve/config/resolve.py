@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
-from pdserve.checkpoint.simulated_weights import simulated_digest
-from pdserve.checkpoint.weight_digests import fold_digests, group_digests, known_tensor_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import (
     COMMON_PAGES,
@@ -23,7 +20,6 @@ from pdserve.config.attention_backends import (
     choose_page_size,
     find_platform,
 )
-from pdserve.config.compatibility import WEIGHTS_OF
 from pdserve.config.hub import resolve_model
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
@@ -337,7 +333,7 @@ def model_name(model: str) -> str:
 def _compat_fields(
     model: ModelConfig, options: NodeOptions, layout: KVLayout, kv_scales: tuple[KVScales, ...]
 ) -> dict[str, str]:
-    """Return the fields that must be equal on both sides of a handoff; ``with_weight_digests`` adds the weights.
+    """Return the fields that must be equal on both sides of a handoff; ``config_with_weights.py`` adds the weights.
 
     A simulated node has no KV to read, so ``weights`` keeps it from being paired with a real one.
     """
@@ -354,54 +350,3 @@ def _compat_fields(
         "block_size": str(layout.block_size),
         "kv_checksum": options.kv_checksum or "on",
     }
-
-
-def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:
-    """Return the configuration with a digest per tensor group in ``compat_fields``.
-
-    Reads all weights, unless they are cached or not those of the checkpoint. Raises CheckpointError, Stopped.
-    """
-    match config.compat_fields["weights"]:
-        case "simulated":
-            return _with_groups(config, {"simulated": simulated_digest(Path(config.model_dir)).hex()})
-        case "dummy":
-            return config
-    return _with_groups(config, group_digests(Path(config.model_dir), stop))
-
-
-def with_known_digests(config: NodeConfig) -> NodeConfig | None:
-    """Return what ``with_weight_digests`` does if that reads no weights, else None. Raises CheckpointError."""
-    known = known_tensor_digests(Path(config.model_dir))
-    return None if known is None else _with_groups(config, fold_digests(known))
-
-
-def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:
-    """Return the configuration with the weights of another checkpoint of the same model. Raises CheckpointError."""
-    return with_weight_digests(with_checkpoint(config, model_dir))
-
-
-def with_checkpoint(config: NodeConfig, model_dir: str) -> NodeConfig:
-    """Return the configuration of an engine that loads another checkpoint of the same model. It has no digests yet."""
-    config = without_digests(config)
-    if config.compat_fields["weights"] == "dummy":
-        fields = config.compat_fields | {"weights": "checkpoint"}
-        config = msgspec.structs.replace(config, load_format="auto", compat_fields=fields)
-    return msgspec.structs.replace(config, model_dir=model_dir)
-
-
-def without_digests(config: NodeConfig) -> NodeConfig:
-    """Return the configuration of an engine that loads the weights anew, without patches."""
-    fields = {name: value for name, value in config.compat_fields.items() if not name.startswith(WEIGHTS_OF)}
-    return msgspec.structs.replace(config, compat_fields=fields)
-
-
-def with_patch(config: NodeConfig, digest: str) -> NodeConfig:
-    """Return the configuration after a patch with this hex digest. Its weights depend on all patches in order."""
-    patches = f"{WEIGHTS_OF}patches"
-    chain = hashlib.sha256(f"{config.compat_fields.get(patches, '')} {digest}".encode()).hexdigest()
-    return msgspec.structs.replace(config, compat_fields=config.compat_fields | {patches: chain[:32]})
-
-
-def _with_groups(config: NodeConfig, groups: Mapping[str, str]) -> NodeConfig:
-    fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in groups.items()}
-    return msgspec.structs.replace(config, compat_fields=config.compat_fields | fields)

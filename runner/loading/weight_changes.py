@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 
 from pdserve.config.compatibility import weights_hash
+from pdserve.config.config_with_weights import with_reload
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolve import with_reload
 from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CheckpointError, PdserveError
 from pdserve.weight_change import WeightChange

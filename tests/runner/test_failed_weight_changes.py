@@ -23,7 +23,7 @@ from weight_patches import REQUESTS, Entries, data_of, patched, read_tensors, wr
 import runner
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.compatibility import weights_hash
-from pdserve.config.resolve import with_reload
+from pdserve.config.config_with_weights import with_reload
 from pdserve.errors import CheckpointError, NodeError
 from pdserve.protocols import ModelRunner
 from pdserve.records import SamplingParams

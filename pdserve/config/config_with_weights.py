@@ -1,0 +1,66 @@
+"""A node's configuration with the digests of its weights, which change when it reloads or patches them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from pdserve.checkpoint.simulated_weights import simulated_digest
+from pdserve.checkpoint.weight_digests import fold_digests, group_digests, known_tensor_digests
+from pdserve.config.compatibility import WEIGHTS_OF
+from pdserve.config.node_config import NodeConfig
+
+
+def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:
+    """Return the configuration with a digest per tensor group in ``compat_fields``.
+
+    Reads all weights, unless they are cached or not those of the checkpoint. Raises CheckpointError, Stopped.
+    """
+    match config.compat_fields["weights"]:
+        case "simulated":
+            return _with_groups(config, {"simulated": simulated_digest(Path(config.model_dir)).hex()})
+        case "dummy":
+            return config
+    return _with_groups(config, group_digests(Path(config.model_dir), stop))
+
+
+def with_known_digests(config: NodeConfig) -> NodeConfig | None:
+    """Return what ``with_weight_digests`` does if that reads no weights, else None. Raises CheckpointError."""
+    known = known_tensor_digests(Path(config.model_dir))
+    return None if known is None else _with_groups(config, fold_digests(known))
+
+
+def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:
+    """Return the configuration with the weights of another checkpoint of the same model. Raises CheckpointError."""
+    return with_weight_digests(with_checkpoint(config, model_dir))
+
+
+def with_checkpoint(config: NodeConfig, model_dir: str) -> NodeConfig:
+    """Return the configuration of an engine that loads another checkpoint of the same model. It has no digests yet."""
+    config = without_digests(config)
+    if config.compat_fields["weights"] == "dummy":
+        fields = config.compat_fields | {"weights": "checkpoint"}
+        config = msgspec.structs.replace(config, load_format="auto", compat_fields=fields)
+    return msgspec.structs.replace(config, model_dir=model_dir)
+
+
+def without_digests(config: NodeConfig) -> NodeConfig:
+    """Return the configuration of an engine that loads the weights anew, without patches."""
+    fields = {name: value for name, value in config.compat_fields.items() if not name.startswith(WEIGHTS_OF)}
+    return msgspec.structs.replace(config, compat_fields=fields)
+
+
+def with_patch(config: NodeConfig, digest: str) -> NodeConfig:
+    """Return the configuration after a patch with this hex digest. Its weights depend on all patches in order."""
+    patches = f"{WEIGHTS_OF}patches"
+    chain = hashlib.sha256(f"{config.compat_fields.get(patches, '')} {digest}".encode()).hexdigest()
+    return msgspec.structs.replace(config, compat_fields=config.compat_fields | {patches: chain[:32]})
+
+
+def _with_groups(config: NodeConfig, groups: Mapping[str, str]) -> NodeConfig:
+    fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in groups.items()}
+    return msgspec.structs.replace(config, compat_fields=config.compat_fields | fields)
