@@ -106,8 +106,8 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return this shard's part of the layer's output, and the residual without it.
 
-        x is the normed residual, quantized or not; all are [tokens, hidden_size]. The attention output is added to the residual in
-        place, except where the MLP is left out. The caller adds the result in the norm that follows.
+        x is the normed residual, quantized or not; all are [tokens, hidden_size]. The attention output is added to the
+        residual in place, except where the MLP is left out. The caller adds the result in the norm that follows.
         ``output_tokens`` [kept] selects tokens after attention: then the results are [kept, hidden_size].
         """
         attended = self.attention(x, rotary, backend)
