@@ -142,7 +142,7 @@ class FewTokens:
         self._tiles = triton.cdiv(out_features, self._block_out)
         wanted = 2 * processors if has_groups else processors  # programs; with groups each waits more often
         steps = triton.cdiv(in_features, self._block_in)
-        self._splits = max(1, min(round(wanted / self._tiles), steps, _MOST_SPLITS))
+        self._splits = max(1, min(wanted // self._tiles, steps, _MOST_SPLITS))
         self._arrived = torch.zeros(self._tiles, dtype=torch.int32, device=weight.device)
         self._shared_memory = shared_memory_of(weight.device)
         self.most_tokens = 64 if is_large else 128  # of which these products are the faster ones
