@@ -127,7 +127,7 @@ class Fp8Products:
         from runner.kernels.fp8_few_tokens import FewTokens
 
         self.scales = scales
-        self._few = FewTokens(weight, scales, row_block, group)
+        self.few = FewTokens(weight, scales, row_block, group)
         self._kernels, self._weight, self._row_block, self._group = fp8_products, weight, row_block, group
         self._per_output = scales.shape == (weight.shape[0], 1)
 
@@ -143,8 +143,8 @@ class Fp8Products:
 
     def of_quantized(self, x: Quantized) -> Tensor:
         """Return [tokens, out_features] of x [tokens, in_features], quantized in the weight's groups."""
-        if len(x.values) <= self._few.most_tokens:
-            return self._few(x)
+        if len(x.values) <= self.few.most_tokens:
+            return self.few(x)
         values, scales = x
         if not self._per_output:
             return self._kernels.block_matmul(values, scales, self._weight, self.scales, self._row_block, self._group)
