@@ -1,6 +1,6 @@
-"""What Ctrl-C does in a chat.
+"""Ctrl-C in a chat: SIGINT cancels a request, or interrupts the reading of a message.
 
-Python raises KeyboardInterrupt wherever the main thread is. That can break the console or a connection.
+Python's own handler raises KeyboardInterrupt wherever the main thread is, which can break the console or a connection.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
+        """Handle SIGINT until the context ends."""
         before = signal.signal(signal.SIGINT, self._on_signal)
         try:
             yield

@@ -1,4 +1,7 @@
-"""Conversion to FP8, and of keys and values for an FP8 KV cache. ``reference.py`` has the latter in torch."""
+"""Rounding and conversion to FP8: of activations, and of keys and values for an FP8 KV cache.
+
+``reference.py`` has the latter in torch.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.batch import Quantized
-from runner.kernels.tiles import processors_of, shared_memory_of
+from runner.kernels.device_limits import processors_of, shared_memory_of
 
 _LEAST_TOKENS = 16  # of a tile
 _BLOCK_OUT = 64  # a large weight has twice as many
@@ -39,7 +39,7 @@ def _part(
     out,
     known,
     held,
-    first,  # step
+    first,
     last,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -47,7 +47,7 @@ def _part(
     GROUP: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """Return the sums over the inputs of some steps, [outputs, tokens], scaled unless a row is one group."""
+    """Return sums over the inputs of steps ``first`` to ``last`` - 1, [outputs, tokens]; scaled if GROUP < IN."""
     GROUPS: tl.constexpr = IN // GROUP
     column = tl.arange(0, BLOCK_IN)
     weight_at = weight + out.to(tl.int64)[:, None] * IN + column[None, :]
@@ -128,13 +128,12 @@ def _few_tokens_kernel(
 
 
 class FewTokens:
-    """The products of one weight; see ``fp8_products`` for the arguments."""
+    """The products of one weight, whose scales ``fp8_products`` describes. ``group``: inputs that share a scale."""
 
     def __init__(self, weight: Tensor, scales: Tensor, row_block: int, group: int) -> None:
-        self._weight, self._scales, self._row_block = weight, scales, row_block
+        self._weight, self._scales, self._row_block, self._group = weight, scales, row_block, group
         out_features, in_features = weight.shape
-        has_groups = scales.shape[1] > 1
-        self._group = group if has_groups else in_features
+        has_groups = group < in_features
         processors = processors_of(weight.device)
         is_large = triton.cdiv(out_features, 2 * _BLOCK_OUT) >= processors
         self._block_out = 2 * _BLOCK_OUT if is_large else _BLOCK_OUT
@@ -145,7 +144,7 @@ class FewTokens:
         self._splits = max(1, min(wanted // self._tiles, steps, _MOST_SPLITS))
         self._arrived = torch.zeros(self._tiles, dtype=torch.int32, device=weight.device)
         self._shared_memory = shared_memory_of(weight.device)
-        self.most_tokens = 64 if is_large else 128  # of which these products are the faster ones
+        self.most_tokens = 64 if is_large else 128  # of a step that these products compute faster than others
 
     def __call__(self, x: Quantized) -> Tensor:
         """Return bfloat16 [tokens, out_features] of at most ``most_tokens``, quantized in the weight's groups."""

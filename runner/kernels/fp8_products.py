@@ -149,7 +149,7 @@ def gemv(x: Tensor, weight: Tensor, scales: Tensor, row_block: int, group: int) 
         out_features,
         IN=in_features,
         ROW_BLOCK=row_block,
-        GROUP=group if scales.shape[1] > 1 else in_features,
+        GROUP=group,
         ROWS=_ROWS,
         CHUNK=_CHUNK,
         num_warps=4,

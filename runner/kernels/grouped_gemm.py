@@ -6,7 +6,6 @@ tile, as most experts have a single token at best. The plain forms are in ``expe
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.batch import Routing
+from runner.kernels.device_limits import shared_memory_of
 from runner.kernels.routing import SortedTokens, sort_by_expert
 
 DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -211,7 +211,7 @@ def _options(tile_rows: int, out_features: int, in_features: int, dtype: torch.d
     interpreted = triton.knobs.runtime.interpret
     few = tile_rows <= 32
     exact = dtype == torch.float32  # multiplied without tensor cores, out of registers: small tiles, no pipeline
-    large = tile_rows == 128 and has_large_memory()
+    large = tile_rows == 128 and not interpreted and shared_memory_of(torch.device("cuda")) >= _LARGE_MEMORY
     block_out = 32 if exact else 64 if few else 256 if large else 128
     block_in = 32 if exact else 128 if few else 64
     return {
@@ -223,12 +223,3 @@ def _options(tile_rows: int, out_features: int, in_features: int, dtype: torch.d
         "num_warps": 4 if tile_rows < 128 else 8,
         "num_stages": 2 if exact else 4 if few or large else 3,
     }
-
-
-@functools.cache
-def has_large_memory() -> bool:
-    """Whether programs of this process's GPU may use as much shared memory as on Hopper."""
-    if triton.knobs.runtime.interpret:
-        return False
-    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
-    return bool(properties["max_shared_mem"] >= _LARGE_MEMORY)

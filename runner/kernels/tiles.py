@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from runner.kernels.device_limits import processors_of, shared_memory_of
 from runner.placement import TensorPlacement
 
-_INTERPRETED_PROCESSORS = 4
 _KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
 _SHORT_WINDOW = 512  # tokens; large tiles of keys would be masked for the most part
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
@@ -32,22 +32,6 @@ class AttentionTiles:
     def prefill_options(self, window: int | None) -> dict[str, Any]:
         """Return the options for a layer's window in tokens; BLOCK_QUERIES are the tokens of a tile."""
         return self.prefill if window is None or window > _SHORT_WINDOW else self.windowed
-
-
-def processors_of(device: torch.device) -> int:
-    """Return the number of processors (SMs) of a GPU."""
-    return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else _INTERPRETED_PROCESSORS
-
-
-def shared_memory_of(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use."""
-    return _device_properties(device)["max_shared_mem"] if device.type == "cuda" else _LARGE_SHARED_MEMORY
-
-
-def _device_properties(device: torch.device) -> dict[str, int]:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(index)
-    return properties
 
 
 def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> AttentionTiles:

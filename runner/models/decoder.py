@@ -51,19 +51,19 @@ class InputNorm:
     """The RMS norm before a product, quantized if the product takes FP8."""
 
     def __init__(self, context: ModelContext, quantized_group: Callable[[int], int]) -> None:
-        """``quantized_group`` is that of the product's LinearMethod."""
+        """``quantized_group`` is the method of the product's LinearMethod."""
         self._norm, self._ops, self._quantized_group = RMSNorm(context), context.ops, quantized_group
         self.weight = self._norm.weight
 
     def __call__(self, x: Tensor) -> Activations:
         group = self._quantized_group(len(x))
-        return self._ops.quantized_rms_norm(x, self.weight, group) if group else self._norm(x)
+        return self._ops.quantized_rms_norm(x, None, self.weight, group) if group else self._norm(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Activations:
         """Add the sum of x over the tensor shards to ``residual`` in place, and norm the result."""
         group = self._quantized_group(len(x))
         if group:
-            return self._ops.add_quantized_rms_norm(x, residual, self.weight, group)
+            return self._ops.quantized_rms_norm(x, residual, self.weight, group)
         return self._norm.add(x, residual)
 
 

@@ -19,6 +19,7 @@ import runner
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
+from pdserve.protocols import ModelRunner
 from pdserve.records import SamplingParams
 from runner.batch import Routing
 from runner.kernels import activation, fp8_products
@@ -53,14 +54,17 @@ def random_tokens(length: int, vocab_size: int) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
+def decoder_of(model_runner: ModelRunner) -> Any:
+    return model_runner._model.decoder  # type: ignore[attr-defined]
+
+
 @kept_formats
 def test_tokens_on_v2_are_those_of_the_dequantized_model(name: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
     quantized = quantize(plain, tmp_path / "quantized", name)
     config = node_config(quantized, runner="V2", attention_backend="triton", device=DEVICE.type, num_blocks=8)
     model_runner = runner.build(config, lambda stage, fraction: None)
-    decoder: Any = model_runner._model.decoder  # type: ignore[attr-defined]
-    assert decoder.layers[0].attention._qkv._linear.weight.dtype == E4M3
+    assert decoder_of(model_runner).layers[0].attention._qkv._linear.weight.dtype == E4M3
     (result,) = Stepper(model_runner).generate([PROMPT], 4)
     assert result.output == reference_greedy(reference_model(plain), PROMPT, 4)
 
@@ -71,8 +75,7 @@ def test_tokens_of_fp8_experts_are_those_of_the_dequantized_model(backend: str, 
     quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
     config = node_config(quantized, runner="V2", attention_backend=backend, device=DEVICE.type, num_blocks=8)
     model_runner = runner.build(config, lambda stage, fraction: None)
-    decoder: Any = model_runner._model.decoder  # type: ignore[attr-defined]
-    assert decoder.layers[0].mlp.block._experts._down.weight.dtype == E4M3
+    assert decoder_of(model_runner).layers[0].mlp.block._experts._down.weight.dtype == E4M3
     (result,) = Stepper(model_runner).generate([PROMPT], 3)
     assert result.output == reference_greedy(reference_model(plain), PROMPT, 3)
 
@@ -284,8 +287,7 @@ def test_logprobs_of_fp8_products_err_by_the_rounding_of_activations(
         quantized, runner="V2", attention_backend="triton", device=device, dtype="bfloat16", num_blocks=64
     )
     model_runner = runner.build(config, lambda stage, fraction: None)
-    decoder: Any = model_runner._model.decoder  # type: ignore[attr-defined]
-    assert decoder.layers[0].input_norm._quantized_group(2) == (128 if name == "fp8 blocks" else 256)
+    assert decoder_of(model_runner).layers[0].input_norm._quantized_group(2) == (128 if name == "fp8 blocks" else 256)
     vocab, reference = config.model.vocab_size, reference_model(plain)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=vocab)
     prompts = [random_tokens(length, vocab) for length in lengths]

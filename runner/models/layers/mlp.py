@@ -16,7 +16,7 @@ class MLPBlock(Protocol):
     """An MLP or a mixture of experts. Tensors are named behind the layer's "mlp."."""
 
     def quantized_group(self, tokens: int) -> int:
-        """Return the group in which ``apply`` takes so many tokens quantized, as LinearMethod does; 0: as they are."""
+        """Return the inputs per scale of x for ``apply`` in a step of ``tokens``; 0 if x must not be quantized."""
 
     def apply(self, x: Activations) -> Tensor:
         """Return this shard's part of [tokens, hidden_size], still to be summed, of x [tokens, hidden_size]."""

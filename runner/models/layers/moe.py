@@ -99,7 +99,7 @@ class MixtureOfExperts:
         self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
 
     def quantized_group(self, tokens: int) -> int:
-        """Return 0: the router's scores are those of activations that are not quantized."""
+        """Return 0: the router needs activations that are not quantized."""
         return 0
 
     def apply(self, x: Activations) -> Tensor:

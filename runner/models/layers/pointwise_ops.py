@@ -28,13 +28,12 @@ class PointwiseOps:
         """
         return rms_norm(residual.add_(self._parallel.all_reduce(x)), weight, self._device_eps)
 
-    def quantized_rms_norm(self, x: Tensor, weight: Tensor, group: int) -> Activations:
-        """Return the norm, quantized in groups of a row if these operations can; else it is to be quantized."""
-        return self.rms_norm(x, weight)
+    def quantized_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, group: int) -> Activations:
+        """Do ``add_rms_norm``, or ``rms_norm`` without a residual, and quantize with a scale per ``group`` values.
 
-    def add_quantized_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, group: int) -> Activations:
-        """Do ``add_rms_norm``, and quantize as ``quantized_rms_norm`` does."""
-        return self.add_rms_norm(x, residual, weight)
+        A norm that an all-reduce computes is returned as it is. Products quantize it themselves.
+        """
+        raise NotImplementedError("no product takes quantized activations without Triton")
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [tokens, size], from both side by side, [tokens, 2 * size]."""

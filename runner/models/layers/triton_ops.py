@@ -20,14 +20,13 @@ class TritonPointwiseOps(PointwiseOps):
             return kernel(x, residual, weight, self._eps)
         return add_rms_norm(self._parallel.all_reduce(x), residual, weight, self._eps)
 
-    def quantized_rms_norm(self, x: Tensor, weight: Tensor, group: int) -> Activations:
-        return quantized_rms_norm(x, None, weight, self._eps, group)
-
-    def add_quantized_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, group: int) -> Activations:
-        kernel = self._parallel.fused_all_reduce
-        if kernel is not None and kernel.takes(x):
-            return kernel(x, residual, weight, self._eps)
-        return quantized_rms_norm(self._parallel.all_reduce(x), residual, weight, self._eps, group)
+    def quantized_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, group: int) -> Activations:
+        if residual is not None:
+            kernel = self._parallel.fused_all_reduce
+            if kernel is not None and kernel.takes(x):
+                return self.add_rms_norm(x, residual, weight)
+            x = self._parallel.all_reduce(x)
+        return quantized_rms_norm(x, residual, weight, self._eps, group)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up)

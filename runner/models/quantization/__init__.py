@@ -58,11 +58,11 @@ class LinearMethod(ABC):
         """Return y [tokens, out_features] of x [tokens, in_features]."""
 
     def quantized_group(self, tokens: int) -> int:
-        """Return the inputs per scale in which ``apply_quantized`` takes so many tokens; 0: ``apply`` takes them."""
+        """Return the inputs per scale for ``apply_quantized`` in a step of ``tokens``; 0 if ``apply`` must be used."""
         return 0
 
     def apply_quantized(self, x: Quantized) -> Tensor:
-        """Return y of x [tokens, in_features], quantized in groups of ``quantized_group``."""
+        """Return y of x [tokens, in_features], which has a scale per ``quantized_group`` inputs."""
         raise NotImplementedError(f"{type(self).__name__} takes no quantized activations")
 
     def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
