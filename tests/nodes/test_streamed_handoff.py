@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import Lost, Refusal
-from node_client import PrefillClient, PrefillFailed, RouterClient, greedy
-from stages import BLOCK, DECODE_AHEAD, LENGTH, RELEASE_SECONDS, STEP, Pair, start_pair
+from node_client import Prefill, PrefillClient, PrefillFailed, RouterClient, greedy
+from stages import ATTEMPTS, BLOCK, DECODE_AHEAD, LENGTH, RELEASE_SECONDS, STEP, Pair, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
@@ -109,26 +109,50 @@ def test_parts_are_announced_in_order(pair: Pair) -> None:
         pair.prefill.wait_idle()
 
 
-@pytest.mark.parametrize("how", ["released", "the stream breaks", "the stream ends"])
-def test_a_handoff_that_ends_between_parts_frees_every_block(how: str, pair: Pair) -> None:
-    """D gives a prompt up after any number of events, or releases a lease while P computes its prompt."""
-    epoch = pair.prefill.describe().epoch
-    for index in range(6):
-        tokens, salt = pack_tokens(prompt_of(index, 1000)), f"{how} {index}"
-        request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)), cache_salt=salt)
-        with PrefillClient(pair.prefill.address) as client:
-            prefill = client.send(request)
-            for _ in range(index):
-                prefill.next()
-            if how == "released":
-                client.release(prefill)
-                with pytest.raises(PrefillFailed, match="the lease ended"):
-                    prefill.all()
-            elif how == "the stream ends":
-                client.half_close()
+def send_long_prompt(client: PrefillClient, epoch: str, index: int, salt: str) -> Prefill:
+    """Send a prompt of 16 steps and wait for its first ``index`` events."""
+    tokens = pack_tokens(prompt_of(index, 1000))
+    request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)), cache_salt=salt)
+    prefill = client.send(request)
+    for _ in range(index):
+        prefill.next()
+    return prefill
+
+
+def check_all_leases_ended(pair: Pair) -> None:
+    """Check that every block is free, and that each lease ended in one counted way."""
     pair.prefill.wait_idle(RELEASE_SECONDS)
     granted = pair.prefill.counter("leases_granted")
     assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
+
+
+@pytest.mark.parametrize("how", ["breaks", "ends"])
+def test_a_stream_that_ends_between_parts_frees_every_block(how: str, pair: Pair) -> None:
+    """D gives a prompt up after any number of events."""
+    epoch = pair.prefill.describe().epoch
+    for index in range(6):
+        with PrefillClient(pair.prefill.address) as client:
+            send_long_prompt(client, epoch, index, f"{how} {index}")
+            if how == "ends":
+                client.half_close()
+    check_all_leases_ended(pair)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_a_release_between_parts_ends_the_prompt(index: int, pair: Pair) -> None:
+    """D releases a lease while P computes its prompt; again if P had computed all of it before."""
+    epoch, failure = pair.prefill.describe().epoch, ""
+    with PrefillClient(pair.prefill.address) as client:
+        for attempt in range(ATTEMPTS):
+            prefill = send_long_prompt(client, epoch, index, f"released {index} {attempt}")
+            client.release(prefill)
+            try:
+                prefill.all()
+            except PrefillFailed as exc:
+                failure = str(exc)
+                break
+    assert "the lease ended" in failure, failure or "P computed each prompt before its release"
+    check_all_leases_ended(pair)
 
 
 def test_a_lease_is_extended_while_blocks_are_missing(pair: Pair) -> None:
