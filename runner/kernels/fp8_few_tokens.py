@@ -1,6 +1,7 @@
 """Products of a few quantized tokens with an FP8 weight (E4M3); their time is the time to read the weight.
 
-The weight is the left operand, as tensor cores take at least 64 rows of it and any multiple of 8 of the right one.
+The weight is the left operand: Hopper's tensor cores need at least 64 rows of the left operand, but as few as 8 columns
+of the right one.
 Where a weight has too few tiles of outputs for all processors, several programs share a tile: each sums a part of the
 inputs and stores it, and the one that ends last adds the parts, always in the same order.
 
@@ -41,7 +42,6 @@ def _part(
     held,
     first,
     last,
-    OUT: tl.constexpr,
     IN: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -103,9 +103,7 @@ def _few_tokens_kernel(
     token = tl.arange(0, BLOCK_TOKENS)
     known, held = token < tokens, out < OUT
     first, last = STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS
-    total = _part(
-        x, x_scales, weight, scales, token, out, known, held, first, last, OUT, IN, ROW_BLOCK, GROUP, BLOCK_IN
-    )  # fmt: skip
+    total = _part(x, x_scales, weight, scales, token, out, known, held, first, last, IN, ROW_BLOCK, GROUP, BLOCK_IN)
     at = token[None, :] * OUT + out[:, None]
     is_last = True
     if SPLITS > 1:

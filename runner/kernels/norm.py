@@ -1,6 +1,6 @@
 """RMS norm of rows, with the residual sum before it, and quantized where the next product takes FP8.
 
-The plain form is in ``reference.py``; quantized, that of the rounded norm is ``fp8_products.quantize``.
+The plain form is in ``reference.py``. A quantized norm equals ``fp8_products.quantize`` of the norm.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def quantized_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int) -> Quantized:
-    """Return the norm as the functions above do, quantized in groups of a row: all of it, or a power of two."""
+    """Do ``add_rms_norm``, or ``rms_norm`` without a residual, and quantize the norm.
+
+    ``group`` values of a row share a scale: all of them, or a power of two.
+    """
     rows, size = x.shape
     values = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, size // group, dtype=torch.float32, device=x.device)

@@ -24,6 +24,23 @@ def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
     return [rng.randrange(3, 128) for _ in range(length)]
 
 
+def send_long_prompt(client: PrefillClient, epoch: str, index: int, salt: str) -> Prefill:
+    """Send a prompt of 16 steps and wait for its first ``index`` events."""
+    tokens = pack_tokens(prompt_of(index, 1000))
+    request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)), cache_salt=salt)
+    prefill = client.send(request)
+    for _ in range(index):
+        prefill.next()
+    return prefill
+
+
+def check_all_leases_ended(pair: Pair) -> None:
+    """Check that every block is free, and that each lease ended in one counted way."""
+    pair.prefill.wait_idle(RELEASE_SECONDS)
+    granted = pair.prefill.counter("leases_granted")
+    assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
+
+
 def on_part(number: int, action: Callable[[], None]) -> Callable[[str], None]:
     """Return a hook that acts before the ``number``-th announcement of blocks (from 1) is forwarded."""
     seen: list[str] = []
@@ -109,23 +126,6 @@ def test_parts_are_announced_in_order(pair: Pair) -> None:
         pair.prefill.wait_idle()
 
 
-def send_long_prompt(client: PrefillClient, epoch: str, index: int, salt: str) -> Prefill:
-    """Send a prompt of 16 steps and wait for its first ``index`` events."""
-    tokens = pack_tokens(prompt_of(index, 1000))
-    request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)), cache_salt=salt)
-    prefill = client.send(request)
-    for _ in range(index):
-        prefill.next()
-    return prefill
-
-
-def check_all_leases_ended(pair: Pair) -> None:
-    """Check that every block is free, and that each lease ended in one counted way."""
-    pair.prefill.wait_idle(RELEASE_SECONDS)
-    granted = pair.prefill.counter("leases_granted")
-    assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
-
-
 @pytest.mark.parametrize("how", ["breaks", "ends"])
 def test_a_stream_that_ends_between_parts_frees_every_block(how: str, pair: Pair) -> None:
     """D gives a prompt up after any number of events."""
@@ -140,7 +140,7 @@ def test_a_stream_that_ends_between_parts_frees_every_block(how: str, pair: Pair
 
 @pytest.mark.parametrize("index", range(6))
 def test_a_release_between_parts_ends_the_prompt(index: int, pair: Pair) -> None:
-    """D releases a lease while P computes its prompt; again if P had computed all of it before."""
+    """D releases a lease while P computes its prompt. If P was faster, another prompt is sent."""
     epoch, failure = pair.prefill.describe().epoch, ""
     with PrefillClient(pair.prefill.address) as client:
         for attempt in range(ATTEMPTS):

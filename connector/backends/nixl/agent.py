@@ -160,7 +160,7 @@ class NixlTransfer:
 def _library() -> Any:
     """Import the bindings for the installed CUDA. The package ``nixl`` would import torch; these do not."""
     names = ["nixl_cu12", "nixl_cu13"]
-    if ucx.cuda_driver() >= 13_000:
+    if ucx.cuda_driver_version() >= 13_000:
         names.reverse()
     reasons = []
     for name in names:

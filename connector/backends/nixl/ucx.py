@@ -94,7 +94,7 @@ def settings(timing: PeerTiming) -> Iterator[None]:
     They are removed afterwards: processes started later must not take them for the user's.
     """
     defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF
-    if cuda_driver():  # without its CUDA transports, UCX warns about their settings
+    if cuda_driver_version():  # without its CUDA transports, UCX warns about their settings
         defaults |= READS_OVER_CUDA_IPC
     if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
         defaults |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": log().path}
@@ -108,7 +108,7 @@ def settings(timing: PeerTiming) -> Iterator[None]:
 
 
 @functools.cache
-def cuda_driver() -> int:
+def cuda_driver_version() -> int:
     """Return the newest CUDA version of the driver, 12080 for 12.8; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -37,7 +37,7 @@ class Attention:
         outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         self._qkv = MergedColumnParallelLinear(context, config.hidden_size, outputs, qkv_bias)
         self._out = RowParallelLinear(context, "o_proj", heads, config.hidden_size, out_bias)
-        self.quantized_group = self._qkv.quantized_group  # as MLPBlock's
+        self.quantized_group = self._qkv.quantized_group  # see MLPBlock
         self._order = rotary_order(config.rope, config.head_dim)
         self._norms: HeadNorms | None = None
         if head_norms:

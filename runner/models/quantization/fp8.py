@@ -79,22 +79,19 @@ class Fp8LinearMethod(LinearMethod):
     def apply(self, x: Tensor) -> Tensor:
         if self._products is None:
             return F.linear(x, self.dequantized(x.dtype), self.bias)
-        y = self._products(x)
-        return y if self.bias is None else y.add_(self.bias)
+        return self._add_bias(self._products(x))
 
     def quantized_group(self, tokens: int) -> int:
         return self._group if self._products is not None and tokens > 1 else 0
 
     def apply_quantized(self, x: Quantized) -> Tensor:
         assert self._products is not None
-        y = self._products.of_quantized(x)
-        return y if self.bias is None else y.add_(self.bias)
+        return self._add_bias(self._products.of_quantized(x))
 
     def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
         if self._products is None or gate_up.shape[0] == 1:
             return super().apply_gated(gate_up, silu_and_mul)
-        y = self._products.of_gated(gate_up)
-        return y if self.bias is None else y.add_(self.bias)
+        return self._add_bias(self._products.of_gated(gate_up))
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out_features, in_features] in ``dtype``, rounded once from float32."""
@@ -102,6 +99,9 @@ class Fp8LinearMethod(LinearMethod):
         scales = self.scales.repeat_interleave(out_features // len(self.scales), 0)
         scales = scales.repeat_interleave(self._group, 1)[:, :in_features]
         return self.weight.float().mul_(scales).to(dtype)
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y.add_(self.bias)
 
     def _row_scales(self) -> Tensor:
         out_features, in_features = self.weight.shape
