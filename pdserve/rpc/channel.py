@@ -28,7 +28,6 @@ _COMMON: Options = (
 _CHANNEL: Options = (
     ("grpc.max_receive_message_length", ANSWER_LIMIT),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a restarted pod has a new address; gRPC's default is 30 s
     ("grpc.client_idle_timeout_ms", 2**31 - 1),  # keep idle channels connected: a closed one means that the peer ended
@@ -45,7 +44,10 @@ _SERVER: Options = (
 
 
 def channel_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
-    return (*_COMMON, *_keepalive(timing), *_CHANNEL)
+    # Despite its name this is the time of an attempt to connect, TLS and the server's first frame included
+    # (MIN_CONNECT_TIMEOUT in gRPC's doc/connection-backoff.md). A refused attempt is repeated after the back-off.
+    attempt = ("grpc.min_reconnect_backoff_ms", int(timing.answer_timeout * 1000))
+    return (*_COMMON, *_keepalive(timing), *_CHANNEL, attempt)
 
 
 def server_options(timing: PeerTiming = DEFAULT_TIMING, max_request: int = ANSWER_LIMIT) -> Options:

@@ -1,6 +1,7 @@
 """Timeouts between nodes. All follow from ``--peer-timeout`` T, so no failure of a peer blocks a request longer than T.
 
 T = 4 s   0 ───────── 1 ───────── 2 ───────── 3 ───────── 4
+gRPC      │ connecting …          ╳ attempt given up, next one after 0.1 to 1 s
 gRPC      │ silent    │ ping … no answer      ╳ connection closed: node stopped, host or network down
 Describe  │ called    … no answer             ╳ event loop of the peer hangs     (called every T/4)
 engine    │ no heartbeat …        ╳ its frontend reports "stuck"; peers read that within T/4
@@ -36,7 +37,7 @@ class PeerTiming(msgspec.Struct, frozen=True):
 
     @property
     def answer_timeout(self) -> float:
-        """Time for a peer's answer to a probe, and longest gap between heartbeats of an engine."""
+        """Time for a peer's answer to a probe or a gRPC connection, and longest gap between heartbeats of an engine."""
         return self.timeout / 2
 
     @property

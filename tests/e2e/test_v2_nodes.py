@@ -118,7 +118,7 @@ def test_cancelled_request_frees_its_blocks(
     is_reached = moment(nodes)
     with RouterClient(nodes.decode["V2"].address) as client:
         cancelled = client.send(prompt, greedy(OUTPUT), peer)
-        wait_for(lambda: is_reached(cancelled))
+        wait_for(lambda: is_reached(cancelled), cancelled)
         client.cancel(cancelled)
         assert client.generate(following, greedy(OUTPUT), peer).tokens == nodes.expected(following)
         nodes.wait_idle()
@@ -130,9 +130,12 @@ def test_cancelled_request_frees_its_blocks(
     nodes.wait_idle()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool], request: Generated) -> None:
+    """Fails as soon as the request cannot reach the condition."""
     end = time.monotonic() + 20.0
     while not condition():
+        assert request.stream_error is None, f"the stream broke: {request.stream_error}"
+        assert request.failure is None, request.failure
         assert time.monotonic() < end, "not within 20 s"
         time.sleep(0.001)
 
