@@ -52,6 +52,17 @@ def test_every_prefill_node_hands_off_to_every_decode_node(cluster: Cluster) -> 
         node.wait_idle()
 
 
+def test_distant_pods_connect(cluster: Cluster) -> None:
+    """A round trip takes 0.4 s, and a new connection several of them."""
+    cluster.network.delay(cluster.pods, cluster.pods, 0.2)
+    try:
+        cluster.restart("prefill-0")
+        cluster.wait_connected(20.0)
+        test_every_prefill_node_hands_off_to_every_decode_node(cluster)
+    finally:
+        cluster.network.heal()
+
+
 def test_connections_without_certificate_are_refused(cluster: Cluster) -> None:
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(cluster.url.replace("https", "http"), trust_env=False)
