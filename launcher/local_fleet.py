@@ -84,7 +84,7 @@ class LocalFleet:
     """Start each process as soon as the addresses it needs are known, and again after it has died.
 
     Ports of nodes of both roles are chosen before they start, because each needs the addresses of all.
-    Nodes that share a GPU start one after the other, so that each measures its own memory only.
+    Nodes that share a GPU start one after the other, so that their trial runs do not compete for it.
     """
 
     def __init__(self, children: Supervisor, plan: FleetPlan, args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from runner.distributed.pipeline_stages import PipelineStages
 from runner.expert_balance import ExpertBalance
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests
-from runner.loading.memory import MemoryMeter, layout_that_fits
+from runner.loading.memory import layout_that_fits
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
 from runner.pending_step import FinishedStep, step_without_samples
@@ -54,7 +54,6 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         reader: WeightReader | None,
     ) -> None:
         """Load the model, size and allocate the KV cache, warm up. Raises CapacityError and CheckpointError."""
-        memory = MemoryMeter(parallel.device) if config.measure_kv_memory else None  # before weights
         self._parallel = parallel
         self._is_last_stage = parallel.position.is_last
         self._model = LoadedModel(config, parallel, progress, reader)
@@ -65,9 +64,9 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._closed = False
         self._kept = frozenset(self.__dict__) | {"_kept"}
         layout = config.kv_layout
-        if memory is not None:
+        if config.measure_kv_memory:
             progress("measuring memory", -1.0)
-            layout = layout_that_fits(config, parallel, memory, self._try_layout)
+            layout = layout_that_fits(config, parallel, self._try_layout)
         self._allocate(config, layout)
         if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)

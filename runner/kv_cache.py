@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pdserve.errors import CapacityError
 from pdserve.kv import FP8_E4M3, UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.records import KVRegion
 
@@ -30,14 +31,17 @@ class KVCache:
     def __init__(
         self, layout: KVLayout, device: torch.device, share: KVShare | None = None, scales: Sequence[KVScales] = ()
     ) -> None:
-        """``share`` is the rank's part of the model's KV, None the whole model. ``scales`` has all layers', or none."""
+        """``share`` is the rank's part of the model's KV, None the whole model. ``scales`` has all layers', or none.
+
+        Raises CapacityError if the device has no room.
+        """
         self.layout = layout
         self.share = share or KVShare.whole(layout)
         self.is_fp8 = layout.dtype == FP8_E4M3
         self.scales = tuple(scales) or (UNSCALED,) * layout.num_layers
         assert len(self.scales) == layout.num_layers
         dtype: torch.dtype = torch.float8_e4m3fn if self.is_fp8 else getattr(torch, layout.dtype)
-        memory = torch.zeros(layout.total_bytes + _MEMORY_PAGE, dtype=torch.uint8, device=device)
+        memory = _zeros(layout.total_bytes + _MEMORY_PAGE, device)
         begin = -memory.data_ptr() % _MEMORY_PAGE
         flat = memory[begin : begin + layout.total_bytes].view(dtype)
         assert flat.numel() == math.prod(layout.shape)
@@ -62,3 +66,13 @@ class KVCache:
             device=self.tensor.device.type,
             device_id=self.tensor.device.index or 0,
         )
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as exc:
+        raise CapacityError(
+            f"{device} has no longer {num_bytes / 2**30:.2f} GiB for the KV cache: another process took memory while "
+            "this node started; lower --gpu-memory-utilization of both, or set --kv-cache-memory"
+        ) from exc

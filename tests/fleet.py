@@ -203,8 +203,10 @@ open_fleets: WeakSet[Fleet] = WeakSet()
 class Fleet:
     """The processes of a fleet. Leaving it as a context manager ends every process."""
 
-    def __init__(self) -> None:
+    def __init__(self, node_flags: Sequence[str] = NODE_FLAGS) -> None:
+        """``node_flags`` are the first flags of every node."""
         open_fleets.add(self)
+        self._node_flags = node_flags
         self.prefill: list[NodeProcess] = []
         self.decode: list[NodeProcess] = []
         self.both: list[NodeProcess] = []  # nodes that prefill and decode
@@ -249,7 +251,7 @@ class Fleet:
         self, model_dir: Path, flags: Sequence[str] = (), environ: Mapping[str, str] = NO_VARIABLES
     ) -> NodeProcess:
         """Start a prefill node and wait until it listens; ``wait_ready`` waits until it is ready."""
-        return self._start_node(self.prefill, "prefill", [str(model_dir), *NODE_FLAGS, *flags], environ)
+        return self._start_node(self.prefill, "prefill", [str(model_dir), *self._node_flags, *flags], environ)
 
     def start_decode(
         self,
@@ -260,7 +262,7 @@ class Fleet:
     ) -> NodeProcess:
         """Start a decode node and wait until it listens; with ``peers``, all prefill nodes so far are its peers."""
         known = [word for node in self.prefill for word in ("--prefill", node.address)] if peers else []
-        return self._start_node(self.decode, "decode", [str(model_dir), *NODE_FLAGS, *known, *flags], environ)
+        return self._start_node(self.decode, "decode", [str(model_dir), *self._node_flags, *known, *flags], environ)
 
     def start_both(
         self,
@@ -272,7 +274,9 @@ class Fleet:
         """Start a node of both roles and wait until it listens; ``listed`` is a file that then names all such nodes."""
         listed.touch()
         source = ["--prefill", f"file://{listed}"]
-        node = self._start_node(self.both, "both", [str(model_dir), *NODE_FLAGS, *source, *flags], environ, "elastic")
+        node = self._start_node(
+            self.both, "both", [str(model_dir), *self._node_flags, *source, *flags], environ, "elastic"
+        )
         new = listed.with_suffix(".new")
         new.write_text("".join(f"{node.address}\n" for node in self.both))
         os.replace(new, listed)

@@ -17,6 +17,7 @@ from pdserve.config.parallel import RankPosition, weight_bytes
 from pdserve.errors import CapacityError
 from pdserve.kv import MAX_BLOCKS, KVLayout
 from runner.distributed.parallel_state import ParallelState
+from runner.loading.process_memory import process_memory
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of a GPU after a trial run of the largest steps."""
+    """Bytes of a GPU after a trial run of the largest steps.
+
+    Only ``free`` depends on other processes: a node that starts beside another may see memory that the other one has
+    yet to take, or takes for a trial run. So each is bound by its own share, and shares of a GPU sum up to at most 1.
+    """
 
     total: int
     free: int  # for any process
@@ -45,34 +50,24 @@ class MemoryUse(NamedTuple):
         return max(min(unused, free) - _FRAGMENTATION, 0)
 
 
-class MemoryMeter:
-    """Measures the memory of this process on a GPU that other processes may use too.
-
-    Make it before the process loads weights. Memory that another process takes or frees until ``measure`` counts as
-    this process's libraries, so processes that share a GPU load one after the other (``pdserve up`` sees to it).
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._outside = self._outside_of_pytorch()
-
-    def measure(self, peak: int, graphs: int) -> MemoryUse:
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        libraries = max(self._outside_of_pytorch() - self._outside, 0)
-        return MemoryUse(total, free, torch.cuda.memory_allocated(self._device), peak, max(graphs, 0), libraries)
-
-    def _outside_of_pytorch(self) -> int:
-        """Return the bytes in use by other processes, and by libraries of this one."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free - torch.cuda.memory_reserved(self._device)
+def measured_use(device: torch.device, peak: int, graphs: int) -> MemoryUse:
+    """Return the memory of a GPU, of which ``peak`` bytes were PyTorch's and ``graphs`` will be of CUDA graphs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryUse(
+        total=total,
+        free=free,
+        allocated=torch.cuda.memory_allocated(device),
+        peak=peak,
+        graphs=max(graphs, 0),
+        libraries=process_memory(device) - torch.cuda.memory_reserved(device),
+    )
 
 
 def layout_that_fits(
     config: NodeConfig,
     parallel: ParallelState,
-    memory: MemoryMeter,
     try_out: Callable[[NodeConfig, KVLayout], int],
 ) -> KVLayout:
     """Return the largest KV cache that leaves room for every step, on a GPU with loaded weights.
@@ -86,7 +81,8 @@ def layout_that_fits(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(parallel.device)
     graphs = try_out(config, small)
-    use = memory.measure(torch.cuda.max_memory_allocated(parallel.device) - small.total_bytes, graphs)
+    peak = torch.cuda.max_memory_allocated(parallel.device) - small.total_bytes
+    use = measured_use(parallel.device, peak, graphs)
     room = use.room_for_kv(config.gpu_memory_utilization)
     num_blocks = parallel.all_reduce_min(min(room // config.kv_layout.block_bytes, MAX_BLOCKS))
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)

@@ -14,6 +14,7 @@ from pdserve.records import StepPlan
 from runner.base import BaseModelRunner, Progress
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.step import take_samples_kernel
+from runner.loading.process_memory import process_memory
 from runner.models.decoder import Decoder
 from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
@@ -76,10 +77,10 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         if not config.cuda_graphs:
             return 0
         torch.cuda.empty_cache()
-        before = torch.cuda.mem_get_info(self._device)[0]
+        before = process_memory(self._device)
         self._forward.capture(lambda fraction: None, most=2)
         # Further graphs fit into the memory pool of these two and add only their nodes; as much again is plenty.
-        return (before - torch.cuda.mem_get_info(self._device)[0]) * 2
+        return (process_memory(self._device) - before) * 2
 
     # ------------------------------------------------------------ a step
 

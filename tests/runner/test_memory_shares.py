@@ -11,7 +11,8 @@ from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
 from runner.distributed.parallel_state import ParallelState
-from runner.loading.memory import MemoryMeter, MemoryUse, layout_that_fits
+from runner.loading import process_memory
+from runner.loading.memory import MemoryUse, layout_that_fits
 
 GIB = 1 << 30
 RESERVE = 1 * GIB  # at most
@@ -42,33 +43,64 @@ def test_no_room_is_zero_not_negative() -> None:
     assert use_beside(0).room_for_kv(0.1) == 0
 
 
-def test_two_nodes_measure_only_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda is replaced by a GPU of 40 GiB, on which nodes load one after the other."""
-    config = msgspec.structs.replace(node_config(EMBEDDED_MODEL), measure_kv_memory=True, gpu_memory_utilization=0.45)
-    used = {"elsewhere": 0, "here": 0, "libraries": 0, "peak": 0}
+class Card:
+    """A GPU of 40 GiB that processes share, in place of torch.cuda and NVML."""
 
-    def free_and_total(device: torch.device) -> tuple[int, int]:
-        return 40 * GIB - used["elsewhere"] - used["here"] - used["libraries"], 40 * GIB
+    total = 40 * GIB
 
-    def try_out(config: NodeConfig, layout: KVLayout) -> int:
-        used["peak"] = used["here"] + 2 * GIB + layout.total_bytes
-        used["libraries"] += GIB // 2
-        return -GIB  # another process freed memory meanwhile
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+        self.elsewhere = 0  # bytes that other processes hold
+        self.reserved = 0  # by PyTorch's allocator in this process
+        self.libraries = 0  # of this process, outside of the allocator
+        self.peak = 0  # of the allocator
+        for name, value in {
+            "mem_get_info": lambda device: (
+                self.total - self.elsewhere - self.reserved - self.libraries,
+                self.total,
+            ),
+            "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: self.reserved,
+            "max_memory_allocated": lambda device: self.peak,
+            "empty_cache": lambda *args: None,
+            "reset_peak_memory_stats": lambda *args: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        known = (lambda device: self.reserved + self.libraries) if told else (lambda device: None)
+        monkeypatch.setattr(process_memory, "_known_to_driver", known)
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free_and_total)
-    for name, value in (("reserved", "here"), ("allocated", "here")):
-        monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda device, value=value: used[value])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: used["peak"])
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
-    parallel = ParallelState(config.position, config.device, "")
-    blocks = []
-    for _ in range(2):
-        used.update(here=0, libraries=GIB // 2)
-        meter = MemoryMeter(parallel.device)
-        used["here"] += 4 * GIB
-        layout = layout_that_fits(config, parallel, meter, try_out)
-        blocks.append(layout.num_blocks)
-        used["elsewhere"] += used["here"] + used["libraries"] + layout.total_bytes
-    assert blocks[0] == blocks[1]
-    assert used["elsewhere"] <= 40 * GIB
+    def start_node(self, share: float, meanwhile: int) -> int:
+        """Return the KV blocks of a node, beside which other processes take ``meanwhile`` bytes, or free them."""
+        self.reserved = 4 * GIB  # weights
+        self.libraries = GIB // 2
+        config = msgspec.structs.replace(
+            node_config(EMBEDDED_MODEL), measure_kv_memory=True, gpu_memory_utilization=share
+        )
+
+        def try_out(config: NodeConfig, layout: KVLayout) -> int:
+            self.peak = self.reserved + 2 * GIB + layout.total_bytes
+            self.libraries += GIB // 2
+            self.elsewhere += meanwhile
+            return 0
+
+        layout = layout_that_fits(config, ParallelState(config.position, config.device, ""), try_out)
+        self.elsewhere += self.reserved + self.libraries + layout.total_bytes
+        return layout.num_blocks
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["NVML", "no NVML"])
+@pytest.mark.parametrize("meanwhile", [12 * GIB, -12 * GIB, 0])
+def test_kv_cache_does_not_depend_on_what_others_take_meanwhile(
+    meanwhile: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Card(monkeypatch, told).start_node(0.45, 0)
+    card = Card(monkeypatch, told)
+    card.elsewhere = max(-meanwhile, 0)
+    assert card.start_node(0.45, meanwhile) == alone
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["NVML", "no NVML"])
+def test_two_nodes_of_half_a_gpu_fit(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, told)
+    blocks = [card.start_node(0.5, 0) for _ in range(2)]
+    assert 0.9 * blocks[0] <= blocks[1] <= blocks[0]
+    assert card.elsewhere <= card.total
