@@ -10,8 +10,10 @@ from typing import Any
 gc.disable()  # until all tests are collected
 
 import pytest  # noqa: E402
+import pytest_timeout  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from machine import patience  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
@@ -42,6 +44,12 @@ class _Scheduler(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     """Return the scheduler of ``--dist loadfile``."""
     return _Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Give a test more time on a busy machine."""
+    longer = settings._replace(timeout=patience(settings.timeout))
+    return bool(pytest_timeout.pytest_timeout_set_timer(item, longer))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -27,12 +27,14 @@ from weakref import WeakSet
 
 import grpc
 import psutil
+from machine import patience
 
 from launcher.supervisor import Child, Supervisor
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 START_SECONDS = 90.0
 MODEL_NAME = "test-model"
@@ -114,11 +116,11 @@ class NodeCalls(ABC):
 
     def status(self) -> pb.NodeStatus:
         with self.channel() as channel:
-            return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
+            return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=patience(5.0))
 
     def describe(self) -> pb.NodeDescription:
         with self.channel() as channel:
-            return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
+            return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=patience(5.0))
 
     def counter(self, name: str) -> float:
         """Return the sum over all labels of the counter ``pdserve_{name}_total`` in the node's status."""
@@ -128,14 +130,14 @@ class NodeCalls(ABC):
 
     def wait_idle(self, seconds: float = 10.0) -> pb.NodeStatus:
         """Wait until no block is held, leased or quarantined. Check each time that the blocks add up to the total."""
-        end = time.monotonic() + seconds
+        start = time.monotonic()
         while True:
             status = self.status()
             used = status.held_blocks + status.leased_blocks + status.quarantined_blocks
             assert status.free_blocks + used == status.total_blocks, status
             if used == 0 and status.waiting + status.reading + status.running + status.paused == 0:
                 return status
-            assert time.monotonic() < end, f"{self.name} still holds blocks after {seconds} s: {status}"
+            assert time.monotonic() < start + patience(seconds), f"{self.name} still holds blocks: {status}"
             time.sleep(0.05)
 
 
@@ -299,7 +301,7 @@ class Fleet:
     def serves(self) -> bool:
         """Return whether the router knows a ready decode node; it learns this shortly after the node is ready."""
         with suppress(urllib.error.HTTPError):
-            urllib.request.urlopen(f"{self.url}/health", timeout=5.0).close()
+            urllib.request.urlopen(f"{self.url}/health", timeout=patience(5.0)).close()
             return True
         return False
 
@@ -314,9 +316,10 @@ class Fleet:
         return {process.name: process.output for process in self.processes}
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
-        end = time.monotonic() + seconds
+        """Wait ``seconds``, and longer on a busy machine."""
+        start = time.monotonic()
         while not condition():
-            assert time.monotonic() < end, f"not within {seconds} s"
+            assert time.monotonic() < start + patience(seconds), f"not within {patience(seconds):.1f} s"
             time.sleep(0.01)
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> list[int]:
@@ -331,7 +334,7 @@ class Fleet:
         data = json.dumps({"model": MODEL_NAME, **body}).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
+            with urllib.request.urlopen(request, timeout=patience(timeout)) as response:
                 return json.load(response)
         except urllib.error.HTTPError as exc:
             with exc:
@@ -351,7 +354,9 @@ class Fleet:
         self, nodes: list[NodeProcess], role: str, argv: Sequence[str], environ: Mapping[str, str], program: str = ""
     ) -> NodeProcess:
         module = f"{program or role}_node"
-        node = NodeProcess(self, self._spawn(f"{role}-{len(nodes)}", module, argv, environ), environ)
+        timing = ["--peer-timeout", f"{patience(DEFAULT_TIMING.timeout):g}"]
+        child = self._spawn(f"{role}-{len(nodes)}", module, [argv[0], *timing, *argv[1:]], environ)
+        node = NodeProcess(self, child, environ)
         nodes.append(node)
         self._wait_listening(node)
         return node

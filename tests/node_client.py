@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from machine import patience
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -76,10 +77,11 @@ class Generated:
 
     def wait(self, seconds: float = WAIT_SECONDS) -> Generated:
         """Wait for the end. Fails as soon as the stream breaks."""
-        end = time.monotonic() + seconds
+        start = time.monotonic()
         while not self.ended.wait(0.1):
             assert self.stream_error is None, f"the stream of the request broke: {self.stream_error}"
-            assert time.monotonic() < end, f"the request did not end within {seconds:g} s; its stream is open"
+            within = patience(seconds)
+            assert time.monotonic() < start + within, f"the request did not end within {within:g} s; its stream is open"
         return self
 
 
@@ -151,7 +153,7 @@ class RouterClient:
 
     def join(self) -> None:
         """Wait until the node has ended the stream."""
-        self._reader.join(WAIT_SECONDS)
+        self._reader.join(patience(WAIT_SECONDS))
         assert not self._reader.is_alive()
 
     def _read(self) -> None:
@@ -200,7 +202,7 @@ class Prefill:
         (self.answers if event.WhichOneof("kind") in ("extended", "released") else self.events).put(event)
 
     def _get(self, events: EventQueue) -> pb.PrefillEvent:
-        event = events.get(timeout=WAIT_SECONDS)
+        event = events.get(timeout=patience(WAIT_SECONDS))
         assert event is not None, "the stream has ended"
         if isinstance(event, grpc.RpcError):
             raise event
@@ -252,7 +254,7 @@ class PrefillClient:
 
     def join(self) -> None:
         """Wait until P has ended the stream."""
-        self._reader.join(WAIT_SECONDS)
+        self._reader.join(patience(WAIT_SECONDS))
         assert not self._reader.is_alive()
 
     def send(self, request: pb.PrefillRequest, number: int | None = None) -> Prefill:

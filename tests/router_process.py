@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from machine import patience
+
 MODEL = "small"
 
 
@@ -52,10 +54,10 @@ def router_process(
     os.close(lifeline)
     try:
         with os.fdopen(status) as lines:
-            yield RouterProcess(process, _read_states(lines, until, time.monotonic() + seconds))
+            yield RouterProcess(process, _read_states(lines, until, time.monotonic() + patience(seconds)))
     finally:
         os.close(parent_lifeline)
-        process.wait(timeout=10)
+        process.wait(timeout=patience(10))
 
 
 def _read_states(lines: Iterator[str], until: str, deadline: float) -> list[dict[str, str]]:
@@ -71,7 +73,7 @@ def _read_states(lines: Iterator[str], until: str, deadline: float) -> list[dict
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
+    start = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < start + patience(seconds), f"not within {patience(seconds):.1f} s"
         time.sleep(0.01)

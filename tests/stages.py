@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fault_proxy import FaultProxy
 from fleet import Fleet, NodeProcess
+from machine import patience
 from node_client import Generated, RouterClient, greedy
 
 BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens of a block, a step of P, the prompt, the output
@@ -73,7 +74,7 @@ class Pair:
         A D that was stopped reports its old connection until it detects that this has ended.
         """
         self.wait_connected()
-        end = time.monotonic() + RELEASE_SECONDS
+        end = time.monotonic() + patience(RELEASE_SECONDS)
         failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
         with RouterClient(self.decode.address) as client:
             assert send_prompt(client, self).wait().tokens == self.expected
@@ -125,7 +126,7 @@ def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
                 result = send_until_decoding(client, pair, timeout_ms)
             else:
                 result = send_prompt(client, pair, timeout_ms)
-                assert gate.reached.wait(WAIT_SECONDS), f"the request never came {stage}"
+                assert gate.reached.wait(patience(WAIT_SECONDS)), f"the request never came {stage}"
             yield Held(client, result, gate.open)
         finally:
             gate.open()
@@ -178,7 +179,7 @@ class _Gate:
 
     def _hold(self) -> None:
         self.reached.set()
-        self._opened.wait(WAIT_SECONDS)
+        self._opened.wait(patience(WAIT_SECONDS))
 
 
 def send_prompt(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Generated:
@@ -191,7 +192,7 @@ def send_until_decoding(client: RouterClient, pair: Pair, timeout_ms: int) -> Ge
     """Send the prompt and stop D's engine between two tokens; again if the request ended before the stop."""
     for _ in range(ATTEMPTS):
         result = send_prompt(client, pair, timeout_ms)
-        assert result.started.wait(WAIT_SECONDS)
+        assert result.started.wait(patience(WAIT_SECONDS))
         tokens = result.choices[0]
         pair.decodes.wait_until(lambda tokens=tokens: len(tokens) > 2 + DECODE_AHEAD, WAIT_SECONDS)  # type: ignore[misc]
         pair.decode.stop("engine")
@@ -199,7 +200,7 @@ def send_until_decoding(client: RouterClient, pair: Pair, timeout_ms: int) -> Ge
         if pair.decode.status().running == 1 and not result.ended.is_set():
             return result
         pair.decode.resume("engine")
-        assert result.ended.wait(WAIT_SECONDS)
+        assert result.ended.wait(patience(WAIT_SECONDS))
     raise AssertionError(f"{ATTEMPTS} requests ended before D's engine was stopped")
 
 

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from machine import patience
+
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HOME = "\x1b[H"  # where a frame begins
 PATIENCE = 30.0  # seconds
@@ -59,11 +61,11 @@ class Terminal:
 
     def read_until(self, wanted: str | Callable[[list[str]], bool]) -> None:
         """Wait for a complete screen with the text or condition."""
-        end = time.monotonic() + PATIENCE
+        start = time.monotonic()
         text = wanted if isinstance(wanted, str) else ""
         fits = wanted if callable(wanted) else lambda frame: any(text in line for line in frame)
         while not (self.frame and fits(self.frame)):
-            assert time.monotonic() < end, self.said
+            assert time.monotonic() < start + patience(PATIENCE), self.said
             self._read()
 
     def read_text(self, wanted: str, repeat: Callable[[], None] | None = None) -> str:
@@ -75,7 +77,7 @@ class Terminal:
         repeats = 0
         while wanted not in (text := _CONTROL.sub("", self.said)):
             waited = time.monotonic() - start
-            assert waited < PATIENCE, f"{wanted!r} is missing in {self.said!r}; {self._state()}"
+            assert waited < patience(PATIENCE), f"{wanted!r} is missing in {self.said!r}; {self._state()}"
             if repeat and waited > 5.0 * (repeats + 1):
                 repeats += 1
                 repeat()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from machine import patience
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -14,7 +15,7 @@ QUIET = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-netw
 QUIETER = ("disable-component-update", "disable-sync", "no-sandbox")
 PATIENCE = 20_000  # milliseconds
 
-expect.set_options(timeout=PATIENCE)
+expect.set_options(timeout=patience(PATIENCE))
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpoints import make_checkpoint
+from machine import patience
 from node_client import RouterClient, greedy
 from stages import WAIT_SECONDS, Pair, held_at, start_pair
 
-FLAGS = ("--engine", "simulated", "--itl-target", "15", "--max-model-len", "8192", "--kv-cache-memory", "64MiB")
+FLAGS = ("--engine", "simulated", "--max-model-len", "8192", "--kv-cache-memory", "64MiB")
+SLOWER = 4  # than the default costs, so that the measured time of a step is that of the simulation on a busy machine
 STREAMS = 4
 
 
@@ -23,9 +25,11 @@ def mean_chunk(pair: Pair, client: RouterClient, salt: str) -> float:
 
 def test_chunks_are_short_from_the_peers_last_chunk_until_its_answer_continues(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2, max_position_embeddings=8192)
-    with start_pair(model, FLAGS) as pair, RouterClient(pair.decode.address) as client:
+    slower = patience(SLOWER)
+    timing = ("--sim-speed", f"{1 / slower:g}", "--itl-target", f"{15 * slower:g}")
+    with start_pair(model, [*FLAGS, *timing]) as pair, RouterClient(pair.decode.address) as client:
         streams = [client.send([seed] * 20, greedy(8000), cache_salt="stream") for seed in range(STREAMS)]
-        assert all(stream.started.wait(WAIT_SECONDS) for stream in streams)
+        assert all(stream.started.wait(patience(WAIT_SECONDS)) for stream in streams)
         mean_chunk(pair, client, "measures the costs")
         usual = mean_chunk(pair, client, "before")
         with held_at("last announced", pair) as held:
