@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import httpx
 from fleet import MODEL_NAME, Fleet, start_fleet
+from machine import patience
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -98,7 +99,7 @@ class DisconnectFleet:
     def view(self) -> View:
         metrics = self._client.get("/metrics").text.splitlines()
         router_waiting = next(line for line in metrics if line.startswith("pdserve_requests_waiting"))
-        prefill, decode = (node.Status(pb.StatusRequest(), timeout=5.0) for node in self._nodes)
+        prefill, decode = (node.Status(pb.StatusRequest(), timeout=patience(5.0)) for node in self._nodes)
         return View(prefill, decode, int(float(router_waiting.rpartition(" ")[2])))
 
     def wait_until(self, condition: Condition, seconds: float = 20.0) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil
+from machine import patience
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -49,7 +50,7 @@ def _words(text: str) -> frozenset[str]:
 
 def scrape(url: str) -> list[Metric]:
     """Return the metric families at ``url``; names of counters end in _total."""
-    with urllib.request.urlopen(url, timeout=10.0) as response:
+    with urllib.request.urlopen(url, timeout=patience(10.0)) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     for family in families:
         if family.type == "counter":

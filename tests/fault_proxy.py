@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+from machine import patience
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -235,6 +236,6 @@ class _Lanes:
 
 def _forward(method: Any, request: Any, context: Any) -> Any:
     try:
-        return method(request, timeout=5.0)
+        return method(request, timeout=patience(5.0))
     except grpc.RpcError as exc:
         context.abort(exc.code(), exc.details())

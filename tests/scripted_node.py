@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
+from machine import patience
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -109,7 +110,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something on the node's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=patience(30))
 
     def do(self, work: Callable[[], None]) -> None:
         """Have something done on the node's event loop soon."""

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine import patience
 from pooling_checkpoints import make_embedder
 
 from launcher.__main__ import main as up_main
@@ -21,7 +22,11 @@ from pdserve.process import run_command
 
 def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pdserve", *argv], capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+        [sys.executable, "-m", "pdserve", *argv],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        env={**os.environ, **env},
     )
 
 
@@ -44,7 +49,7 @@ def test_help_loads_nothing_heavy() -> None:
         "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     assert "prefill" in done.stdout
 

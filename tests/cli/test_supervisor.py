@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from machine import patience
 
 from launcher.supervisor import Changed, Child, Died, Event, Printed, Supervisor
 
@@ -53,7 +54,7 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
 
 def events_until(supervisor: Supervisor, child: Child, state: str) -> list[Event]:
     events: list[Event] = []
-    end = time.monotonic() + 30
+    end = time.monotonic() + patience(30)
     while child.state != state:
         assert time.monotonic() < end, f"{child.name} is {child.state}, not {state}"
         events += supervisor.wait(0.1)
@@ -122,7 +123,7 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
         process.kill()
-    child.wait(10)
+    child.wait(patience(10))
     assert not child.is_running()
 
 

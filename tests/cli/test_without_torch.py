@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from machine import patience
+
 PROGRAM = """
 import sys
 
@@ -20,7 +22,7 @@ sys.exit(main(["explain"]))
 
 
 def test_programs_run_without_torch_and_a_model_asks_for_pdserve() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patience(60))
     assert (done.returncode, done.stderr) == (
         2,
         "pdserve: error: torch and safetensors not installed, which nodes with a model need; install pdserve in place "

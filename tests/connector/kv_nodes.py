@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from machine import patience
 from numpy.typing import NDArray
 
 from pdserve.kv import KVLayout, KVShare
@@ -77,7 +78,7 @@ class Reader:
         self.blocks[:] = UNTOUCHED
 
     def wait_for_first_bytes(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         while not (self.blocks[:, 0] != UNTOUCHED).any() and time.monotonic() < deadline:
             time.sleep(0.0005)
 
@@ -126,5 +127,5 @@ class Source:
     def finish(self) -> int:
         """Close its stdin; return its exit status."""
         self._process.send_signal(signal.SIGCONT)
-        _, _ = self._process.communicate(timeout=30)
+        _, _ = self._process.communicate(timeout=patience(30))
         return self._process.returncode

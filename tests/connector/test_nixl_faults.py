@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kv_nodes import Reader, Source
+from machine import patience
 
 from connector.backends.nixl import ucx
 from connector.backends.nixl.nixl_connector import NixlConnector
@@ -70,7 +71,7 @@ def test_a_source_killed_during_a_read_fails_it(make_source: MakeSource, make_re
     read_id = reader.order(source.epoch, ALL, ALL)
     reader.wait_for_first_bytes()
     source.kill()
-    assert "connection broke" in reader.result(read_id, timeout=10).error
+    assert "connection broke" in reader.result(read_id, timeout=patience(10)).error
     reader.assert_nothing_lands()
 
 
@@ -92,7 +93,7 @@ def test_a_hung_source_fails_the_read(make_source: MakeSource, make_reader: Make
     read_id = reader.order(source.epoch, ALL, ALL)
     reader.wait_for_first_bytes()
     source.send(signal.SIGSTOP)
-    assert "hangs" in reader.result(read_id, timeout=10).error
+    assert "hangs" in reader.result(read_id, timeout=patience(10)).error
     source.send(signal.SIGCONT)
     reader.assert_nothing_lands()
     assert reader.connect(source.peer) == "", "the source continues in the same epoch, though its answers are discarded"
@@ -107,7 +108,7 @@ def test_disconnecting_ends_reads_from_a_hung_source(make_source: MakeSource, ma
     source.send(signal.SIGSTOP)
     read_id = reader.order(source.epoch, ALL, ALL)
     reader.connector.disconnect(source.epoch)
-    assert "given up" in reader.result(read_id, timeout=10).error
+    assert "given up" in reader.result(read_id, timeout=patience(10)).error
     source.send(signal.SIGCONT)
     reader.assert_nothing_lands()
 
@@ -179,7 +180,7 @@ def test_dead_peers_leave_no_files_or_threads(make_source: MakeSource, make_read
     before = count_held()
     for _ in range(3):
         run_and_kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while any(now > then for now, then in zip(count_held(), before, strict=True)):
         assert time.monotonic() < deadline, f"files and threads: {before} before, {count_held()} now"
         time.sleep(0.05)
@@ -238,7 +239,9 @@ def test_ended_sources_leave_no_shared_memory(make_source: MakeSource) -> None:
 
 def test_importing_the_connector_imports_no_nixl() -> None:
     program = "import sys, connector; print([m for m in ('nixl_cu12', 'nixl_cu13', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=patience(60)
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -254,4 +257,4 @@ def test_a_slow_source_is_not_a_stall(make_source: MakeSource, make_reader: Make
         time.sleep(0.2)
         source.send(signal.SIGCONT)
         time.sleep(0.002)
-    assert reader.result(read_id, timeout=20).error == ""
+    assert reader.result(read_id, timeout=patience(20)).error == ""

@@ -12,6 +12,7 @@ import pytest
 from kv_nodes import UNTOUCHED
 from kv_rank_groups import RankGroup, RankProcesses
 from kv_ranks import Model, Node, node, random_cells
+from machine import patience
 
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, Peer, RankKV, ReadResult
 from pdserve.rpc.timeouts import PeerTiming
@@ -74,7 +75,7 @@ def test_a_rank_killed_during_a_read_fails_the_read_once(start_peer: StartPeer, 
     ended: list[ReadResult] = []
     failed: list[tuple[str, str]] = []
     while not (ended and failed):
-        for output in reader.wait(bool, timeout=10):
+        for output in reader.wait(bool, timeout=patience(10)):
             ended += output.finished_recving
             failed += output.failed_peers
     assert [result.read_id for result in ended] == [read_id]
@@ -98,7 +99,7 @@ def test_a_hung_rank_fails_the_read(start_peer: StartPeer, start_reader: StartRe
     peer.sources[1].send(signal.SIGSTOP)
     read_id = reader.order(peer.epoch, ALL, ALL)
     reader.wait_for_first_bytes()
-    error = reader.result(read_id, timeout=10).error
+    error = reader.result(read_id, timeout=patience(10)).error
     assert f"rank {peer.peer.ranks[1].agent}: no byte arrived" in error
     peer.sources[1].send(signal.SIGCONT)
     reader.assert_nothing_lands()
@@ -133,7 +134,7 @@ def test_disconnecting_ends_reads_from_a_hung_rank(start_peer: StartPeer, start_
     peer.sources[1].send(signal.SIGSTOP)
     read_id = reader.order(peer.epoch, [1, 2], [1, 2])
     reader.connector.disconnect(peer.epoch)
-    assert "given up" in reader.result(read_id, timeout=10).error
+    assert "given up" in reader.result(read_id, timeout=patience(10)).error
     peer.sources[1].send(signal.SIGCONT)
     reader.assert_nothing_lands()
     assert reader.connector.poll() is EMPTY_CONNECTOR_OUTPUT, (

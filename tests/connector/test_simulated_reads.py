@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from machine import patience
+
 from connector.backends.simulated import SimulatedConnector
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.kv import FullAttentionSpec, KVLayout
@@ -31,7 +33,7 @@ def connected(costs: SimulatedCosts) -> Iterator[SimulatedConnector]:
 
 def wait_for_connection(connector: SimulatedConnector) -> str:
     """Return the epoch of the next connection."""
-    end = time.monotonic() + 5.0
+    end = time.monotonic() + patience(5.0)
     while not (connected := connector.poll().connected):
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -41,7 +43,7 @@ def wait_for_connection(connector: SimulatedConnector) -> str:
 
 def wait_for_reads(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:
     """Return the results of the next ``num_reads`` reads as one output."""
-    end = time.monotonic() + 5.0
+    end = time.monotonic() + patience(5.0)
     results: list[ReadResult] = []
     while len(results) < num_reads:
         assert time.monotonic() < end

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fleet import MODEL_NAME, Fleet
+from machine import patience
 from playwright.sync_api import Browser
 from watched_fleet import HOSTILE, Streams
 from web_pages import Watched, chromium
@@ -59,7 +60,9 @@ def streams(fleet: Fleet) -> Streams:
         while not ends.is_set():
             with (
                 suppress(httpx.TransportError),
-                httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=30) as response,
+                httpx.stream(
+                    "POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=patience(30)
+                ) as response,
             ):
                 for index, _ in enumerate(response.iter_lines()):
                     if index == 4:
@@ -75,7 +78,7 @@ def streams(fleet: Fleet) -> Streams:
             thread.start()
         try:
             for _ in threads:
-                assert started.acquire(timeout=30)
+                assert started.acquire(timeout=patience(30))
             yield
         finally:
             ends.set()

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 from fleet import MODEL_NAME, Fleet
 from http_stub import http_stub
+from machine import patience
 from rich.console import Console
 from terminal import PATIENCE, environ, terminal
 
@@ -29,7 +30,9 @@ def command(*argv: str) -> list[str]:
 
 
 def run(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*argv), input=stdin, capture_output=True, text=True, timeout=PATIENCE, env=environ())
+    return subprocess.run(
+        command(*argv), input=stdin, capture_output=True, text=True, timeout=patience(PATIENCE), env=environ()
+    )
 
 
 def test_chat_on_a_terminal(fleet: Fleet) -> None:

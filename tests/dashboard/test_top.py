@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fleet import MODEL_NAME, Fleet
 from http_stub import http_stub
+from machine import patience
 from terminal import HOME, PATIENCE, environ, terminal
 from watched_fleet import Streams
 
@@ -25,7 +26,7 @@ def command(*argv: str) -> list[str]:
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=PATIENCE, env=environ())
+    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=patience(PATIENCE), env=environ())
 
 
 def test_top_updates_live_and_restores_the_terminal(fleet: Fleet, streams: Streams) -> None:
@@ -62,7 +63,7 @@ def test_nodes_show_the_requests_that_they_report(fleet: Fleet) -> None:
 
     def send(seed: int) -> None:
         body = {"model": MODEL_NAME, "prompt": [seed + 3] * 8, "max_tokens": 1}
-        with httpx.Client(trust_env=False, timeout=30) as client:
+        with httpx.Client(trust_env=False, timeout=patience(30)) as client:
             while not ends.is_set():
                 client.post(f"{fleet.url}/v1/completions", json=body).raise_for_status()
 

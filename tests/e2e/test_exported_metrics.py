@@ -12,6 +12,7 @@ import httpx
 import pytest
 from exposition import documented_metrics, metrics_url, samples, scrape, value
 from fleet import MODEL_NAME, Fleet, NodeProcess, copy_without_weights, start_fleet
+from machine import patience
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -27,7 +28,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     keys = directory / "keys.toml"
     keys.write_text(key_entry("alice", KEY))
     router = ["--api-keys", str(keys), "--metrics-port", "0", "--metrics-client-names"]
-    node = [*NODE, "--peer-timeout", "2"]
+    node = [*NODE, "--peer-timeout", f"{patience(2.0):g}"]
     with start_fleet(directory, prefill_flags=[*node, *SLOW], decode_flags=node, router_flags=router) as fleet:
         yield fleet
 
@@ -36,7 +37,9 @@ def complete(fleet: Fleet, num_tokens: int, seed: int) -> None:
     prompt = random.Random(seed).choices(range(3, 4096), k=num_tokens)
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
     headers = {"authorization": f"Bearer {KEY}"}
-    assert httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=60.0).status_code == 200
+    assert (
+        httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=patience(60.0)).status_code == 200
+    )
 
 
 def read(node: NodeProcess, name: str, **labels: str) -> float:
@@ -81,7 +84,7 @@ def test_node_exports_its_backlog(fleet: Fleet) -> None:
         fleet.wait_until(lambda: read(prefill, "pdserve_prompt_backlog_seconds") > 0.25, 10.0)
         assert read(prefill, "pdserve_kv_use_ratio") > 0
         for answer in answers:
-            answer.result(30.0)
+            answer.result(patience(30.0))
     status = prefill.wait_idle()
     families = scrape(metrics_url(prefill))
     assert value(families, "pdserve_prompt_backlog_seconds") == 0
@@ -110,7 +113,7 @@ def test_metrics_port_serves_nothing_else(fleet: Fleet) -> None:
 def test_used_metrics_port_is_refused_before_loading(fleet: Fleet) -> None:
     port = metrics_url(fleet.decode[0]).removesuffix("/metrics").rpartition(":")[2]
     command = [sys.executable, "-m", "prefill_node", str(EMBEDDED_MODEL), "--device", "cpu", "--metrics-port", port]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 2
     remedy = "choose another --metrics-port, or 0 for any"
     assert f"port {port} on 127.0.0.1 is in use; {remedy}" in done.stderr.splitlines()[-1]

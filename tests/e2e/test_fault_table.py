@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from checkpoints import make_checkpoint
 from fleet import PARTS, NodeProcess
+from machine import patience
 from stages import RELEASE_SECONDS, STAGES, WAIT_SECONDS, Held, Pair, held_at, is_prefix, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -128,6 +129,6 @@ def test_client_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair)
 
 
 def failure_code(held: Held) -> int:
-    assert held.result.ended.wait(WAIT_SECONDS)
+    assert held.result.ended.wait(patience(WAIT_SECONDS))
     assert held.result.failure is not None
     return held.result.failure.code

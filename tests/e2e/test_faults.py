@@ -19,6 +19,7 @@ import httpx
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import MODEL_NAME, Fleet, HttpError, NodeProcess, add_tokenizer, start_fleet
+from machine import patience
 from node_client import PrefillClient
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -62,7 +63,7 @@ def new_prompt(length: int) -> list[int]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.002)
@@ -73,7 +74,7 @@ def poll_status(node: NodeProcess, wanted: Callable[[pb.NodeStatus], bool], runn
     with grpc.insecure_channel(node.address) as channel:
         stub = pb_grpc.NodeStub(channel)
         while not all(future.done() for future in running):
-            if wanted(stub.Status(pb.StatusRequest(), timeout=5.0)):
+            if wanted(stub.Status(pb.StatusRequest(), timeout=patience(5.0))):
                 return True
     return False
 
@@ -143,7 +144,7 @@ async def _many_requests(url: str, cancelled: set[int], rng: random.Random) -> i
                 assert index in cancelled
             return index not in cancelled
 
-    async with httpx.AsyncClient(timeout=60.0, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=patience(60.0), limits=limits) as client:
         return sum(await asyncio.gather(*(one(client, index) for index in range(1000))))
 
 
@@ -224,7 +225,7 @@ def test_failure_policy_fail_returns_an_error_and_the_node_stays_up(checkpoint: 
 
 def complete_with_retries(fleet: Fleet, prompt: list[int], max_tokens: int) -> list[int]:
     """Complete a prompt, retrying while the router still names the dead node."""
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + patience(20.0)
     while True:
         try:
             return fleet.complete(prompt, max_tokens)

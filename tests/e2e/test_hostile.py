@@ -20,6 +20,7 @@ from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from machine import patience
 from slow_clients import send_unread
 
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -45,7 +46,7 @@ def complete(fleet: Fleet) -> None:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.05)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fleet import MODEL_NAME, Process, start_fleet
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.logs import message_of, relayed_line
@@ -99,7 +100,9 @@ def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
 def test_failed_start_is_logged_as_json(tmp_path: Path) -> None:
     """With PDSERVE_TRACEBACK=1, the traceback is a field of the line."""
     command = [sys.executable, "-m", "prefill_node", str(tmp_path / "nowhere"), "--log-format", "json"]
-    ended = subprocess.run(command, capture_output=True, text=True, env={"PDSERVE_TRACEBACK": "1"}, timeout=60)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={"PDSERVE_TRACEBACK": "1"}, timeout=patience(60)
+    )
     (line,) = (json.loads(line) for line in ended.stderr.splitlines())
     assert line["level"] == "CRITICAL"
     assert "nowhere" in line["message"]

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fleet import Fleet, start_fleet
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 
@@ -26,7 +27,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 def client(fleet: Fleet) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fleet.url, timeout=120.0, trust_env=False) as client:
+    with httpx.Client(base_url=fleet.url, timeout=patience(120.0), trust_env=False) as client:
         yield client
 
 
@@ -102,7 +103,7 @@ def test_answer_beyond_the_memory_of_a_request_ends_with_an_error(client: httpx.
 def test_client_that_leaves_within_a_large_answer_ends_its_request(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json=prompts(40, prompt_logprobs=20)) as response:
         next(response.iter_raw())
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + patience(20.0)
     while "pdserve_requests_in_flight 0.0" not in client.get("/metrics").text:
         assert time.monotonic() < end
         time.sleep(0.05)

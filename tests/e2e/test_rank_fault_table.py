@@ -22,6 +22,7 @@ import psutil
 import pytest
 from checkpoints import make_checkpoint
 from fleet import NodeProcess
+from machine import patience
 from stages import RELEASE_SECONDS, WAIT_SECONDS, Pair, held_at, is_prefix, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -104,7 +105,7 @@ def test_deadline_error_names_the_rank_without_a_read_report(pair: Pair) -> None
     with held_at("reading", pair, timeout_ms=DEADLINE_MS) as held:
         pair.decode.stop("rank 1")
         held.release()
-        assert held.result.ended.wait(WAIT_SECONDS)
+        assert held.result.ended.wait(patience(WAIT_SECONDS))
         assert held.result.failure is not None
         assert held.result.failure.code == pb.Failure.DEADLINE
         assert f"{SECOND['decode']} has not ended" in held.result.failure.message
@@ -139,7 +140,7 @@ def kill(process: psutil.Process, node: NodeProcess, rank: str) -> Callable[[], 
     process.kill()
 
     def recover() -> None:
-        _, alive = psutil.wait_procs(processes[1:], END_SECONDS)
+        _, alive = psutil.wait_procs(processes[1:], patience(END_SECONDS))
         assert alive == []
         node.wait_ended(END_SECONDS)
         assert f"{rank} was killed by SIGKILL" in node.child.last_lines[-1]

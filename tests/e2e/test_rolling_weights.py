@@ -16,6 +16,7 @@ from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body
 from fault_injection import FaultInjector, random_faults
 from fleet import Fleet, NodeProcess, add_tokenizer, start_elastic
+from machine import patience
 from rolling import all_nodes_ready
 
 from pdserve.cli import main
@@ -71,7 +72,7 @@ class RollingFleet:
 
 
 async def run_clients(load: Load, url: str, is_over: Callable[[], bool]) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=120.0, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=patience(120.0), trust_env=False) as client:
         await load.run_until(is_over, client, CLIENTS, seed=0)
 
 
@@ -108,7 +109,7 @@ def roll_with_faults(fleet: Fleet, rolling: RollingFleet) -> None:
     nodes = [*rolling.prefill, *rolling.decode]
     kills = (fault for fault in random_faults(5, {"prefill": 2, "decode": 2}, pause=2.0) if "stop" not in fault.kind)
     with FaultInjector(fleet, kills) as injector:
-        end, changed = time.monotonic() + 60.0, 0
+        end, changed = time.monotonic() + patience(60.0), 0
         while time.monotonic() < end:
             changed += reload([rng.choice(nodes)], rng.choice("ab"), rng.choice(["wait", "abort"]))
             time.sleep(rng.uniform(0.5, 2.0))

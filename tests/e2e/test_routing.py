@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from fleet import MODEL_NAME, Fleet, start_fleet
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 
@@ -36,7 +37,7 @@ def complete(url: str, prompt: list[int]) -> int:
     """Serve a prompt and return the number of its cached tokens."""
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=patience(30)) as response:
         return int(json.load(response)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 

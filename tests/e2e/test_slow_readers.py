@@ -15,6 +15,7 @@ from answers import Answer, send_completion, sse_lines
 from checkpoints import make_checkpoint
 from client_load import VOCABULARY
 from fleet import MODEL_NAME, Fleet, NodeProcess, add_tokenizer, start_fleet
+from machine import patience
 from slow_clients import UNREAD, send_unread
 
 CLIENTS = 6
@@ -71,7 +72,7 @@ async def read_after(wait: Callable[[], None], url: str, body: dict[str, Any]) -
     answer = Answer()
     body = {**body, "return_token_ids": True, "stream_options": {"include_usage": True}}
     async with (
-        httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client,
+        httpx.AsyncClient(base_url=url, timeout=patience(60.0), trust_env=False) as client,
         client.stream("POST", "/v1/completions", json=body) as response,
     ):
         await asyncio.to_thread(wait)
@@ -83,7 +84,7 @@ async def read_after(wait: Callable[[], None], url: str, body: dict[str, Any]) -
 
 async def unhindered(url: str, body: dict[str, Any]) -> Answer:
     """Return the answer to a request whose client reads all of it as one body, which nodes do not pause."""
-    async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=patience(60.0), trust_env=False) as client:
         return await send_completion(client, {**body, "stream": False})
 
 
@@ -130,7 +131,7 @@ def another_router(fleet: Fleet, model: Path, *flags: str) -> Iterator[None]:
 
 
 def router_metric(fleet: Fleet, name: str) -> float:
-    text = httpx.get(f"{fleet.url}/metrics", trust_env=False, timeout=20).text
+    text = httpx.get(f"{fleet.url}/metrics", trust_env=False, timeout=patience(20)).text
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
 
 

@@ -16,6 +16,7 @@ import pytest
 import small_tokenizers
 from checkpoints import make_checkpoint
 from fleet import MODEL_NAME, RUNNER_ENVIRONMENTS, Fleet, HttpError
+from machine import patience
 
 SMALL = ("--max-num-seqs", "8", "--max-batch-tokens", "64", "--max-model-len", "384", "--kv-cache-memory", "4MiB")
 PERSON: dict[str, Any] = {
@@ -170,7 +171,7 @@ def thought(question: str) -> dict[str, Any]:
 def stream_chat(fleet: Fleet, **fields: Any) -> list[dict[str, Any]]:
     """Return the deltas of a streamed chat."""
     body = {"model": MODEL_NAME, "stream": True, **fields}
-    with httpx.stream("POST", f"{fleet.url}/v1/chat/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{fleet.url}/v1/chat/completions", json=body, timeout=patience(60)) as response:
         assert response.status_code == 200
         chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     return [choice["delta"] for chunk in chunks for choice in chunk["choices"]]

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from exposition import metrics_url, scrape, value
 from fleet import MODEL_NAME, Fleet, copy_without_weights, start_fleet
+from machine import patience
 
 from pdserve.api_keys import key_entry, new_key
 from router.gate.keys import Client
@@ -33,7 +34,7 @@ def cached(fleet: Fleet, name: str, prompt: list[int], salt: str = "") -> int:
     """Send the prompt; return how many of its tokens were cached. D caches it, too: P samples fewer than 8 tokens."""
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "cache_salt": salt}
     headers = {"authorization": f"Bearer {KEYS[name]}"}
-    response = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=60.0)
+    response = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=patience(60.0))
     return int(response.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 

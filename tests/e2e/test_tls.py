@@ -14,6 +14,7 @@ import pytest
 import trustme
 from certificates import tls_channel, write_https, write_identity
 from fleet import Fleet, NodeProcess, start_fleet
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.errors import ConfigError
@@ -56,18 +57,20 @@ def status(node: NodeProcess, credentials: grpc.ChannelCredentials | None) -> pb
     with (
         grpc.insecure_channel(node.address) if credentials is None else tls_channel(node.address, credentials)
     ) as channel:
-        return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
+        return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=patience(5.0))
 
 
 def client(fleet: Fleet, ca: trustme.CA) -> httpx.Client:
     context = ssl.create_default_context()
     ca.configure_trust(context)
     assert fleet.router is not None
-    return httpx.Client(base_url=f"https://{fleet.router.address}", verify=context, trust_env=False, timeout=30)
+    return httpx.Client(
+        base_url=f"https://{fleet.router.address}", verify=context, trust_env=False, timeout=patience(30)
+    )
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.05)

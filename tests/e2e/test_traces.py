@@ -17,6 +17,7 @@ import httpx
 import pytest
 from collector import Collector, Span
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 
@@ -75,7 +76,7 @@ def body_of(length: int, num_tokens: int = 8, **fields: Any) -> dict[str, Any]:
 
 def send(fleet: Fleet, body: dict[str, Any], headers: dict[str, str]) -> str:
     """Send a request and return its id."""
-    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=30.0)
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=patience(30.0))
     assert answer.status_code == 200, answer.text
     return answer.headers["x-request-id"]
 

@@ -26,6 +26,7 @@ import torch
 import transformers
 from checkpoints import FAMILIES, make_checkpoint, reference_greedy, reference_model
 from fleet import add_tokenizer
+from machine import patience
 from pooling_checkpoints import make_classifier
 
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -46,7 +47,7 @@ class Up:
 
     def wait_served(self) -> str:
         """Wait until the printed URL appears, and return it."""
-        end = time.monotonic() + 90
+        end = time.monotonic() + patience(90)
         while (found := re.search(r"is served at (http://\S+)", self.out.read_text())) is None:
             assert self.process.poll() is None, self.err.read_text()
             assert time.monotonic() < end, self.err.read_text()
@@ -68,7 +69,7 @@ def started(directory: Path, *argv: str) -> Iterator[Up]:
         yield up
     finally:
         up.process.terminate()
-        up.process.wait(10)
+        up.process.wait(patience(10))
 
 
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
@@ -81,7 +82,7 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=patience(10))
     left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert left == []
 
@@ -89,7 +90,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 def assert_curl_works(command: str) -> None:
     """Run the command that ``up`` prints for the user to copy."""
     if shutil.which("curl") is not None:
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=patience(60))
         assert done.stdout.startswith("data: {")
         assert done.stdout.rstrip().endswith("data: [DONE]")
 
@@ -101,19 +102,19 @@ def post(url: str, body: dict[str, Any]) -> Any:
 def post_for_headers(url: str, body: dict[str, Any], key: str = "") -> tuple[Any, Message]:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=patience(60)) as response:
         return json.load(response), response.headers
 
 
 def in_flight(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=patience(10)) as response:
         found = re.search(r"^pdserve_requests_in_flight (\S+)$", response.read().decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + patience(20)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -148,7 +149,7 @@ def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         assert len(processes) >= 5  # P and D with an engine each, and the router
         memory = shared_memory_of(processes)
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(10) == 0
+        assert up.process.wait(patience(10)) == 0
         assert_gone(processes)
         assert [file for file in memory if file.exists()] == []
     assert "Traceback" not in up.err.read_text()
@@ -185,8 +186,8 @@ def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
         answer = threads.submit(post, f"{url}/v1/completions", body)
         wait_until(lambda: in_flight(url) == 1)
         up.process.terminate()
-        assert answer.result(30)["usage"]["completion_tokens"] == 100
-        assert up.process.wait(20) == 0
+        assert answer.result(patience(30))["usage"]["completion_tokens"] == 100
+        assert up.process.wait(patience(20)) == 0
         assert_gone(processes)
     assert "Traceback" not in up.err.read_text()
 
@@ -203,9 +204,9 @@ def test_ctrl_c_ends_running_answers_at_once(tmp_path: Path) -> None:
         up.process.terminate()
         wait_until(lambda: "draining" in up.err.read_text())
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(20) == 0
+        assert up.process.wait(patience(20)) == 0
         with pytest.raises(urllib.error.HTTPError) as failed:
-            answer.result(30)
+            answer.result(patience(30))
         failed.value.close()
 
 
@@ -235,7 +236,7 @@ def tokens_of(url: str, seed: int) -> list[int]:
 
 
 def ready_nodes(url: str) -> set[str]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=patience(10)) as response:
         return set(re.findall(r'^pdserve_nodes_ready\{.*role="(\w+)".*\} 1', response.read().decode(), re.MULTILINE))
 
 
@@ -246,7 +247,7 @@ def test_prefill_node_that_dies_starts_again_and_no_request_notices(tmp_path: Pa
         answers = [threads.submit(tokens_of, url, seed % 3) for seed in range(20)]
         wait_until(lambda: in_flight(url) > 10)
         up.child("prefill_node").kill()
-        assert [answer.result(90) for answer in answers] == [expected[seed % 3] for seed in range(20)]
+        assert [answer.result(patience(90)) for answer in answers] == [expected[seed % 3] for seed in range(20)]
         wait_until(lambda: ready_nodes(url) == {"prefill", "decode"})
         assert up.process.poll() is None
         assert "prefill was killed by SIGKILL" in up.err.read_text()
@@ -265,7 +266,7 @@ def test_router_and_engine_that_die_start_again(tmp_path: Path) -> None:
         assert tokens_of(url, 1) == expected
         processes = up.descendants()
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(10) == 0
+        assert up.process.wait(patience(10)) == 0
         assert_gone(processes)
 
 
@@ -290,7 +291,7 @@ def test_children_end_when_up_is_killed(tmp_path: Path) -> None:
     up.wait_served()
     processes = up.descendants()
     up.process.kill()
-    up.process.wait(5)
+    up.process.wait(patience(5))
     assert_gone(processes)
 
 
@@ -301,7 +302,7 @@ def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes().replace(b"layers.3.mlp.up_proj", b"layers.3.mlp.xx_proj"))
     with started(tmp_path, str(broken)) as up:
         processes = up.descendants()
-        assert up.process.wait(90) == 2
+        assert up.process.wait(patience(90)) == 2
         assert_gone(processes)
     last = up.err.read_text().strip().splitlines()[-1]
     assert last.startswith("pdserve: error: ")
@@ -310,11 +311,11 @@ def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
 
 def test_ctrl_c_during_start_leaves_no_process(tmp_path: Path) -> None:
     with started(tmp_path) as up:
-        end = time.monotonic() + 30
+        end = time.monotonic() + patience(30)
         while not up.descendants():
             assert time.monotonic() < end
             time.sleep(0.02)
         processes = up.descendants()
         os.killpg(up.process.pid, signal.SIGINT)
-        assert up.process.wait(10) == 130
+        assert up.process.wait(patience(10)) == 130
         assert_gone(processes)

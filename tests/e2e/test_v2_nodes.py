@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess
+from machine import patience
 from node_client import Generated, RouterClient, greedy
 
 from pdserve.records import SamplingParams
@@ -132,7 +133,7 @@ def test_cancelled_request_frees_its_blocks(
 
 def wait_for(condition: Callable[[], bool], request: Generated) -> None:
     """Fails as soon as the request cannot reach the condition."""
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + patience(20.0)
     while not condition():
         assert request.stream_error is None, f"the stream broke: {request.stream_error}"
         assert request.failure is None, request.failure

@@ -21,14 +21,15 @@ import pytest
 from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body
 from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 
-PEER_TIMEOUT = 3.0
+PEER_TIMEOUT = patience(3.0)
 GO_ON = PEER_TIMEOUT + 5.0  # seconds until every request must run again
 NOISE = 25.0  # seconds; a request that stays waits for as long as the node is wedged
 LOAD = 4.0  # seconds in which clients send requests
-TIMING = ("--peer-timeout", str(PEER_TIMEOUT))
+TIMING = ("--peer-timeout", f"{PEER_TIMEOUT:g}")
 SIMULATED = ("--engine", "simulated", *TIMING)
 HAND_OFF_ALL = ("--handoff-min-tokens", "1")
 ROUTER = ("--policy", "round-robin")  # by load, a wedged node would seldom be chosen anyway
@@ -60,7 +61,7 @@ def check_requests_leave(fleet: Fleet, wedged: Wedged, load: Load) -> None:
             wedged.wedge()
         began = time.monotonic()
         running.result()
-    assert time.monotonic() - began < LOAD + GO_ON + NOISE
+    assert time.monotonic() - began < patience(LOAD + GO_ON + NOISE)
     assert not load.failures, load.failures[0]
     assert load.outcomes["exact"] > 16
     assert wedged.known()
@@ -88,7 +89,7 @@ def check_used_again(fleet: Fleet, wedged: Wedged, load: Load) -> None:
     fleet.wait_until(lambda: not wedged.known(), 20.0)
     wedged.node.wait_idle(30.0)
     name = "decode_requests" if wedged.role == "decode" else "leases_granted"
-    before, end = wedged.node.counter(name), time.monotonic() + 30.0
+    before, end = wedged.node.counter(name), time.monotonic() + patience(30.0)
     while wedged.node.counter(name) == before:
         assert time.monotonic() < end, "a node that has recovered is not used"
         asyncio.run(load.run(fleet.url, clients=4, seconds=0.5, seed=8))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import change_weight, make_checkpoint
 from fleet import Fleet, NodeProcess
+from machine import patience
 from node_client import RouterClient, greedy
 
 from pdserve.checkpoint.weight_digests import fold_digests, known_tensor_digests
@@ -56,7 +57,9 @@ def offered(peer: NodeProcess, checkpoint: Path) -> dict[str, pb.OfferedTensor]:
     assert known is not None
     fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in fold_digests(known).items()}
     with peer.channel() as channel:
-        messages = pb_grpc.WeightsStub(channel).Offer(pb.OfferRequest(weights_hash=weights_hash(fields)), timeout=5.0)
+        messages = pb_grpc.WeightsStub(channel).Offer(
+            pb.OfferRequest(weights_hash=weights_hash(fields)), timeout=patience(5.0)
+        )
         return {tensor.name: tensor for message in messages for tensor in message.tensors}
 
 
@@ -115,8 +118,8 @@ def test_peer_that_fails_during_the_load_costs_no_weights(end: str, checkpoint: 
         fleet.wait_ready()
         expected = tokens(peer)
         peer.stop("engine")
-        patience = "600" if end == "killed" else "2"
-        known = [*OFFER, "--weight-peers", peer.address, "--peer-timeout", patience]
+        timeout = "600" if end == "killed" else "2"
+        known = [*OFFER, "--weight-peers", peer.address, "--peer-timeout", timeout]
         node = fleet.start_decode(checkpoint, known, over_tcp)
         fleet.wait_until(lambda: "weights are read from" in node.output, 60.0)
         if end == "killed":

@@ -10,6 +10,7 @@ from itertools import islice
 
 import pytest
 import tokenizers
+from machine import patience
 from toy import reference
 from toy_node import Node
 
@@ -91,7 +92,7 @@ def test_mask_that_becomes_ready_wakes_an_idle_loop(depth: int) -> None:
 
 def results(grammars: GrammarWorkers) -> Iterator[Compiled | Masked]:
     """Yield results as they arrive."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + patience(60)
     while time.monotonic() < end:
         yield from grammars.take_results()
         time.sleep(0.001)

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import trustme
 from certificates import write_https, write_identity
+from machine import patience
 from network import Network, first_process
 from overlays import headless_services, pods
 from policies import NAMESPACE, Endpoint, open_ports
@@ -112,7 +113,7 @@ class Cluster:
         return {"Authorization": f"Bearer {self._key}"}
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patience(seconds)
         while not condition():
             for pod in self.running:
                 assert pod.program is not None

@@ -13,6 +13,7 @@ import grpc
 import httpx
 import pytest
 from cluster import ROOT, Cluster
+from machine import patience
 from network import require_namespaces
 from node_client import RouterClient, greedy
 from traffic import PROMPT
@@ -35,7 +36,7 @@ def test_client_with_trusted_ca_is_served(cluster: Cluster) -> None:
     trust = ssl.create_default_context()
     cluster.ca.configure_trust(trust)
     body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
-    with httpx.Client(base_url=cluster.url, verify=trust, trust_env=False, timeout=30.0) as client:
+    with httpx.Client(base_url=cluster.url, verify=trust, trust_env=False, timeout=patience(30.0)) as client:
         answer = client.post("/v1/completions", json=body, headers=cluster.headers)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 8
@@ -74,7 +75,7 @@ def test_connections_without_certificate_are_refused(cluster: Cluster) -> None:
         httpx.get(cluster.url.replace("https", "http"), trust_env=False)
     for node in cluster.nodes:
         with grpc.insecure_channel(node.address) as channel, pytest.raises(grpc.RpcError):
-            pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
+            pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=patience(5.0))
 
 
 def test_probe_commands_succeed(cluster: Cluster) -> None:

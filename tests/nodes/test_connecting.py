@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from fleet import Fleet, NodeProcess
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
@@ -43,7 +44,7 @@ def open_channel(node: NodeProcess, timing: PeerTiming) -> grpc.Channel:
 def call(channel: grpc.Channel, *, wait_for_ready: bool = False) -> grpc.CallFuture[pb.NodeStatus]:
     """``wait_for_ready``: failed attempts to connect are repeated until the timeout."""
     stub = pb_grpc.NodeStub(channel)
-    return stub.Status.future(pb.StatusRequest(), timeout=60.0, wait_for_ready=wait_for_ready)
+    return stub.Status.future(pb.StatusRequest(), timeout=patience(60.0), wait_for_ready=wait_for_ready)
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.3, 1.5])

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from machine import patience
 from node_client import WAIT_SECONDS, RouterClient, greedy
 from node_fleet import Nodes
 
@@ -158,7 +159,7 @@ def test_deadline_passes_during_a_pause(nodes: Nodes) -> None:
         early = client.send(prompt_of(64, seed=10), greedy(440), nodes.main, timeout_ms=1500)
         client.put(pb.ServeRequest(pause=pb.Pause(request=early.number)))
         late = client.send(prompt_of(16, seed=9), greedy(490, n=3), timeout_ms=1500)
-        late.started.wait(WAIT_SECONDS)
+        late.started.wait(patience(WAIT_SECONDS))
         client.put(pb.ServeRequest(pause=pb.Pause(request=late.number)))
         for result in (arrived, early, late):
             failure = result.wait().failure
@@ -192,7 +193,7 @@ def test_the_end_of_a_stream_ends_its_requests(nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         running = [client.send(prompt_of(50, seed), greedy(400), nodes.main) for seed in range(4)]
         for result in running:
-            result.started.wait(20.0)
+            result.started.wait(patience(20.0))
     nodes.decode.wait_idle()
     nodes.prefill.wait_idle()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.doctor.checks import check_requirement, check_ucx_ports
@@ -24,7 +25,7 @@ Findings = dict[str, Finding]
 def doctor(*flags: str, model: str = str(EMBEDDED_MODEL), **environ: str) -> tuple[int, Findings]:
     """Return its exit status, and its findings by check."""
     command = [sys.executable, "-m", "pdserve", "doctor", model, "--json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, timeout=patience(60))
     findings = msgspec.convert(json.loads(done.stdout), list[Finding])
     assert all(finding.remedy or finding.level is not Level.WARN for finding in findings), "a warning without a remedy"
     by_check = {finding.check: finding for finding in findings}

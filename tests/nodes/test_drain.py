@@ -11,6 +11,7 @@ import grpc
 import pytest
 from fleet import Fleet, NodeProcess, add_tokenizer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from machine import patience
 from node_client import Prefill, PrefillClient, PrefillFailed, RouterClient, greedy
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -50,7 +51,7 @@ def serves(node: NodeProcess) -> tuple[bool, bool, bool]:
     with grpc.insecure_channel(node.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         live, loaded, ready = (
-            health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0).status == SERVING
+            health.Check(health_pb2.HealthCheckRequest(service=service), timeout=patience(5.0)).status == SERVING
             for service in ("live", "loaded", "")
         )
     return live, loaded, ready
@@ -85,7 +86,7 @@ def test_a_draining_decode_node_finishes_open_requests_and_refuses_new_ones(flee
     node = start("decode")
     with RouterClient(node.address) as client, RouterClient(node.address) as idle:
         running = client.send(PROMPT, greedy(100, n=2))
-        assert running.started.wait(END_SECONDS)
+        assert running.started.wait(patience(END_SECONDS))
         drain(fleet, node)
         assert serves(node) == (True, True, False)
         late = idle.generate(PROMPT, greedy(4)).failure
@@ -104,7 +105,7 @@ def test_requests_open_after_the_drain_timeout_of_a_decode_node_are_handed_over(
     node = start("decode", "--drain-timeout", "0.3")
     with RouterClient(node.address) as client:
         running = client.send(PROMPT, greedy(2000))
-        assert running.started.wait(END_SECONDS)
+        assert running.started.wait(patience(END_SECONDS))
         node.signal(signal.SIGTERM)
         failure = running.wait().failure
         assert failure is not None
@@ -121,7 +122,7 @@ def test_sigint_or_a_second_signal_hands_requests_over_at_once(
     node = start("decode")
     with RouterClient(node.address) as client:
         running = client.send(PROMPT, greedy(2000))
-        assert running.started.wait(END_SECONDS)
+        assert running.started.wait(patience(END_SECONDS))
         for number in signals[:-1]:
             node.signal(number)
             fleet.wait_until(lambda: node.describe().state == "draining", END_SECONDS)

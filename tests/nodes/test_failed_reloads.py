@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import change_weight, reference_greedy, reference_model
 from fleet import Fleet, NodeProcess, add_tokenizer
+from machine import patience
 from node_client import RouterClient, greedy
 
 from pdserve.cli import main
@@ -62,7 +63,7 @@ def test_node_without_weights_refuses_requests_until_a_reload_succeeds(
     with RouterClient(node.process.address) as router:
         running = router.send(PROMPT, greedy(400)) if when == "keep" else None
         if running is not None:
-            assert running.started.wait(END_SECONDS)
+            assert running.started.wait(patience(END_SECONDS))
         node.trigger.write_text("fail")
         assert node.reload("b", when) == 1
         assert "the test made this read fail" in capsys.readouterr().err

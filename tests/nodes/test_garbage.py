@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from fault_proxy import UNSET
+from machine import patience
 from node_client import RouterClient, greedy
 from stages import PROMPT, RELEASE_SECONDS, Pair, held_at, send_prompt, start_pair
 
@@ -57,7 +58,9 @@ def test_bytes_that_are_no_grpc(pair: Pair) -> None:
         for node in (pair.prefill, pair.decode):
             host, _, port = node.address.rpartition(":")
             for data in sent:
-                connection = connections.enter_context(socket.create_connection((host, int(port)), timeout=5.0))
+                connection = connections.enter_context(
+                    socket.create_connection((host, int(port)), timeout=patience(5.0))
+                )
                 connection.sendall(data)
         pair.check_served()
 
@@ -70,7 +73,7 @@ def test_messages_that_are_none(method: str, pair: Pair) -> None:
     node = pair.decode if method.startswith("DecodeNode") else pair.prefill
     channel: Any
     with grpc.insecure_channel(node.address) as channel, pytest.raises(grpc.RpcError) as raised:
-        list(channel.stream_stream(f"/pdserve.v1.{method}")(iter([NO_MESSAGE]), timeout=5.0))
+        list(channel.stream_stream(f"/pdserve.v1.{method}")(iter([NO_MESSAGE]), timeout=patience(5.0)))
     assert raised.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -311,7 +314,7 @@ def test_an_extension_that_comes_twice(pair: Pair) -> None:
 
     def wait_for_extension(kind: str) -> None:
         if kind == "first_tokens":
-            assert extended.wait(20.0)
+            assert extended.wait(patience(20.0))
 
     failures = pair.decode.counter("handoff_failures")
     pair.proxy.alter_request, pair.proxy.before_event = alter, wait_for_extension

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fleet import NodeProcess
+from machine import patience
 from node_client import PrefillClient, RouterClient, greedy
 from stages import BLOCK, Pair, held_at, send_prompt, start_pair
 from test_streamed_handoff import prompt_of
@@ -79,7 +80,7 @@ def test_release_and_extend_of_another_stream_change_no_token(pair: Pair) -> Non
     def hold(kind: str) -> None:
         if kind == "first_tokens":  # the last part follows
             computed.release()
-            assert attacked.wait(60.0)
+            assert attacked.wait(patience(60.0))
 
     with RouterClient(pair.decode.address) as client:
         expected = [client.generate(prompt, greedy(40), cache_salt="local").tokens for prompt in prompts]
@@ -87,7 +88,7 @@ def test_release_and_extend_of_another_stream_change_no_token(pair: Pair) -> Non
         pair.proxy.before_event = hold
         results = [client.send(prompt, greedy(40), pair.prefill.address, cache_salt="read") for prompt in prompts]
         for _ in results:
-            assert computed.acquire(timeout=30.0)
+            assert computed.acquire(timeout=patience(30.0))
         for message in messages:
             with PrefillClient(pair.prefill.address) as hostile:
                 hostile.put(message)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fault_proxy import FaultProxy
 from fleet import Fleet, NodeProcess
+from machine import patience
 from node_client import RouterClient, greedy
 from node_fleet import FLAGS
 
@@ -179,7 +180,7 @@ def test_a_transport_slower_than_required_fails_the_start(checkpoint: Path, chec
     with Fleet() as fleet:
         node = start_over("shm", "tcp", checkpoint, fleet, checked.prefill.address)
         fleet.wait_until(lambda: node.child.state in ("failed", "ended"), 60.0)
-        assert node.child.process.wait(10.0) == 2
+        assert node.child.process.wait(patience(10.0)) == 2
         for word in (checked.prefill.address, "is tcp", "--require-transport asks for shm", "tcp/", "UCX_TLS"):
             assert word in node.child.last_error
     with Fleet() as fleet:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fleet import Fleet
+from machine import patience
 from node_client import RouterClient, greedy
 
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -62,11 +63,11 @@ def test_listed_nodes_are_connected_and_unlisted_ones_finish_their_handoffs(list
         listed.list(1)
         listed.wait_connected(listed.second)
         assert not running.ended.is_set()
-        assert running.ended.wait(PATIENCE)
+        assert running.ended.wait(patience(PATIENCE))
         assert len(running.tokens) == 4
 
         other = router.send(prompt[-200:], greedy(4), prefill_node=listed.second)
-        assert other.ended.wait(PATIENCE)
+        assert other.ended.wait(patience(PATIENCE))
         assert len(other.tokens) == 4
     assert listed.decode.counter("handoffs") == 2
     assert listed.decode.counter("handoff_failures") == 0

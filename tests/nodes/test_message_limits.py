@@ -11,6 +11,7 @@ import grpc
 import pytest
 from fleet import Fleet, NodeProcess
 from google.protobuf.internal.encoder import _VarintBytes  # type: ignore[attr-defined]
+from machine import patience
 from node_client import RouterClient, greedy
 
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -55,7 +56,7 @@ def test_an_oversized_message_ends_only_its_call(fleet: Fleet, role: str) -> Non
     with grpc.insecure_channel(node.address) as channel, RouterClient(fleet.decode[0].address) as client:
         running = client.send(range(3, 40), greedy(2000))
         with pytest.raises(grpc.RpcError) as raised:
-            list(channel.stream_stream(SERVE[role])(iter([message]), timeout=60.0))
+            list(channel.stream_stream(SERVE[role])(iter([message]), timeout=patience(60.0)))
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert f"({len(message)} vs. {limit})" in (raised.value.details() or "")
         assert node.describe().state == "ready"
@@ -148,7 +149,7 @@ def test_choices_of_another_request_end_the_stream(fleet: Fleet) -> None:
         grpc.insecure_channel(fleet.decode[0].address) as channel,
         pytest.raises(grpc.RpcError, match="choices of request 2 came before request 1"),
     ):
-        list(channel.stream_stream(SERVE["decode"])(iter(requests), timeout=20.0))
+        list(channel.stream_stream(SERVE["decode"])(iter(requests), timeout=patience(20.0)))
 
 
 def test_long_tables_of_log_probabilities_are_split() -> None:

@@ -16,6 +16,7 @@ import grpc
 import psutil
 import pytest
 from fleet import Fleet, NodeCalls, NodeProcess
+from machine import patience
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
@@ -24,7 +25,16 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 FILES = 256  # open files of a node
 MOST = FILES // 4 * 3  # its connections
 STREAMS = 128  # calls at once on a connection
-SIMULATED = ("--engine", "simulated", "--sim-speed", "1000", "--metrics-port", "0", "--peer-timeout", "1")
+SIMULATED = (
+    "--engine",
+    "simulated",
+    "--sim-speed",
+    "1000",
+    "--metrics-port",
+    "0",
+    "--peer-timeout",
+    f"{patience(1.0):g}",
+)
 
 # HTTP/2 (RFC 9113)
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
@@ -79,11 +89,11 @@ def node_of(fleet: Fleet, role: str) -> NodeProcess:
 
 def connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=patience(20))
 
 
 def describe(channel: grpc.Channel, seconds: float = 5.0) -> pb.NodeDescription:
-    return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=seconds)
+    return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=patience(seconds))
 
 
 def new_connection(node: NodeCalls) -> grpc.Channel:
@@ -192,6 +202,6 @@ def test_scraper_is_served_beside_idle_connections_at_the_metrics_port(fleet: Fl
             for number in range(2 * FILES):
                 stack.enter_context(connect(found[1])).sendall(b"GET /met"[: number % 9])
             for _ in range(5):
-                with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=20) as response:
+                with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=patience(20)) as response:
                     assert b"pdserve_kv_blocks" in response.read()
             assert accepts(node)

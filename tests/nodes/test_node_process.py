@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from machine import patience
 
 WAIT_SECONDS = 30.0
 FLAGS = ("--device", "cpu", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--threads", "1")
@@ -56,7 +57,7 @@ class Started:
 
     def end(self) -> tuple[int, list[str]]:
         """Wait for its exit; return the status and the lines it printed."""
-        _, stderr = self.process.communicate(timeout=WAIT_SECONDS)
+        _, stderr = self.process.communicate(timeout=patience(WAIT_SECONDS))
         return self.process.returncode, stderr.splitlines()
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ def started(checkpoint: Path, role: str, *flags: str) -> Iterator[Started]:
 
 def gone(process: psutil.Process) -> bool:
     try:
-        process.wait(WAIT_SECONDS)
+        process.wait(patience(WAIT_SECONDS))
     except psutil.TimeoutExpired:
         return False
     return True
@@ -209,7 +210,7 @@ def test_health_separates_live_loaded_and_ready(checkpoint: Path) -> None:
     """A node without its peers is live and loaded, so it is not restarted; with a stopped engine it is not live."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peer = f"127.0.0.1:{silent.getsockname()[1]}"
-        flags = ("--engine", "simulated", "--prefill", peer, "--peer-timeout", "1")
+        flags = ("--engine", "simulated", "--prefill", peer, "--peer-timeout", f"{patience(1.0):g}")
         with started(checkpoint, "decode_node", *flags, "--peer-wait", "600") as node:
             address = node.wait_for("listening")["address"]
             wait_until(lambda: probe(address, "loaded") == 0)
@@ -226,7 +227,7 @@ def test_health_separates_live_loaded_and_ready(checkpoint: Path) -> None:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + patience(WAIT_SECONDS)
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -19,6 +19,7 @@ import torch
 import transformers
 from checkpoints import make_checkpoint
 from fleet import Fleet, NodeProcess
+from machine import patience
 from numpy.typing import NDArray
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -115,7 +116,7 @@ class Pooler:
     def pool(self, prompts: Sequence[Sequence[int]], **fields: Any) -> pb.PoolReply:
         with grpc.insecure_channel(self.node.address) as channel:
             message = pb.PoolRequest(prompts=[pack_tokens(prompt) for prompt in prompts], **fields)
-            return pb_grpc.PoolingNodeStub(channel).Pool(message, timeout=60)
+            return pb_grpc.PoolingNodeStub(channel).Pool(message, timeout=patience(60))
 
     def check(self, prompts: Sequence[Sequence[int]], reply: pb.PoolReply) -> None:
         assert len(reply.vectors) == len(prompts)
@@ -182,7 +183,9 @@ def test_simultaneous_calls_share_steps_and_cached_prefixes(pooler: Pooler) -> N
 def test_cancelled_calls_free_their_blocks(pooler: Pooler) -> None:
     with grpc.insecure_channel(pooler.node.address) as channel:
         message = pb.PoolRequest(prompts=[pack_tokens(prompt) for prompt in prompts_of([500] * 30, seed=10)])
-        calls: list[Any] = [pb_grpc.PoolingNodeStub(channel).Pool.future(message, timeout=60) for _ in range(4)]
+        calls: list[Any] = [
+            pb_grpc.PoolingNodeStub(channel).Pool.future(message, timeout=patience(60)) for _ in range(4)
+        ]
         for call in calls:
             call.cancel()
     pooler.node.wait_idle()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoints import change_weight, reference_greedy, reference_model
 from fleet import NODE_FLAGS, RUNNER_ENVIRONMENTS, Fleet, add_tokenizer
+from machine import patience
 from node_client import RouterClient, greedy
 from safetensors.torch import save_file
 
@@ -25,7 +26,16 @@ from engine.frontend.node_command import role_parser
 from pdserve.cli import main
 from pdserve.errors import ConfigError
 
-FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")
+FLAGS = (
+    "--block-size",
+    "8",
+    "--kv-cache-memory",
+    "1MiB",
+    "--max-model-len",
+    "256",
+    "--peer-timeout",
+    f"{patience(2.0):g}",
+)
 PROMPT = list(range(3, 40))
 END_SECONDS = 5.0
 
@@ -53,7 +63,7 @@ class Host:
 
     def end(self) -> tuple[int, list[str]]:
         """Wait for its exit; return the status and the lines it printed."""
-        _, stderr = self.process.communicate(timeout=END_SECONDS)
+        _, stderr = self.process.communicate(timeout=patience(END_SECONDS))
         return self.process.returncode, stderr.splitlines()
 
 
@@ -136,7 +146,7 @@ def test_ranks_on_other_hosts_exit_with_the_leader(
         ranks = other.ranks()
         node.signal(number)
         ended, lines = other.end()
-        _, left = psutil.wait_procs(ranks, END_SECONDS)
+        _, left = psutil.wait_procs(ranks, patience(END_SECONDS))
     assert (ended, left) == (status, [])
     if status:
         assert lines[-1] == f"pdserve: error: the leader at {leader} has gone"
@@ -153,7 +163,7 @@ def test_ranks_on_other_hosts_keep_running_until_the_node_has_drained(
         fleet.wait_ready()
         with RouterClient(node.address) as client:
             running = client.send(PROMPT, greedy(200))
-            assert running.started.wait(END_SECONDS)
+            assert running.started.wait(patience(END_SECONDS))
             other.process.terminate()
             node.signal(signal.SIGTERM)
             assert len(running.wait().tokens) == 200
@@ -231,7 +241,7 @@ def test_a_rank_with_other_weights_is_rejected(checkpoint: Path, elsewhere: Path
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
         fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
-        _, stderr = other.process.communicate(timeout=60.0)
+        _, stderr = other.process.communicate(timeout=patience(60.0))
     assert other.process.returncode == 2
     assert "the leader rejects rank 1: weights of layers.1.mlp: " in stderr.splitlines()[-1]
     assert stderr.count("weights of") == 1

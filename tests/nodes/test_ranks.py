@@ -12,8 +12,18 @@ import psutil
 import pytest
 from checkpoints import reference_greedy, reference_model
 from fleet import Fleet, HttpError, NodeProcess, add_tokenizer
+from machine import patience
 
-FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")
+FLAGS = (
+    "--block-size",
+    "8",
+    "--kv-cache-memory",
+    "1MiB",
+    "--max-model-len",
+    "256",
+    "--peer-timeout",
+    f"{patience(2.0):g}",
+)
 RANK_1 = "rank 1 (stage 0, shard 1)"
 PROMPT = list(range(3, 40))
 END_SECONDS = 5.0
@@ -73,7 +83,7 @@ def test_two_ranks_serve_as_one_node_and_a_stopped_or_killed_rank_is_named(fleet
         rank.kill()
         assert_gone(fleet, processes)
         with pytest.raises(HttpError) as failed:
-            answer.result(END_SECONDS)
+            answer.result(patience(END_SECONDS))
     assert failed.value.status == 502
     assert f"{RANK_1} was killed by SIGKILL" in last_line(fleet, node)
 

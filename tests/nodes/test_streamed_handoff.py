@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import Lost, Refusal
+from machine import patience
 from node_client import Prefill, PrefillClient, PrefillFailed, RouterClient, greedy
 from stages import ATTEMPTS, BLOCK, DECODE_AHEAD, LENGTH, RELEASE_SECONDS, STEP, Pair, start_pair
 
@@ -161,7 +162,7 @@ def test_a_lease_is_extended_while_blocks_are_missing(pair: Pair) -> None:
 
     def wait_for_extensions() -> None:
         for _ in range(5):
-            assert extended.acquire(timeout=20.0)
+            assert extended.acquire(timeout=patience(20.0))
 
     pair.proxy.before_event = on_part(5, wait_for_extensions)
     pair.proxy.before_extend = extended.release
@@ -184,7 +185,7 @@ def test_a_handoff_whose_lease_cannot_be_extended_is_recomputed(pair: Pair) -> N
     prompt, served = prompt_of(8), threading.Event()
 
     def wait_until_served() -> None:
-        assert served.wait(20.0)
+        assert served.wait(patience(20.0))
 
     def lose() -> None:
         raise Lost

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from fleet import Fleet, NodeProcess
+from machine import patience
 from node_client import RouterClient, greedy
 from safetensors.torch import load_file, save_file
 
@@ -119,13 +120,13 @@ def test_running_requests_end_or_are_handed_over_before_a_change(fleet: Fleet, v
     with RouterClient(node.address) as router:
         expected = router.generate(PROMPT, greedy(40)).tokens
         running = router.send(PROMPT, greedy(40))
-        running.started.wait(20.0)
+        running.started.wait(patience(20.0))
         router.half_close()
         assert change("reload", node.address, "--model", "b") == 0
         assert running.wait().tokens == expected
     with RouterClient(node.address) as router:
         running = router.send(PROMPT, greedy(1000))
-        running.started.wait(20.0)
+        running.started.wait(patience(20.0))
         router.half_close()
         assert change("reload", node.address, "--model", "a", "--when", "abort") == 0
         failure = running.wait().failure

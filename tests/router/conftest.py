@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 import small_tokenizers
+from machine import patience
 from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 from tokenizers import AddedToken
@@ -39,7 +40,7 @@ def router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterP
 
 @pytest.fixture(scope="package")
 def client(router: RouterProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=router.url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=router.url, timeout=patience(20), trust_env=False) as client:
         yield client
 
 
@@ -77,7 +78,7 @@ def reading_router(reading_dir: Path, scripted_node: ScriptedNode) -> Iterator[R
 
 @pytest.fixture(scope="package")
 def sdk(reading_router: RouterProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{reading_router.url}/v1", api_key="none", max_retries=0, timeout=20) as sdk:
+    with openai.OpenAI(base_url=f"{reading_router.url}/v1", api_key="none", max_retries=0, timeout=patience(20)) as sdk:
         yield sdk
 
 

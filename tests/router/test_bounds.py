@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from machine import patience
 from router_process import RouterProcess
 from scripted_node import Conversation, ScriptedNode
 from uvicorn.server import ServerState
@@ -115,7 +116,7 @@ def test_headers_and_extra_parameters_do_not_reach_nodes(client: httpx.Client, s
 
 def connect(router: RouterProcess) -> socket.socket:
     host, _, port = router.url.removeprefix("http://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=patience(20))
 
 
 def answer_to(router: RouterProcess, *parts: bytes) -> bytes:

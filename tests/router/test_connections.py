@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from machine import patience
 from router_process import RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
@@ -45,15 +46,15 @@ def limited(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[Router
 
 def connect(process: RouterProcess) -> socket.socket:
     host, _, port = process.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=patience(20))
 
 
 def health(process: RouterProcess) -> httpx.Response:
-    return httpx.get(f"{process.url}/health", trust_env=False, timeout=20)
+    return httpx.get(f"{process.url}/health", trust_env=False, timeout=patience(20))
 
 
 def metrics(process: RouterProcess) -> dict[str, float]:
-    lines = httpx.get(f"{process.url}/metrics", trust_env=False, timeout=20).text.splitlines()
+    lines = httpx.get(f"{process.url}/metrics", trust_env=False, timeout=patience(20)).text.splitlines()
     return {name: float(value) for name, _, value in (line.partition(" ") for line in lines if line[0] != "#")}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from machine import patience
 from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 
@@ -27,7 +28,7 @@ def look(client: httpx.Client, **seen: str | int) -> LiveReport:
 
 
 def client_of(router: RouterProcess) -> httpx.Client:
-    return httpx.Client(base_url=router.url, timeout=20, trust_env=False)
+    return httpx.Client(base_url=router.url, timeout=patience(20), trust_env=False)
 
 
 def node_at(report: LiveReport, address: str) -> LiveNode:
@@ -35,7 +36,7 @@ def node_at(report: LiveReport, address: str) -> LiveNode:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from exposition import metrics_url
+from machine import patience
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
@@ -77,7 +78,7 @@ def guarded(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) ->
 
 @pytest.fixture(scope="module")
 def http(guarded: RouterProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=guarded.url, trust_env=False, timeout=20) as client:
+    with httpx.Client(base_url=guarded.url, trust_env=False, timeout=patience(20)) as client:
         yield client
 
 
@@ -173,7 +174,7 @@ def test_metrics_need_a_key_or_their_port_and_name_no_client(
     flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--metrics-port", "0"]
     with (
         router_process(tokenizer_dir, flags) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as http,
     ):
         assert ask(http, "alice").status_code == 200
         assert http.get("/metrics").status_code == 401
@@ -194,7 +195,7 @@ def test_refused_keys_are_limited_per_address_and_valid_ones_are_not(
     limited = 20
     with (
         router_process(tokenizer_dir, flags) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as http,
     ):
         for _ in range(PER_MINUTE + limited):
             refused = http.get("/v1/models", headers={"authorization": f"Bearer {wrong}"})
@@ -232,7 +233,7 @@ def test_request_log_has_key_names_but_no_keys(
             request_id = ask(http, "bob").headers["x-request-id"]
             assert http.post("/v1/completions", headers=headers("alice"), content=b"no body").status_code == 400
         router.process.terminate()  # a request is logged after its answer was sent
-        router.process.wait(timeout=10)
+        router.process.wait(timeout=patience(10))
     log = capfd.readouterr().err
     assert f"request {request_id} with key bob: completions, ok after" in log
     assert "with key alice: completions, invalid_" in log
@@ -296,10 +297,10 @@ def test_queue_serves_by_priority_and_rejects_its_last(http: httpx.Client, scrip
                 assert int(refused.headers["retry-after"]) >= 1
                 assert "the limit is 1" in refused.json()["error"]["message"]
             urgent = threads.submit(ask, http, "bob", priority=-1)
-            assert waits.result(20).status_code == 503
+            assert waits.result(patience(20)).status_code == 503
             wait_for(lambda: metric(http, "pdserve_requests_waiting") == 1)
             assert not urgent.done()
-        assert urgent.result(20).status_code == 200
+        assert urgent.result(patience(20)).status_code == 200
     wait_for(lambda: metric(http, "pdserve_requests_in_flight") == 0)
 
 
@@ -330,7 +331,7 @@ def test_full_decode_node_passes_a_request_on_once(tokenizer_dir: Path, scripted
         flags = ["--decode", scripted_node.address, "--decode", other.address]
         with (
             router_process(tokenizer_dir, flags) as process,
-            httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+            httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as http,
         ):
             for node in (scripted_node, other):  # either may be chosen first
                 node.scripts |= {"moves": full if node is scripted_node else answer, "stays": full}
@@ -380,14 +381,14 @@ def test_waiting_request_gets_503_on_immediate_shutdown(
     scripted_node.scripts["linger"] = linger
     with (
         router_process(tokenizer_dir, ["--decode", scripted_node.address, "--max-inflight", "1"]) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as http,
         ThreadPoolExecutor() as threads,
         lingering(http, "alice"),
     ):
         waits = threads.submit(ask, http, "alice")
         wait_for(lambda: metric(http, "pdserve_requests_waiting") == 1)
         process.process.send_signal(signal.SIGINT)
-        assert waits.result(20).status_code == 503
+        assert waits.result(patience(20)).status_code == 503
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import trustme
 from certificates import write_https
+from machine import patience
 from router_process import RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 from test_connections import KEPT, LIMIT, STREAM, connect, is_closed
@@ -25,7 +26,9 @@ class HttpsRouter:
         ca.configure_trust(self._context)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"https://{self.process.address}{path}", verify=self._context, trust_env=False, timeout=20)
+        return httpx.get(
+            f"https://{self.process.address}{path}", verify=self._context, trust_env=False, timeout=patience(20)
+        )
 
     def metrics(self) -> dict[str, float]:
         lines = self.get("/metrics").text.splitlines()

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machine import patience
 from router_process import RouterProcess, router_process, wait_for
 from scripted_node import ScriptedNode
 from starlette.types import Message
@@ -85,7 +86,7 @@ def longest_wait(url: str) -> Iterator[list[float]]:
     ended = threading.Event()
 
     def ask() -> None:
-        with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=url, trust_env=False, timeout=patience(60)) as client:
             while not ended.is_set():
                 asked = time.monotonic()
                 assert client.get("/health").status_code == 200
@@ -233,7 +234,7 @@ def test_oldest_unfinished_body_gives_way(monkeypatch: pytest.MonkeyPatch) -> No
 def begin_upload(router: RouterProcess, num_bytes: int) -> socket.socket:
     """Send a part of a larger body. The router may refuse it."""
     host, _, port = router.url.removeprefix("http://").rpartition(":")
-    sock = socket.create_connection((host, int(port)), timeout=20)
+    sock = socket.create_connection((host, int(port)), timeout=patience(20))
     try:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
         sock.sendall(head % (2 * num_bytes) + b" " * num_bytes)
@@ -267,7 +268,7 @@ def test_memory_of_long_texts_is_given_back(tokenizer_dir: Path, scripted_node: 
         before = resident(process)
 
         def tokenize(_: int) -> int:
-            answer = httpx.post(f"{router.url}/tokenize", json={"prompt": text}, timeout=60, trust_env=False)
+            answer = httpx.post(f"{router.url}/tokenize", json={"prompt": text}, timeout=patience(60), trust_env=False)
             return int(answer.json()["count"])
 
         assert min(pool.map(tokenize, range(4))) > 900_000

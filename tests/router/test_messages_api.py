@@ -10,6 +10,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machine import patience
 from router_process import RouterProcess
 from scripted_node import ScriptedNode
 
@@ -27,7 +28,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def http(reading_router: RouterProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=reading_router.url, timeout=20, trust_env=False) as http:
+    with httpx.Client(base_url=reading_router.url, timeout=patience(20), trust_env=False) as http:
         yield http
 
 

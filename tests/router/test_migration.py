@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from machine import patience
 from router_process import MODEL, router_process, wait_for
 from scripted_node import Conversation, Script, ScriptedNode
 
@@ -56,7 +57,7 @@ def start_nodes(tokenizer_dir: Path, *flags: str, hashes: Sequence[str] = ("", "
             stack.callback(node.close)
         peers = [word for node in nodes for word in ("--decode", node.address)]
         process = stack.enter_context(router_process(tokenizer_dir, [*peers, *flags]))
-        client = stack.enter_context(httpx.Client(base_url=process.url, timeout=30, trust_env=False))
+        client = stack.enter_context(httpx.Client(base_url=process.url, timeout=patience(30), trust_env=False))
         started = Nodes(nodes, client)
         wait_for(lambda: started.metric("pdserve_nodes_ready{") == len(nodes))
         yield started

@@ -12,6 +12,7 @@ import pytest
 import small_tokenizers
 from checkpoints import make_checkpoint
 from fleet import MODEL_NAME, Fleet, start_fleet
+from machine import patience
 
 from router.text.tokenizer import Tokenizer
 
@@ -46,7 +47,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sdk(fleet: Fleet) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60) as sdk:
+    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=patience(60)) as sdk:
         yield sdk
 
 
@@ -225,7 +226,7 @@ def test_concurrent_requests_equal_single_ones(fleet: Fleet, sdk: openai.OpenAI)
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_at_once() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=patience(60)) as client:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     assert asyncio.run(all_at_once()) == alone

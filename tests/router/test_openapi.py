@@ -14,6 +14,7 @@ import pytest
 from fleet import Fleet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machine import patience
 from router_process import MODEL, router_process
 from vector_node import VectorNode
 
@@ -38,7 +39,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def http(fleet: Fleet) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fleet.url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=fleet.url, timeout=patience(20), trust_env=False) as client:
         yield client
 
 

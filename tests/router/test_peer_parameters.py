@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from machine import patience
 from router_process import RouterProcess
 from scripted_node import Conversation, ScriptedNode
 
@@ -22,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture(scope="module")
 def reader(reading_router: RouterProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{reading_router.url}/v1", timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=f"{reading_router.url}/v1", timeout=patience(20), trust_env=False) as client:
         yield client
 
 

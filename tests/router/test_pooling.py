@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from machine import patience
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from vector_node import VectorNode, vector_of
 
@@ -49,7 +50,7 @@ def embedder(tokenizer_dir: Path, nodes: list[VectorNode]) -> Iterator[RouterPro
 
 @pytest.fixture(scope="module")
 def http(embedder: RouterProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=embedder.url, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=embedder.url, timeout=patience(30), trust_env=False) as client:
         wait_for(lambda: num_ready(client) == 2)
         yield client
 
@@ -65,7 +66,7 @@ def classifier() -> Iterator[VectorNode]:
 def scorer(tokenizer_dir: Path, classifier: VectorNode) -> Iterator[httpx.Client]:
     with (
         router_process(tokenizer_dir, ["--prefill", classifier.address]) as process,
-        httpx.Client(base_url=process.url, timeout=30, trust_env=False) as client,
+        httpx.Client(base_url=process.url, timeout=patience(30), trust_env=False) as client,
     ):
         yield client
 

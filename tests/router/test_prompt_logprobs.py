@@ -14,6 +14,7 @@ import small_tokenizers
 import torch
 from checkpoints import make_checkpoint, reference_model
 from fleet import Fleet, start_fleet
+from machine import patience
 
 from router.text.tokenizer import Tokenizer
 
@@ -38,7 +39,7 @@ def fleet(checkpoint: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def client(fleet: Fleet) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+    with httpx.Client(base_url=fleet.url, timeout=patience(60)) as client:
         yield client
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import uvloop
+from machine import patience
 from router_process import wait_for
 
 from pdserve.errors import RequestError
@@ -63,7 +64,7 @@ def render_all(says: Sequence[object]) -> list[str]:
 
     before = set(psutil.Process().children())
     results = asyncio.run(run())
-    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=20)
+    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=patience(20))
     assert not alive
     return results
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trustme
 from certificates import write_https
+from machine import patience
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 from websockets.asyncio.client import ClientConnection as TlsConnection
@@ -32,7 +33,12 @@ Say = Callable[..., dict[str, Any]]
 @contextmanager
 def socket(router: RouterProcess, path: str = "/v1/responses", **fields: Any) -> Iterator[ClientConnection]:
     with connect(
-        f"ws://{router.address}{path}", proxy=None, compression=None, open_timeout=20, close_timeout=1, **fields
+        f"ws://{router.address}{path}",
+        proxy=None,
+        compression=None,
+        open_timeout=patience(20),
+        close_timeout=1,
+        **fields,
     ) as opened:
         yield opened
 
@@ -54,7 +60,7 @@ def events(opened: ClientConnection, message: dict[str, Any] | str | bytes | Non
         opened.send(json.dumps(message) if isinstance(message, dict) else message, text=True)
     found: list[dict[str, Any]] = []
     while not found or found[-1]["type"] not in LAST:
-        found.append(json.loads(opened.recv(timeout=20)))
+        found.append(json.loads(opened.recv(timeout=patience(20))))
     return found
 
 
@@ -156,7 +162,7 @@ def test_client_that_leaves_cancels_its_response(
     scripted_node.scripts[request.node.name] = script
     with socket(reading_router) as opened:
         opened.send(json.dumps(message))
-        opened.recv(timeout=20)
+        opened.recv(timeout=patience(20))
     scripted_node.wait_cancelled(request.node.name)
 
 
@@ -213,14 +219,14 @@ def test_keys_limits_and_drain(
             assert closed.value.rcvd.code == 1009
         with socket(router, additional_headers=headers) as opened, socket(router, additional_headers=headers) as idle:
             opened.send(json.dumps(message))
-            opened.recv(timeout=20)
+            opened.recv(timeout=patience(20))
             router.process.send_signal(signal.SIGTERM)
             wait_for(lambda: _refuses(router, headers))
             scripted_node.do(goes_on.set)
             assert events(opened)[-1]["type"] == "response.incomplete"
             for each in (opened, idle):
                 with pytest.raises(ConnectionClosed) as closed:
-                    each.recv(timeout=20)
+                    each.recv(timeout=patience(20))
                 assert closed.value.rcvd is not None
                 assert closed.value.rcvd.code == 1012
 
@@ -234,7 +240,7 @@ def test_turns_over_tls(reading_dir: Path, scripted_node: ScriptedNode, say: Say
     async def take_turns(address: str) -> None:
         url = f"wss://{address}/v1/responses"
         async with connect_tls(
-            url, ssl=trust, proxy=None, compression=None, open_timeout=20, close_timeout=1
+            url, ssl=trust, proxy=None, compression=None, open_timeout=patience(20), close_timeout=1
         ) as opened:
             first = await events_over_tls(opened, json.dumps(say("one")))
             assert text_of(first) == "one"

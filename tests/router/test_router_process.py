@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from machine import patience
 from router_process import RouterProcess, router_process, wait_for
 from scripted_node import Conversation, Script, ScriptedNode
 
@@ -26,7 +27,9 @@ PROBE = [sys.executable, "-m", "pdserve", "probe"]
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "router", *flags], capture_output=True, text=True, timeout=20)
+    return subprocess.run(
+        [sys.executable, "-m", "router", *flags], capture_output=True, text=True, timeout=patience(20)
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_states_are_reported_in_order(tokenizer_dir: Path, scripted_node: Script
 def test_router_without_nodes_is_unhealthy_and_says_why(tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         router_process(tokenizer_dir, ["--decode", "127.0.0.1:9"], until="loading") as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,
     ):
         response = client.get("/health")
         assert response.status_code == 503
@@ -116,7 +119,7 @@ def test_router_without_nodes_is_unhealthy_and_says_why(tokenizer_dir: Path, cap
 def test_request_on_idle_connection_survives_a_stalled_router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
     with (
         router_process(tokenizer_dir, ["--decode", scripted_node.address]) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,
     ):
         assert client.get("/health").status_code == 200
         process.process.send_signal(signal.SIGSTOP)
@@ -129,7 +132,9 @@ def streaming(process: RouterProcess, node: ScriptedNode, script: Script) -> Ite
     """The events of a request after its first token, which ``script`` sends."""
     node.scripts["signal"] = script
     body = {"prompt": [1], "cache_salt": "signal", "stream": True}
-    with httpx.stream("POST", f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20) as response:
+    with httpx.stream(
+        "POST", f"{process.url}/v1/completions", json=body, trust_env=False, timeout=patience(20)
+    ) as response:
         lines = filter(None, response.iter_lines())
         assert next(lines).startswith("data: {")
         yield lines
@@ -171,7 +176,7 @@ def test_request_beyond_the_drain_timeout_gets_an_error(
         rest = list(lines)
         assert "shutting down" in rest[-1]
         assert "[DONE]" not in "".join(rest)
-        assert process.process.wait(timeout=10) == 0
+        assert process.process.wait(timeout=patience(10)) == 0
     scripted_node.wait_cancelled("signal")
 
 
@@ -191,7 +196,7 @@ def test_sigterm_drains_streams_and_rejects_new_requests(tokenizer_dir: Path, sc
     flags = ["--decode", scripted_node.address, "--drain-grace", "1.5"]
     with (
         router_process(tokenizer_dir, flags) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,
         streaming(process, scripted_node, until_told) as lines,
     ):
         assert health(process) == 200
@@ -203,7 +208,7 @@ def test_sigterm_drains_streams_and_rejects_new_requests(tokenizer_dir: Path, sc
         wait_for(lambda: health(process) == 0)
         scripted_node.do(go_on.set)
         assert list(lines)[-1] == "data: [DONE]"
-        assert process.process.wait(timeout=10) == 0
+        assert process.process.wait(timeout=patience(10)) == 0
 
 
 def test_closed_lifeline_ends_the_process(tokenizer_dir: Path) -> None:
@@ -219,5 +224,7 @@ def test_the_router_needs_neither_torch_nor_transformers() -> None:
         "import sys, router.__main__, router.server; "
         "print([m for m in ('torch', 'transformers', 'engine', 'runner', 'connector') if m in sys.modules])"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60), check=True
+    )
     assert ended.stdout.strip() == "[]"

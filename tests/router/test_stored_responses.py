@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from machine import patience
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
@@ -38,7 +39,7 @@ def storing_router(
 
 
 def sdk_of(router: RouterProcess, name: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{router.url}/v1", api_key=KEYS[name], max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{router.url}/v1", api_key=KEYS[name], max_retries=0, timeout=patience(20))
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +235,7 @@ def test_background_response_fails_when_the_router_stops(
         body = {"input": "Hi", "background": True, "cache_salt": "stops"}
         created = httpx.post(f"{router.url}/v1/responses", json=body, trust_env=False).json()
         router.process.send_signal(signal.SIGTERM)
-        router.process.wait(timeout=20)
+        router.process.wait(timeout=patience(20))
     stored = ResponseDatabase(str(path), StoreLimits(1_000_000, 100.0)).read("response", "key ", created["id"])
     assert stored is not None
     assert json.loads(stored)["status"] == "failed"

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import small_tokenizers
+from machine import patience
 from router_process import router_process
 from scripted_node import Conversation, Script, ScriptedNode
 
@@ -357,7 +358,7 @@ def test_stream_beyond_its_timeout_ends_with_an_error(
     body = play(script)
     with (
         router_process(tokenizer_dir, ["--decode", scripted_node.address, "--request-timeout", "1"]) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,
     ):
         assert stream(client, body)[-1]["error"]["type"] == "timeout_error"
         assert client.post("/v1/completions", json=body).status_code == 504
@@ -377,7 +378,7 @@ def test_lost_node_fails_its_requests_and_is_used_after_its_restart(tokenizer_di
     try:
         with (
             router_process(tokenizer_dir, ["--decode", node.address, "--migrations", "0"]) as process,
-            httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+            httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,
         ):
             body = {"prompt": "x", "stream": True, "cache_salt": "forever", "max_tokens": 900}
             with client.stream("POST", "/v1/completions", json=body) as response:
@@ -409,12 +410,12 @@ def test_requests_beyond_the_limit_are_refused(
     flags = ["--decode", scripted_node.address, "--max-inflight", "1", "--max-queue", "0"]
     with (
         router_process(tokenizer_dir, flags) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,
     ):
         with client.stream("POST", "/v1/completions", json=body) as response:
             received = events(response)  # dropping it would close the connection
             next(received)
-            refused = httpx.post(f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20)
+            refused = httpx.post(f"{process.url}/v1/completions", json=body, trust_env=False, timeout=patience(20))
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert "limit is 0" in refused.json()["error"]["message"]
@@ -422,7 +423,7 @@ def test_requests_beyond_the_limit_are_refused(
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < end, "did not happen"
         time.sleep(0.02)
@@ -435,7 +436,7 @@ def test_tokenizer_without_byte_table_streams(tmp_path: Path, scripted_node: Scr
     body = play(saying(tokenizer.encode(text, add_special_tokens=False)))
     with (
         router_process(directory, ["--decode", scripted_node.address]) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,
     ):
         received = stream(client, {**body, "prompt": [1]})
         assert "".join(chunk["choices"][0]["text"] for chunk in received[:-1]) == text

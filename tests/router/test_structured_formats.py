@@ -12,6 +12,7 @@ import pytest
 import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import patience
 
 from pdserve.errors import RequestError
 from pdserve.grammar import MAX_BYTES, Grammar, GrammarVocabulary, start_thread, without
@@ -117,7 +118,7 @@ def test_deepest_grammar_fits_the_stack(vocabulary: GrammarVocabulary) -> None:
     assert len(chain) < MAX_BYTES
     found: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
     start_thread(lambda: found.put(Grammar(chain, vocabulary)), "deep")
-    assert found.get(timeout=60).first_mask
+    assert found.get(timeout=patience(60)).first_mask
 
 
 def test_slow_grammar_is_refused_and_the_next_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import openai
 import pytest
 import small_tokenizers
 from fleet import MODEL_NAME, Fleet
+from machine import patience
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -134,7 +135,7 @@ def sdk() -> Iterator[openai.OpenAI]:
         fleet.start_decode(EMBEDDED_MODEL, flags)
         fleet.start_router(EMBEDDED_MODEL)
         fleet.wait_ready()
-        with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60) as sdk:
+        with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=patience(60)) as sdk:
             yield sdk
 
 
