@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
     """Return the JSON object in a file of at most ``most`` bytes. Raises CheckpointError."""
     data = read_file(path, most)
     try:
-        values = msgspec.json.decode(data)
+        values = _decode(data)
     except RecursionError as exc:
         raise CheckpointError(f"{path} {_TOO_DEEP}") from exc
     except DECODE_ERRORS as exc:
@@ -72,6 +73,17 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object; download the checkpoint again")
     _check_nesting(path, values)
     return values
+
+
+def _decode(data: bytes) -> Any:
+    """Decode JSON, also with NaN and Infinity, which Python's encoder writes (Nemotron-H: time_step_limit)."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as exc:
+        try:
+            return json.loads(data.decode())
+        except ValueError:
+            raise exc from None  # its message names the place, too
 
 
 def _check_nesting(path: Path, values: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.config.config_fields import ConfigFields
+from pdserve.config.config_fields import LARGEST, ConfigFields
+from pdserve.config.library_configs import library_defaults
 
 #: Other names of fields, in the order in which they are looked for. Source: ``attribute_map`` of transformers' configs.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -19,8 +20,18 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
 }
+#: Fields that have the library's default where config.json lacks them.
+_WITH_DEFAULT = frozenset({*LARGEST, *_ALIASES, *(other for others in _ALIASES.values() for other in others)})
 #: Fields of a multimodal config that its part for text does not replace.
 _OF_WHOLE = ("architectures", "dtype", "eos_token_id", "quantization_config")
+
+
+def add_defaults(fields: ConfigFields) -> None:
+    """Add the sizes that config.json, or its ``text_config``, leaves to the library's defaults."""
+    text = fields.values.get("text_config")
+    values = text if isinstance(text, dict) else fields.values
+    defaults = library_defaults(str(values.get("model_type")))
+    values |= {name: defaults[name] for name in _WITH_DEFAULT & defaults.keys() - values.keys()}
 
 
 def rename_fields(fields: ConfigFields) -> None:

@@ -37,6 +37,7 @@ LARGEST: Mapping[str, int] = {
     "first_k_dense_replace": 1024,
     "decoder_sparse_step": 1024,
     "num_nextn_predict_layers": 64,
+    "num_mtp_modules": 64,
     "kv_lora_rank": 1 << 16,
     "qk_nope_head_dim": 4096,
     "qk_rope_head_dim": 4096,

@@ -11,13 +11,14 @@ import msgspec
 
 from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.any_decoder import read_heads, read_positions, rename_fields
+from pdserve.config.any_decoder import add_defaults, read_heads, read_positions, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.config_fields import REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
 from pdserve.config.kept_weights import kept_format
 from pdserve.config.moe import MoEConfig
 from pdserve.config.rope import RopeConfig, read_rope
+from pdserve.config.text_part import take_text_part, text_headers
 from pdserve.config.weight_formats import (
     SUPPORTED_DTYPES,
     UNQUANTIZED,
@@ -65,6 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     moe: MoEConfig | None = None  # None: dense, or not native
     use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens; they are not loaded
+    multimodal: str = ""  # architecture of the checkpoint of which this is the text model; "": it is all of it
 
     @property
     def linear_format(self) -> WeightFormat:
@@ -96,9 +98,10 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     fields = ConfigFields(model_dir / "config.json")
     if embeds:
         _add_unused_head(fields)
+    multimodal = take_text_part(fields, native=impl != TRANSFORMERS)
     architecture = _architecture(fields, impl)
     if impl == TRANSFORMERS or architecture not in FAMILIES:
-        return _any_decoder(model_dir, fields, architecture)
+        return _any_decoder(model_dir, fields, architecture, multimodal)
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
     weight_format, quantization = read_weight_format(fields)
@@ -139,16 +142,21 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
         moe=None if family.moe is None else family.moe(fields, num_layers),
         use_qk_norm=fields.flag("use_qk_norm"),
-        num_nextn_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
+        multimodal=multimodal,
+        num_nextn_layers=fields.integer(
+            "num_nextn_predict_layers", fields.integer("num_mtp_modules", 0, least=0), least=0
+        ),
     )
 
 
-def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> ModelConfig:
+def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:
     """Read what the KV cache and the scheduler need of a model that runs through transformers."""
+    add_defaults(fields)
     rename_fields(fields)
     weight_format, quantization = read_weight_format(fields)
     vocab_size = fields.integer("vocab_size")
     headers = read_headers(model_dir) if any(model_dir.glob("*.safetensors")) else {}
+    headers = text_headers(headers) if multimodal else headers
     rules = storage_rules(weight_format, quantization) or ()
     return ModelConfig(
         architecture=architecture,
@@ -165,6 +173,7 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> Mo
         quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
         impl=TRANSFORMERS,
+        multimodal=multimodal,
         num_weights=find_weights(model_dir, headers, rules).num_weights,
     )
 

@@ -36,6 +36,7 @@ from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_p
 from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
+from pdserve.config.text_part import text_headers
 from pdserve.config.triton_hosts import try_triton
 from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CapacityError, ConfigError
@@ -65,6 +66,8 @@ def resolve(
     model = load_model_config(model_dir, options.model_impl, embeds=pooling is not None and pooling.task == EMBED)
     platform = platform or _try_platform(options, device, environ, model)
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
+    if model.multimodal:
+        choices.append(f"model={model.architecture}: the text model of {model.multimodal}; images are refused")
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     parallel = choose_parallel_config(
@@ -320,6 +323,7 @@ def _choose_itl_target(options: NodeOptions, choices: list[str]) -> float | None
 def _find_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | None:
     """Read the headers of the weights, so that broken files are found before anything starts."""
     headers = read_headers(model_dir)
+    headers = text_headers(headers) if model.multimodal else headers
     rules = storage_rules(model.weight_format, model.quantization)
     return None if rules is None else find_weights(model_dir, headers, rules)
 

@@ -19,6 +19,7 @@ from pdserve.kv import DTYPE_BYTES
 UNQUANTIZED = "unquantized"
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
+_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # the last in MiniMax-M2
 _FIELDS = ("quantization_config", "compression_config")  # the second in checkpoints of early compressed-tensors
 
 Rules = tuple[StorageRule, ...]
@@ -74,7 +75,7 @@ def _is_size(value: Any) -> bool:
 
 def _fp8(options: Mapping[str, Any]) -> Rules:
     """DeepSeek, Qwen and transformers (blocks), AutoFP8 and Mistral (per tensor), FBGEMM (per channel)."""
-    _choice(options, "fmt", ("e4m3",), "e4m3")
+    _choice(options, "fmt", _E4M3, "e4m3")
     _choice(options, "expert_dtype", ("fp8",), "fp8")
     block = options.get("weight_block_size")
     blocks = ((0, 0), (1, 0)) if block is None else (_block(block, "weight_block_size"),)
@@ -130,12 +131,12 @@ def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
         or not (groups or options.get("kv_cache_scheme"))
     ):
         raise _Unsupported(f"config_groups {shown(groups)}; it must be an object of groups")
-    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+    if not isinstance(sparsity, dict) or (sparsity.get("format") or "dense") != "dense":
         raise _Unsupported(f"sparsity_config {shown(sparsity)}; supported are dense weights")
     if options.get("transform_config"):
         raise _Unsupported("a transform_config; supported are weights without transforms")
     rules = dict.fromkeys(
-        _compressed_group({"format": options.get("format"), **group})
+        _compressed_group({**group, "format": group.get("format") or options.get("format")})
         for group in groups.values()
         if group.get("weights") is not None
     )

@@ -19,6 +19,7 @@ from pdserve.checkpoint.quantized_weights import MXFP4, find_weights
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.kept_weights import is_linear
 from pdserve.config.model_config import NATIVE, ModelConfig
+from pdserve.config.text_part import causal_name, text_headers
 from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
 from runner.loading.file_slices import FileReader, FileSlice, opened
@@ -35,6 +36,7 @@ _CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = ("F64", "F32", "BF16", "F16")  # their names in safetensors
 
 _EMBEDDING = "embed_tokens.weight"  # of a body
+_HEADS = ("lm_head.",)  # beside the body
 
 _DUMMY_DEVIATION = 0.02
 _DUMMY_FP8_DEVIATION = 64.0  # of FP8 values before their scale; they end at 448
@@ -83,6 +85,7 @@ def open_weights(
     read in the body.
     """
     headers = read_headers(model_dir)
+    headers = text_headers(headers) if model.multimodal else headers
     # The library copies tensors to the device itself.
     with FileReader(device if model.impl == NATIVE else torch.device("cpu")) as reader, ExitStack() as files:
         try:
@@ -119,10 +122,15 @@ def _asking(peer: PeerWeights | None, stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Add the prefix that a body lacks which was saved without a head, as embedding models are."""
+    """Return weights by the names of a causal model.
+
+    Tensors of a multimodal checkpoint have other prefixes, and those of a body that was saved alone have none.
+    """
+    if model.multimodal:
+        return {str(causal_name(name)): weight for name, weight in weights.items()}
     if model.impl != NATIVE or _EMBEDDING not in weights:
         return weights
-    return {f"model.{name}": weight for name, weight in weights.items()}
+    return {name if name.startswith(_HEADS) else f"model.{name}": weight for name, weight in weights.items()}
 
 
 def check_weights(
@@ -137,6 +145,8 @@ def check_weights(
     for name, source in weights.items():
         if name.endswith(_COMPUTED) or name in ignored or (name not in shards and is_padding_bias(name, weights)):
             continue
+        if name not in shards and 0 in source.get_shape():
+            continue  # no values: of a layer of size 0, such as GLM's with n_shared_experts 0
         if name not in shards:
             raise CheckpointError(
                 f"{model_dir}: tensor {name} has no place in the model that config.json describes; leaving it out "

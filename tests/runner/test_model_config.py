@@ -146,6 +146,52 @@ def test_wrong_qwen_layer_types_are_refused(tmp_path: Path) -> None:
         load(tmp_path, {**on, "layer_types": ["linear_attention"] * 4})
 
 
+def gemma3(**text: Any) -> dict[str, Any]:
+    """Like the config.json of gemma-3-4b-it, 12b-it and 27b-it."""
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, **text},
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_attention_heads": 16},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "heads"),
+    [
+        ({"hidden_size": 2560, "num_hidden_layers": 34}, (8, 4, 256)),
+        ({"hidden_size": 3840, "num_attention_heads": 16, "num_key_value_heads": 8}, (16, 8, 256)),
+        ({"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16}, (32, 16, 128)),
+    ],
+)
+def test_fields_that_a_text_config_leaves_out_are_those_of_transformers(
+    text: dict[str, Any], heads: tuple[int, int, int], tmp_path: Path
+) -> None:
+    config = load(tmp_path, gemma3(**text))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == heads
+    assert (config.vocab_size, config.max_position_embeddings) == (262_208, 131_072)
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
+    assert config.multimodal == "Gemma3ForConditionalGeneration"
+
+
+def test_a_native_family_serves_the_text_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "torch_dtype": "bfloat16"}
+    text = {name: value for name, value in LLAMA.items() if name not in ("architectures", "torch_dtype")}
+    config = load(tmp_path, {**whole, "text_config": {**text, "model_type": "mistral", "sliding_window": None}})
+    assert (config.architecture, config.impl, config.num_heads) == ("MistralForCausalLM", "native", 4)
+    assert (config.dtype, config.sliding_windows) == ("bfloat16", (None,) * 4)
+    library = load_model_config(tmp_path, "transformers")
+    assert (library.architecture, library.impl) == ("Mistral3ForConditionalGeneration", "transformers")
+
+
+@pytest.mark.parametrize("kind", [["gemma3"], {"a": 1}, 5, None])
+def test_a_model_type_that_is_no_text_is_no_multimodal_one(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="lacks 'vocab_size'"):
+        load(tmp_path, {**gemma3(), "model_type": kind, "text_config": {}})
+
+
 @pytest.mark.parametrize("text", ["{", "[1, 2]", "", '{"a": \xff}'])
 def test_broken_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))

@@ -147,6 +147,18 @@ def test_unknown_formats_and_variants_are_refused_by_name(
         assert "Choose a checkpoint" in str(refused.value)
 
 
+@pytest.mark.parametrize("unset", [{"format": None}, {}])
+def test_a_group_without_a_format_has_that_of_the_checkpoint(unset: dict[str, Any], tmp_path: Path) -> None:
+    """Newer versions of compressed-tensors write a null."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    options = {"quant_method": COMPRESSED, "format": "float-quantized", "sparsity_config": {"format": None}}
+    options["config_groups"] = {"group_0": {**unset, "weights": weights, "targets": ["Linear"]}}
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "quantization_config": options}))
+    assert load_model_config(plain).weight_format == COMPRESSED
+
+
 def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
     quantized = quantize(plain, tmp_path / "quantized", "fp8 tensor")

@@ -13,11 +13,13 @@ import transformers
 from torch import Tensor
 
 from pdserve.config.pooling import CLASSIFIER
+from pdserve.config.text_part import MULTIMODAL
 from pdserve.errors import CheckpointError, ConfigError, shown
 from runner.models.from_transformers.part import ModelPart, take_part
 from runner.models.quantization.dequantize import is_padding_bias
 from runner.placement import TensorPlacement
 
+_HEAD = "lm_head.weight"
 _DEVIATION = 0.02  # of random weights
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -44,6 +46,8 @@ def build_model(
         config = transformers.AutoConfig.from_pretrained(model_dir, **_LOCAL)
     except LIBRARY_ERRORS as exc:
         raise CheckpointError(f"transformers cannot read {model_dir}/config.json: {shown(str(exc))}") from exc
+    if config.model_type in MULTIMODAL:
+        config = _text_config(config, weights)
     model_class = _class_of(config)
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
@@ -64,6 +68,13 @@ def build_model(
     if part.shards is not None:
         part.shards.finish(model)
     return model
+
+
+def _text_config(config: Any, weights: Mapping[str, Any] | None) -> Any:
+    """Return the config of a multimodal model's text model, which has the head that is stored, else a tied one."""
+    text = config.get_text_config()
+    text.tie_word_embeddings = config.tie_word_embeddings and _HEAD not in (weights or {})
+    return text
 
 
 def _class_of(config: Any) -> Any:

@@ -34,7 +34,7 @@ def pack_linear_layers(model: nn.Module, placement: TensorPlacement) -> None:
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     layer: Any
     for layer in model.modules():
-        if type(layer) is not nn.Linear or layer.weight.dtype != placement.dtype:
+        if type(layer) is not nn.Linear or layer.weight.dtype != placement.dtype or not layer.weight.numel():
             continue
         method = UnquantizedLinearMethod(0, 0, False, placement)
         method.weight, method.bias = layer.weight.data, None if layer.bias is None else layer.bias.data

@@ -1,0 +1,231 @@
+"""Small random checkpoints in exactly the form in which models are published: fields of config.json, names of tensors.
+
+Each form comes with the checkpoint from which transformers computes the tokens that a node must yield.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from checkpoints import make_checkpoint
+from quantized_checkpoints import quantize
+from safetensors.torch import load_file, save_file
+
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_MOE_SIZES = ("architectures", "vocab_size", "num_experts_per_tok", "num_local_experts", "max_position_embeddings")
+_VISION = {
+    "gemma3": {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "image_size": 28,
+               "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2, "vision_use_head": False},
+    "mistral3": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "image_size": 28,
+                 "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16},
+    "llava": {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "image_size": 28,
+              "patch_size": 14, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 32},
+    "qwen3_vl": {"model_type": "qwen3_vl", "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+                 "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}  # fmt: skip
+_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}  # fmt: skip
+
+
+class Published(NamedTuple):
+    checkpoint: Path
+    reference: Path  # in a form that transformers reads, with the same numbers
+    whole: str  # the class of the reference
+
+
+def gemma3(path: Path) -> Published:
+    """Like gemma-3-4b-it: heads, head size, vocabulary and positions are the library's defaults."""
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 8,
+    }
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
+              "image_token_index": 262144, "mm_tokens_per_image": 4, "text_config": text}  # fmt: skip
+    return _multimodal(path, config)
+
+
+def mistral_small(path: Path) -> Published:
+    """Like Mistral-Small-3.1: no word of tied embeddings, and a head is stored."""
+    text = {**_SIZES, "model_type": "mistral", "vocab_size": 128, "max_position_embeddings": 4096, "hidden_act": "silu",
+            "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None, "use_cache": True}  # fmt: skip
+    return _multimodal(path, _mistral3(text), tied=False)
+
+
+def ministral(path: Path) -> Published:
+    """Like Ministral-3-8B-Instruct: FP8 with a scale per tensor, YaRN with scaled queries."""
+    rope = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16}  # fmt: skip
+    text = {**_SIZES, "model_type": "ministral3", "vocab_size": 128, "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-05, "rope_parameters": rope, "sliding_window": None,
+            "tie_word_embeddings": False}  # fmt: skip
+    return _in_fp8(_multimodal(path, _mistral3(text), tied=False))
+
+
+def qwen3_vl(path: Path) -> Published:
+    """Like Qwen3-VL-4B-Instruct: three positions of a token, tied embeddings, new names."""
+    text = {**_SIZES, "model_type": "qwen3_vl_text", "vocab_size": 160, "max_position_embeddings": 4096,
+            "attention_bias": False, "dtype": "float32", "eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+            "rope_theta": 5000000, "tie_word_embeddings": True}  # fmt: skip
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "text_config": text,
+              "image_token_id": 155, "video_token_id": 156, "vision_start_token_id": 152, "vision_end_token_id": 153,
+              "tie_word_embeddings": True}  # fmt: skip
+    return _multimodal(path, config, new_names=True)
+
+
+def llava(path: Path) -> Published:
+    """Like LLaVA 1.5: most fields of the text model are those of Llama."""
+    text = {**_SIZES, "model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 128}
+    config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 120,
+              "projector_hidden_act": "gelu", "text_config": text, "vision_feature_layer": -2}  # fmt: skip
+    return _multimodal(path, config, tied=False)
+
+
+def minimax_m2(path: Path) -> Published:
+    """Like MiniMax-M2: FP8 blocks, whose format has the name that torch gives it."""
+    plain = make_checkpoint(path / "plain", "minimax_m2")
+    config = json.loads((plain / "config.json").read_text())
+    checkpoint = quantize(plain, path / "published", "fp8 blocks")
+    published = {
+        **{name: config[name] for name in (*_SIZES, *_MOE_SIZES, "rms_norm_eps")},
+        "attn_type_list": [1] * config["num_hidden_layers"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "model_type": "minimax_m2",
+        "mtp_transformer_layers": 1,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        "rope_theta": 5000000,
+        "rotary_dim": 16,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "tie_word_embeddings": False,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }  # fmt: skip
+    (checkpoint / "config.json").write_text(json.dumps(published))
+    return Published(checkpoint, plain, "MiniMaxM2ForCausalLM")
+
+
+def glm_without_shared_experts(path: Path) -> Published:
+    checkpoint = make_checkpoint(path / "published", "glm4_moe", n_shared_experts=0)
+    return Published(checkpoint, checkpoint, "Glm4MoeForCausalLM")
+
+
+def body_with_head(path: Path) -> Published:
+    """Names without ``model.``, as a body that is saved alone has them, beside a head."""
+    whole = make_checkpoint(path / "plain", "llama")
+    return Published(
+        _renamed(whole, path / "published", lambda name: name.removeprefix("model.")), whole, "LlamaForCausalLM"
+    )
+
+
+def config_with_infinity(path: Path) -> Published:
+    """Python writes Infinity, as in ``time_step_limit`` of Nemotron-H."""
+    whole = make_checkpoint(path / "plain", "llama")
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    return Published(whole, whole, "LlamaForCausalLM")
+
+
+FORMS: dict[str, Callable[[Path], Published]] = {
+    "MiniMax-M2": minimax_m2,
+    "GLM without shared experts": glm_without_shared_experts,
+    "a body beside a head": body_with_head,
+    "Infinity": config_with_infinity,
+    "gemma-3-4b-it": gemma3,
+    "Mistral-Small-3.1": mistral_small,
+    "Ministral-3": ministral,
+    "Qwen3-VL": qwen3_vl,
+    "LLaVA 1.5": llava,
+}
+
+
+def _mistral3(text: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
+            "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+            "text_config": text, "torch_dtype": "float32", "vision_feature_layer": -1}  # fmt: skip
+
+
+def _multimodal(path: Path, config: dict[str, Any], *, tied: bool = True, new_names: bool = False) -> Published:
+    """Write a random model with ``config`` as it stands, by the names of the first releases or by newer ones."""
+    reference, library = path / "reference", transformers.AutoConfig
+    reference.mkdir(parents=True)
+    config = {**config, "vision_config": _VISION[config["model_type"]]}
+    (reference / "config.json").write_text(json.dumps(config))
+    model_class: Any = getattr(transformers, config["architectures"][0])
+    model = model_class(library.from_pretrained(reference))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        if not tied:
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            spread = 0.1 if parameter.dim() == 1 else 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
+            parameter.copy_(noise * spread + ("norm" in name and config["model_type"] != "gemma3"))
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if tied:
+        del tensors["lm_head.weight"]
+    save_file(tensors, reference / "model.safetensors", {"format": "pt"})
+    published = _renamed(reference, path / "published", (lambda name: name) if new_names else _first_name)
+    return Published(published, reference, config["architectures"][0])
+
+
+def _first_name(name: str) -> str:
+    if name.startswith("lm_head."):
+        return f"language_model.{name}"
+    name = name.removeprefix("model.")
+    return name.replace("language_model.", "language_model.model.", 1)
+
+
+def _renamed(source: Path, target: Path, rename: Callable[[str], str]) -> Path:
+    shutil.copytree(source, target)
+    tensors = {rename(name): tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def _in_fp8(plain: Published) -> Published:
+    """Round the linear layers of the text model in both checkpoints, and store them in FP8 in the published one."""
+    reference, published = load_file(plain.reference / "model.safetensors"), {}
+    for name, tensor in reference.items():
+        stored = _first_name(name)
+        published[stored] = tensor
+        if "language_model" in name and name.endswith("_proj.weight"):
+            scale = tensor.abs().max() / 448
+            published[stored] = (tensor / scale).to(torch.float8_e4m3fn)
+            published[stored + "_scale_inv"] = scale
+            published[stored.removesuffix("weight") + "activation_scale"] = torch.tensor(1.0)
+            reference[name] = published[stored].float() * scale
+    save_file(reference, plain.reference / "model.safetensors", {"format": "pt"})
+    save_file(published, plain.checkpoint / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain.checkpoint / "config.json").read_text())
+    (plain.checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8}))
+    return plain
