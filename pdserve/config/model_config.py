@@ -19,6 +19,7 @@ from pdserve.config.kept_weights import kept_format
 from pdserve.config.moe import MoEConfig
 from pdserve.config.rope import RopeConfig, read_rope
 from pdserve.config.text_part import take_text_part, text_headers
+from pdserve.config.unserved_kinds import check_kind
 from pdserve.config.weight_formats import (
     SUPPORTED_DTYPES,
     UNQUANTIZED,
@@ -153,6 +154,7 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multi
     """Read what the KV cache and the scheduler need of a model that runs through transformers."""
     add_defaults(fields)
     rename_fields(fields)
+    check_kind(fields)
     weight_format, quantization = read_weight_format(fields)
     vocab_size = fields.integer("vocab_size")
     headers = read_headers(model_dir) if any(model_dir.glob("*.safetensors")) else {}

@@ -202,14 +202,13 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     """
     options = next((value for value in map(fields.get, _FIELDS) if value), None)
     if options is None:
+        _refuse_modelopt(fields, _modelopt_options(fields))
         return UNQUANTIZED, {}
     name = options.get("quant_method") if isinstance(options, dict) else options
+    if isinstance(options, dict) and str(name).startswith("modelopt"):
+        _refuse_modelopt(fields, options)
     if not isinstance(options, dict) or not isinstance(name, str) or name not in WEIGHT_FORMATS:
-        formats = [*SUPPORTED_DTYPES, *(known for known in WEIGHT_FORMATS if known != UNQUANTIZED)]
-        raise fields.error(
-            f"describes a quantized checkpoint ({shown(name)}); supported are {', '.join(formats)} weights. "
-            "Choose a checkpoint in one of these formats"
-        )
+        raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
     try:
         msgspec.msgpack.encode(options)  # as it travels to the ranks
     except OverflowError as exc:
@@ -219,3 +218,24 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     except ConfigError as exc:
         raise fields.error(f"{exc}. Choose a checkpoint without it, or an unquantized one") from exc
     return name, options
+
+
+def _modelopt_options(fields: ConfigFields) -> dict[str, Any]:
+    """Return the options that ModelOpt writes beside config.json; empty without any."""
+    path = fields.path.parent / "hf_quant_config.json"
+    options = ConfigFields(path).get("quantization") if path.exists() else None
+    return options if isinstance(options, dict) else {}
+
+
+def _refuse_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for weights that ModelOpt quantized; a quantized KV cache alone is none."""
+    algorithm = options.get("quant_algo")
+    if algorithm is not None or options.get("quant_method"):
+        raise fields.error(
+            f"describes weights that ModelOpt quantized ({shown(algorithm)}), which are not supported; {_supported()}"
+        )
+
+
+def _supported() -> str:
+    formats = [*SUPPORTED_DTYPES, *(known for known in WEIGHT_FORMATS if known != UNQUANTIZED)]
+    return f"supported are {', '.join(formats)} weights. Choose a checkpoint in one of these formats"

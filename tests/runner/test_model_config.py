@@ -186,6 +186,44 @@ def test_a_native_family_serves_the_text_model_of_a_multimodal_checkpoint(tmp_pa
     assert (library.architecture, library.impl) == ("Mistral3ForConditionalGeneration", "transformers")
 
 
+QWEN3_5_TEXT = {**LLAMA, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "falcon_h1", "mamba_d_ssm": 64}, "Mamba state .model_type falcon_h1"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "Mamba state"),
+        ({"hybrid_override_pattern": "M-M*"}, "Mamba state .hybrid_override_pattern"),
+        ({"layer_types": ["mamba", "attention"]}, "Mamba state .layer_types has 'mamba'"),
+        ({"layer_types": ["linear_attention", "attention"], "mamba_d_state": 8}, "Mamba state"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear attention .layer_types"),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, "linear attention .full_attention_interval 4"),
+        ({"attn_type_list": [0, 0, 0, 1]}, "linear attention .attn_type_list"),
+        ({"linear_attn_config": {"kda_layers": [1, 2]}}, "linear attention .linear_attn_config"),
+        ({"layer_types": ["conv", "full_attention"]}, "short convolutions"),
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, "DeepSeek sparse attention .index_topk"),
+        ({"layer_types": [{"a": 1}, "compressed_sparse_attention"]}, "DeepSeek sparse attention"),
+        ({"model_type": "qwen3_5", "text_config": QWEN3_5_TEXT}, "linear attention .layer_types"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "ModelOpt quantized .'NVFP4'"),
+    ],
+)
+def test_a_true_refusal_says_what_the_model_has(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load(tmp_path, {**LLAMA, "architectures": ["OtherForCausalLM"], **changes})
+    assert "Choose a" in str(refused.value)
+
+
+def test_weights_of_modelopt_without_a_quantization_config_are_refused_by_name(tmp_path: Path) -> None:
+    """Older versions of ModelOpt write only a file of their own. It may also speak of the KV cache alone."""
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    assert load(tmp_path, LLAMA).weight_format == "unquantized"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(CheckpointError, match=r"ModelOpt quantized .'FP8'"):
+        load(tmp_path, LLAMA)
+
+
 @pytest.mark.parametrize("kind", [["gemma3"], {"a": 1}, 5, None])
 def test_a_model_type_that_is_no_text_is_no_multimodal_one(kind: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lacks 'vocab_size'"):

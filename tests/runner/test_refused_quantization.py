@@ -107,7 +107,11 @@ COMPRESSED = "compressed-tensors"
     ("method", "options", "message"),
     [
         ("bitsandbytes", {"load_in_4bit": True}, "quantized checkpoint .'bitsandbytes'.; supported are float32"),
-        ("modelopt", {"quant_algo": "NVFP4"}, "quantized checkpoint .'modelopt'."),
+        (
+            "modelopt",
+            {"quant_algo": "NVFP4"},
+            "ModelOpt quantized .'NVFP4'., which are not supported; supported are float32",
+        ),
         ("fp8", {"fmt": "e5m2"}, "fmt 'e5m2'; supported are e4m3"),
         ("fp8", {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; supported are fp8"),
         ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\]; it must be two numbers"),

@@ -34,6 +34,8 @@ from runner.models.from_transformers.reference import unsplit_logits
 from runner.models.from_transformers.tensor_shards import TensorShards
 from runner.placement import TensorPlacement
 
+_WITH_STATE = "LinearAttention"  # cache layers of transformers for linear attention, Mamba and convolutions
+
 
 class TransformersDecoder:
     """A rank's part of a model: token ids to hidden states, hidden states to logits. Same calls as ``Decoder``.
@@ -65,6 +67,7 @@ class TransformersDecoder:
         try:
             part = self._part()
             self._model = build_model(model_dir, self._placement, PAGED, part, weights)
+            self._check_state()
             if part.shards is None:
                 pack_linear_layers(self._model, self._placement)
             self._body = body_of(self._model)
@@ -210,6 +213,12 @@ class TransformersDecoder:
                 )
         self._check_windows(calls)
         return tuple(calls.specs[layer] for layer in layers)
+
+    def _check_state(self) -> None:
+        """Raise ConfigError if the library's cache keeps a state beside keys and values."""
+        kinds = {type(cached).__name__ for cached in DynamicCache(config=self._model.config).layers}
+        if stateful := sorted(kind for kind in kinds if kind.startswith(_WITH_STATE)):
+            raise ConfigError(f"it keeps a state beside the KV cache, as transformers' {', '.join(stateful)} says")
 
     def _check_windows(self, calls: TracedCalls) -> None:
         """Raise ConfigError if the library's cache forgets tokens to which a layer's mask attends."""
