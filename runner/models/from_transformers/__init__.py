@@ -6,6 +6,7 @@ attention_calls.py   the library's attention interface: what layers ask for, and
 part.py              the layers and modules that one rank holds
 loading.py           build a part of a model of the library, with weights or random ones
 reference.py         logits of the unsplit model, whose layers are read a few at a time
+in_float32.py        a model of 16 bits computes in float32, for the self-test
 decoder.py           the model as the runner calls it
 self_test.py         comparison with the library's own eager forward, at each start
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from runner.models.from_transformers.attention_calls import (
     register,
     run_with,
 )
+from runner.models.from_transformers.in_float32 import in_float32
 from runner.models.from_transformers.loading import LIBRARY_ERRORS, NO_INTERFACE, build_model
 from runner.models.from_transformers.packed_linear import pack_linear_layers
 from runner.models.from_transformers.part import ModelPart, body_of, layers_of
@@ -130,18 +132,19 @@ class TransformersDecoder:
     def eager_logits(
         self, model_dir: Path, weights: Mapping[str, Any] | None, prompts: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Return logits [tokens, vocab_size] float32 of prompts by the library's own forward of the unsplit model.
+        """Return logits [tokens, vocab_size] of prompts by the library's own forward of the unsplit model, in float32.
 
-        ``weights`` as for ``load``.
+        Runs within ``in_float32``. ``weights`` as for ``load``.
         """
         parallel, placement, num_layers = self._position.parallel, self._placement, self.config.num_layers
         if parallel.num_ranks > 1:
 
             def build(part: ModelPart) -> Any:
-                return build_model(model_dir, placement, "eager", part, weights)
+                return build_model(model_dir, placement, "eager", part, weights).float()
 
             # Beside this rank's part, there is room for a quarter of it.
-            at_once = max(1, num_layers // (4 * parallel.num_ranks))
+            width = torch.float32.itemsize // placement.dtype.itemsize
+            at_once = max(1, num_layers // (4 * parallel.num_ranks * width))
             return unsplit_logits(build, num_layers, at_once, prompts, placement.device)
         self._model.set_attn_implementation("eager")
         try:
@@ -181,10 +184,13 @@ class TransformersDecoder:
     def _end(self, layer: nn.Module, args: Any, output: Any) -> None:
         self._sent = output if isinstance(output, Tensor) else output[0]
 
-    def no_hidden(self, tokens: int) -> Tensor:
+    def in_float32(self) -> AbstractContextManager[None]:
+        """Let all parts compute in float32, with the weights that they have."""
+        return in_float32(self._model, self.config.num_layers)
+
+    def no_hidden(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """Return zeros in the form of a stage's result, [tokens, hidden_size]."""
-        size = (tokens, self.config.hidden_size)
-        return torch.zeros(size, dtype=self._placement.dtype, device=self._placement.device)
+        return torch.zeros((tokens, self.config.hidden_size), dtype=dtype, device=self._placement.device)
 
     @torch.inference_mode()
     def _trace(self) -> tuple[AttentionSpec, ...]:
@@ -193,7 +199,7 @@ class TransformersDecoder:
         tokens, layers = torch.arange(2, device=self._placement.device), self._position.layers
         inputs = tokens
         if not self._position.is_first:
-            inputs = self.no_hidden(2)
+            inputs = self.no_hidden(2, self._placement.dtype)
         self._model.set_attn_implementation(TRACED)
         try:
             self._run_body(inputs, tokens, calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runner.models.quantization.unquantized import UnquantizedLinearMethod
@@ -15,6 +16,7 @@ class PackedLinear(nn.Linear):
     """A linear layer whose weight is packed, and unpacked for the few layers that read it themselves."""
 
     method: UnquantizedLinearMethod
+    dtype: torch.dtype  # of packed products
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -22,7 +24,9 @@ class PackedLinear(nn.Linear):
         return self.method.plain_weight() if kept is None else kept
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out_features] of x [..., in_features]."""
+        """Return [..., out_features] of x [..., in_features]; in float32 for a self-test, by the plain weight."""
+        if x.dtype != self.dtype:
+            return nn.functional.linear(x, self.weight, self.bias)
         y = self.method.apply(x.reshape(-1, self.in_features).contiguous())
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -41,4 +45,4 @@ def pack_linear_layers(model: nn.Module, placement: TensorPlacement) -> None:
         method.process_weights_after_loading()
         if uses[id(layer.weight)] == 1:
             del layer._parameters["weight"]
-        layer.__class__, layer.__dict__["method"] = PackedLinear, method
+        layer.__class__, layer.__dict__["method"], layer.__dict__["dtype"] = PackedLinear, method, placement.dtype

@@ -1,9 +1,14 @@
-"""The self-test of a transformers model: paged, chunked and mixed steps against the library's own eager forward."""
+"""The self-test of a transformers model: paged, chunked and mixed steps against the library's own eager forward.
+
+Both compute in float32, whatever the model is served in.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -20,9 +25,10 @@ from runner.models.from_transformers.decoder import TransformersDecoder
 from runner.models.from_transformers.loading import LIBRARY_ERRORS
 from runner.placement import TensorPlacement
 
-#: Relative error of logits (root mean square) up to which they count as equal. A wrong mask or scale exceeds 0.3.
-#: Sixteen bits may also send a token to another expert.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+#: Relative error of logits (root mean square, in float32) up to which they count as equal. Paged and eager attention of
+#: correct layers differ by 1e-6; a state that is lost between steps changes more.
+_TOLERANCE = 1e-3
+_TRIALS = 3  # Two experts of almost equal score may swap, but not in all trials; a fault shows in each.
 _LENGTHS = (37, 23)
 _LONGEST_WINDOW = 256  # longer windows are not exceeded by the test's prompts
 
@@ -39,33 +45,35 @@ def check_exactness(
     ``layout`` is this rank's. All ranks call it: together they compute the prompts, and one rank compares them with the
     unsplit model, whose layers it reads in parts. Raises ConfigError that names the kinds of layers if logits differ.
     """
-    parallel = decoder.parallel
+    parallel, position = decoder.parallel, decoder.parallel.position
     windows = [spec.window for spec in decoder.attention if spec.window is not None and spec.window <= _LONGEST_WINDOW]
     extra = -parallel.all_reduce_min(-max(windows, default=0))
-    rng = random.Random(0)
-    prompts = [[rng.randrange(decoder.config.vocab_size) for _ in range(length + extra)] for length in _LENGTHS]
-    error = torch.zeros(1, device=placement.device)
-    position = parallel.position
-    try:
-        found = _paged_logits(decoder, layout, placement, prompts)
-        if position.is_last and position.shard == 0:
-            expected = reference(prompts)
-            errors = [_relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
-            error.fill_(max(errors))
-        problem = ""
-    except LIBRARY_ERRORS as exc:
-        problem = f"it fails in its self-test: {shown(str(exc))}"
-    if problem := parallel.first_problem(problem):
-        raise ConfigError(f"{decoder.config.architecture} through transformers: {problem}")
-    largest = parallel.broadcast(error, position.parallel.num_ranks - position.parallel.tp).item()
-    if not largest <= _TOLERANCE[placement.dtype]:
-        kinds = sorted({str(spec) for spec in decoder.attention})
-        raise ConfigError(
-            f"{decoder.config.architecture}: logits on the paged KV cache differ from those of transformers' eager "
-            f"forward by {largest:.2g} of their size, more than {_TOLERANCE[placement.dtype]:g}; its layers ask "
-            f"for {', '.join(kinds)}. It is not served, as its tokens would be wrong"
-        )
-    return largest
+    layout, placement = layout.with_dtype("float32"), replace(placement, stored=torch.float32, dtype=torch.float32)
+    smallest = [math.inf] * len(_LENGTHS)
+    for seed in range(_TRIALS):
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(decoder.config.vocab_size) for _ in range(length + extra)] for length in _LENGTHS]
+        errors, problem = torch.zeros(len(prompts), device=placement.device), ""
+        try:
+            with decoder.in_float32():
+                found = _paged_logits(decoder, layout, placement, prompts)
+                if position.is_last and position.shard == 0:
+                    pairs = zip(found, reference(prompts), strict=True)
+                    errors += torch.tensor([_relative_error(ours, theirs) for ours, theirs in pairs]).to(errors)
+        except LIBRARY_ERRORS as exc:
+            problem = f"it fails in its self-test: {shown(str(exc))}"
+        if problem := parallel.first_problem(problem):
+            raise ConfigError(f"{decoder.config.architecture} through transformers: {problem}")
+        errors = parallel.broadcast(errors, position.parallel.num_ranks - position.parallel.tp)
+        smallest = [min(known, new) for known, new in zip(smallest, errors.tolist(), strict=True)]
+        if max(smallest) <= _TOLERANCE:
+            return max(smallest)
+    kinds = sorted({str(spec) for spec in decoder.attention})
+    raise ConfigError(
+        f"{decoder.config.architecture}: logits on the paged KV cache differ from those of transformers' eager "
+        f"forward by {max(smallest):.2g} of their size in float32, more than {_TOLERANCE:g}; its layers ask "
+        f"for {', '.join(kinds)}. It is not served, as its tokens would be wrong"
+    )
 
 
 def _paged_logits(
@@ -100,7 +108,7 @@ def _through_stages(
     position, hidden = decoder.parallel.position, ids
     for stage in range(position.parallel.pp):
         if stage:  # from the stage before
-            sent = hidden if position.stage == stage - 1 else decoder.no_hidden(len(ids))
+            sent = hidden if position.stage == stage - 1 else decoder.no_hidden(len(ids), torch.float32)
             hidden = decoder.parallel.broadcast(sent.contiguous(), (stage - 1) * position.parallel.tp)
         if position.stage == stage:
             hidden = decoder(hidden, positions, None, backend)
