@@ -20,6 +20,8 @@ EXACT, NOT_BUILT = "exact", "not built"
 
 #: Errors of refused types, and the reasons that the page gives.
 _REASONS = (
+    (r"a model with ([\w -]+?) \(", r"\1"),
+    (r"keeps a state beside the KV cache", "state beside the KV cache"),
     (r"takes? no positions", "its layers take no positions, so sequences cannot share a step"),
     (r"do not call a given attention function|ran 0 times", "no layer calls the attention function that it is given"),
     (r"attention ran \d+ times", "some layers do not attend, or attend several times"),

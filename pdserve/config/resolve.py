@@ -67,7 +67,7 @@ def resolve(
     platform = platform or _try_platform(options, device, environ, model)
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     if model.multimodal:
-        choices.append(f"model={model.architecture}: the text model of {model.multimodal}; images are refused")
+        choices.append(f"model=text: the text model of {model.multimodal}; images are refused")
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     parallel = choose_parallel_config(

@@ -86,8 +86,13 @@ def _class_of(config: Any) -> Any:
     )
     if type(config) not in mapping:
         kind = "sequence classifier" if classifies else "causal language model"
-        raise ConfigError(f"model type {config.model_type!r} is no {kind} of transformers")
+        more = f"; of multimodal ones, text is served for {', '.join(MULTIMODAL)}" if _has_images(config) else ""
+        raise ConfigError(f"model type {config.model_type!r} is no {kind} of transformers{more}")
     return mapping[type(config)]
+
+
+def _has_images(config: Any) -> bool:
+    return "vision_config" in config.sub_configs or hasattr(config, "vision_config")
 
 
 def _partial(model_class: Any, part: ModelPart) -> Any:
