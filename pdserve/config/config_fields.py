@@ -38,6 +38,7 @@ LARGEST: Mapping[str, int] = {
     "decoder_sparse_step": 1024,
     "num_nextn_predict_layers": 64,
     "num_mtp_modules": 64,
+    "num_mtp_layers": 64,
     "kv_lora_rank": 1 << 16,
     "qk_nope_head_dim": 4096,
     "qk_rope_head_dim": 4096,
@@ -52,16 +53,23 @@ class ConfigFields:
         self.path = path
         self.defaults: Mapping[str, Any] = {}
         self.remedy = "download the checkpoint again"  # for a field that is missing
+        self.names_read: set[str] = set()
         if not os.path.exists(path):
             raise self.error("does not exist; a model directory holds config.json, a tokenizer and *.safetensors")
         self.values = read_object(path, _MAX_BYTES)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the field, else the family's default, else ``default``. A null in the file means ``default``."""
+        self.names_read.add(name)
         if name in self.values:
             value = self.values[name]
             return default if value is None else value
         return self.defaults.get(name, default)
+
+    def given(self, name: str) -> Any:
+        """Return the field in the file; None if it is null or missing, whatever the family's default is."""
+        self.names_read.add(name)
+        return self.values.get(name)
 
     def flag(self, name: str) -> bool:
         value = self.get(name, False)

@@ -96,9 +96,12 @@ def gpt_oss(fields: ConfigFields, num_layers: int) -> MoEConfig:
 
 def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:
     names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 saves another one than 4
-    count = next((name for name in names if fields.get(name) is not None), names[0])
+    given = {name: fields.integer(name) for name in names if fields.given(name) is not None}
+    if len(set(given.values())) > 1:
+        raise fields.error(f"has different numbers of experts in {' and '.join(given)}. {REMEDY}")
+    name = next(iter(given or [name for name in names if name in fields.defaults]), names[0])
     return {
-        "num_experts": fields.integer(count),
+        "num_experts": fields.integer(name),
         "top_k": fields.integer("num_experts_per_tok"),
         "intermediate_size": fields.integer(intermediate_size),
     }

@@ -40,6 +40,7 @@ _ROPE_BOUNDS: dict[str, tuple[float, float]] = {
     "mscale_all_dim": (0, 1e3),
     "attention_factor": (1e-6, 1e3),
 }
+_THETA = 10_000.0
 _OTHER_BOUNDS = (-1e15, 1e15)
 
 
@@ -49,7 +50,7 @@ def read_rope(fields: ConfigFields, max_position_embeddings: int, head_dim: int,
     rope_type = params.pop("rope_type", params.get("type", "default"))
     params.pop("type", None)
     fields.choice("rope type", rope_type, tuple(_ROPE_PARAMS))
-    theta = params.pop("rope_theta", None) or fields.get("rope_theta", 10_000.0)
+    theta = params.pop("rope_theta", fields.get("rope_theta", _THETA))
     rotary_dim = _rotary_dim(fields, params, head_dim, partial_rotary)
     if rope_type == "dynamic" and rotary_dim < 4:
         raise fields.error(f"head_dim {rotary_dim} is too small for rope type 'dynamic'; it needs at least 4")
@@ -75,24 +76,52 @@ def read_rope(fields: ConfigFields, max_position_embeddings: int, head_dim: int,
 
 def _rotary_dim(fields: ConfigFields, params: dict[str, Any], head_dim: int, partial_rotary: bool) -> int:
     """Return how many values of each head are rotated: ``rotary_dim``, or ``partial_rotary_factor`` of them."""
-    partial = params.pop("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    given = params.pop("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    factor = 1.0 if given is None else given
     if not partial_rotary:
-        if partial != 1.0:
-            raise fields.error(f"has partial_rotary_factor {shown(partial)}; supported is 1.0. {REMEDY}")
+        if factor != 1.0:
+            raise fields.error(f"has partial_rotary_factor {shown(factor)}; supported is 1.0. {REMEDY}")
         return head_dim
-    rotary_dim = int(head_dim * fields.check_number("partial_rotary_factor", partial, 0.0, 1.0))
-    rotary_dim = fields.integer("rotary_dim", rotary_dim, least=0)
+    by_factor = int(head_dim * fields.check_number("partial_rotary_factor", factor, 0.0, 1.0))
+    rotary_dim = fields.integer("rotary_dim", by_factor, least=0)
+    if given is not None and rotary_dim != by_factor:
+        raise fields.error(
+            f"has rotary_dim {rotary_dim}, but partial_rotary_factor {shown(given)} of heads of {head_dim} is "
+            f"{by_factor}. {REMEDY}"
+        )
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise fields.error(f"rotates {rotary_dim} values of heads of {head_dim}; it must be an even part. {REMEDY}")
     return rotary_dim
 
 
 def _rope_params(fields: ConfigFields) -> dict[str, Any]:
-    """Return the parameters without nulls. They may be nested per layer type, if all are equal."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    """Return the parameters without nulls. They may be nested per layer type, if all are equal.
+
+    As in transformers, ``rope_scaling`` replaces ``rope_parameters`` as a whole, also the theta in it, which is then
+    refused if it differs: YaRN is often added so to a checkpoint that transformers 5 has saved.
+    """
+    scaling, parameters = _object(fields, "rope_scaling"), _object(fields, "rope_parameters")
+    if not scaling:
+        return dict(fields.defaults.get("rope_parameters", {})) if parameters is None else parameters
+    replaced = dict(parameters or {})
+    if fields.given("rotary_dim") is not None:  # it holds for any parameters
+        replaced.pop("partial_rotary_factor", None)
+    for name, default in (("rope_theta", _THETA), ("partial_rotary_factor", 1.0)):
+        if name in replaced and replaced[name] != scaling.get(name, fields.get(name, default)):
+            raise fields.error(
+                f"has rope_scaling, which replaces rope_parameters and their {name} {shown(replaced[name])}. Move the "
+                "fields of rope_scaling into rope_parameters"
+            )
+    return scaling
+
+
+def _object(fields: ConfigFields, name: str) -> dict[str, Any] | None:
+    given = fields.given(name)
+    if given is None:
+        return None
     if not isinstance(given, dict):
-        raise fields.error(f"has rope_parameters = {shown(given)}; it must be an object. {REMEDY}")
+        raise fields.error(f"has {name} = {shown(given)}; it must be an object. {REMEDY}")
     nested = [value for value in given.values() if isinstance(value, dict)]
     if any(value != nested[0] for value in nested):
-        raise fields.error("has different rope_parameters per layer type; supported is one set for all layers")
-    return {name: value for name, value in (nested[0] if nested else given).items() if value is not None}
+        raise fields.error(f"has different {name} per layer type; supported is one set for all layers")
+    return {key: value for key, value in (nested[0] if nested else given).items() if value is not None}
