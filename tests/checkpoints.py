@@ -6,6 +6,7 @@ runner = runner.build(node_config(directory), lambda stage, fraction: None)
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ _TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
@@ -119,8 +120,8 @@ def make_checkpoint(
     ``overrides`` are fields of the family's transformers config. Weights are drawn wider than transformers' initial
     ones, so that logits differ clearly: an argmax of near-equal logits tests nothing.
     """
-    config_class, model_class, defaults = _CLASSES[family]
-    config = config_class(**{**_TINY, **defaults, **overrides})
+    config_class, model_class, defaults = CONFIG_CLASSES[family]
+    config = config_class(**copy.deepcopy({**_TINY, **defaults, **overrides}))  # it changes rope_parameters in place
     model = model_class(config).to(getattr(torch, dtype))
     config.dtype = dtype
     generator = torch.Generator().manual_seed(seed)

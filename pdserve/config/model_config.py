@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from pdserve.checkpoint.quantized_weights import find_weights
+from pdserve.checkpoint.stored_head import has_other_head
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.any_decoder import add_defaults, read_heads, read_positions, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
@@ -19,6 +20,7 @@ from pdserve.config.kept_weights import kept_format
 from pdserve.config.moe import MoEConfig
 from pdserve.config.rope import RopeConfig, read_rope
 from pdserve.config.text_part import take_text_part, text_headers
+from pdserve.config.unread_fields import check_unread, unread_names
 from pdserve.config.unserved_kinds import check_kind
 from pdserve.config.weight_formats import (
     SUPPORTED_DTYPES,
@@ -68,6 +70,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens; they are not loaded
     multimodal: str = ""  # architecture of the checkpoint of which this is the text model; "": it is all of it
+    unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
     @property
     def linear_format(self) -> WeightFormat:
@@ -87,6 +90,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _MAX_EOS_TOKENS = 64
+_NEXTN = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # the first that a config has counts
 
 
 def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = False) -> ModelConfig:
@@ -105,6 +109,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         return _any_decoder(model_dir, fields, architecture, multimodal)
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
+    check_unread(fields, family.module)
     weight_format, quantization = read_weight_format(fields)
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers")
@@ -118,7 +123,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
     rope = read_rope(fields, fields.integer("max_position_embeddings"), head_dim, family.partial_rotary)
     vocab_size = fields.integer("vocab_size")
-    return ModelConfig(
+    nextn = [name for name in _NEXTN if fields.given(name) is not None] or _NEXTN
+    model = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -131,7 +137,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         rope=rope,
         max_position_embeddings=fields.integer("max_position_embeddings"),
         dtype=_dtype(fields),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        tie_word_embeddings=_is_tied(model_dir, fields, embeds),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         attention=tuple(
@@ -143,11 +149,10 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
         moe=None if family.moe is None else family.moe(fields, num_layers),
         use_qk_norm=fields.flag("use_qk_norm"),
+        num_nextn_layers=fields.integer(nextn[0], 0, least=0),
         multimodal=multimodal,
-        num_nextn_layers=fields.integer(
-            "num_nextn_predict_layers", fields.integer("num_mtp_modules", 0, least=0), least=0
-        ),
     )
+    return msgspec.structs.replace(model, unread_fields=unread_names(fields))
 
 
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:
@@ -187,6 +192,13 @@ def _add_unused_head(fields: ConfigFields) -> None:
         bodies = [name for name in names if isinstance(name, str) and name.endswith("Model")]
         fields.values["architectures"] = [name.removesuffix("Model") + "ForCausalLM" for name in bodies] or names
     fields.values["tie_word_embeddings"] = True
+
+
+def _is_tied(model_dir: Path, fields: ConfigFields, embeds: bool) -> bool:
+    """Return whether the head is the embedding. As in transformers, a stored head that differs is used instead."""
+    if not fields.flag("tie_word_embeddings"):
+        return False
+    return embeds or not any(model_dir.glob("*.safetensors")) or not has_other_head(model_dir)
 
 
 def _architecture(fields: ConfigFields, impl: str) -> str:

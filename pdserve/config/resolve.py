@@ -39,7 +39,7 @@ from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_cos
 from pdserve.config.text_part import text_headers
 from pdserve.config.triton_hosts import try_triton
 from pdserve.config.weight_formats import storage_rules
-from pdserve.errors import CapacityError, ConfigError
+from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales, group_layers
 from pdserve.request_cost import AUTO_ITL_STEPS
 from pdserve.rpc.timeouts import PeerTiming
@@ -68,6 +68,8 @@ def resolve(
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     if model.multimodal:
         choices.append(f"model=text: the text model of {model.multimodal}; images are refused")
+    if model.unread_fields:
+        choices.append(f"config.json: {', '.join(map(shown, model.unread_fields))} without effect, as in transformers")
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     parallel = choose_parallel_config(
@@ -78,7 +80,7 @@ def resolve(
     problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
-    compat_model, model = model, keep_quantized(model, decision)
+    compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
     kv_dtype = choose_kv_dtype(options, device, dtype, choices)

@@ -12,7 +12,8 @@ from pdserve.config.pooling import EMBED
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv import UNSCALED
 
-_CHOSEN_HERE = frozenset({"keeps_quantized"})  # fields that are the node's choice, not the checkpoint's
+#: Fields that are the node's choice, not the checkpoint's, or that change nothing.
+_MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 
 
 def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:
@@ -29,7 +30,7 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     embeds = config.pooling is not None and config.pooling.task == EMBED
     mine, other = config.model, load_model_config(model_dir, config.model.impl, embeds=embeds)
     for field in ModelConfig.__struct_fields__:
-        if field not in _CHOSEN_HERE and getattr(mine, field) != getattr(other, field):
+        if field not in _MAY_DIFFER and getattr(mine, field) != getattr(other, field):
             raise CheckpointError(
                 f"{model_dir} has {field} {shown(getattr(other, field))}, this node has {shown(getattr(mine, field))}; "
                 "only weights of the same model can be reloaded. Start the node again with this checkpoint"

@@ -27,13 +27,13 @@ MULTIMODAL: Mapping[str, str] = {
     "mistral3": "mistral",
     "qwen3_vl": "qwen3_vl_text",
 }
-#: Native families by the kind of a text model.
-_NATIVE: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_vl_text": "Qwen3ForCausalLM",
+#: Model type and architecture of native families, by the kind of a text model.
+_NATIVE: Mapping[str, tuple[str, str]] = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
 _ROPE = ("rope_parameters", "rope_scaling")
 _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # text has one position where images have three
@@ -67,13 +67,17 @@ def take_text_part(fields: ConfigFields, native: bool) -> str:
     dtype = whole.get("dtype") or whole.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
     of_whole = {name: whole[name] for name in ("eos_token_id", "quantization_config") if whole.get(name) is not None}
     tied = whole.get("tie_word_embeddings", library_defaults(kind).get("tie_word_embeddings"))
+    model_type, architectures = kind_of_text, names
+    if native and kind_of_text in _NATIVE:
+        model_type, architecture = _NATIVE[kind_of_text]
+        architectures = [architecture]
     fields.values = {
         **library_defaults(kind_of_text),
         **text,
         **of_whole,
-        "architectures": [_NATIVE[kind_of_text]] if native and kind_of_text in _NATIVE else names,
+        "architectures": architectures,
         "dtype": dtype,
-        "model_type": kind_of_text,
+        "model_type": model_type,
         "tie_word_embeddings": tied is True and not _has_head(fields.path.parent),
     }
     for name in _ROPE:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config
+from differential import EQUAL, compare, edited
 from safetensors.torch import load_file, save_file
 
 import runner
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.hub import resolve_model
+from pdserve.config.model_config import load_model_config
 from pdserve.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -113,9 +115,22 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
         build(directory)
 
 
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_stored_head_that_differs_from_the_embedding_is_used_although_config_ties_them(
+    impl: str, tmp_path: Path
+) -> None:
+    stored = make_checkpoint(tmp_path / "stored", "llama")
+    directory = edited(stored, tmp_path / "model", {"tie_word_embeddings": True})
+    assert compare(directory, [[1, 2, 3]], impl=impl) == EQUAL
+    assert not load_model_config(directory).tie_word_embeddings
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert compare(directory, [[1, 2, 3]], impl=impl) == EQUAL
+    assert load_model_config(directory).tie_word_embeddings  # one copy in memory
+
+
 def test_computed_buffers_in_a_checkpoint_are_skipped(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(128, 64)}
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     rewrite(checkpoint, lambda tensors: tensors.update(extra))
     build(checkpoint)
 

@@ -97,6 +97,33 @@ def test_qwen_windows_follow_layer_types(tmp_path: Path) -> None:
     assert load(tmp_path, {**on, "use_sliding_window": False}).sliding_windows == (None,) * 4
 
 
+def test_mistral_windows_follow_layer_types(tmp_path: Path) -> None:
+    types = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]
+    ministral = load(tmp_path, {**MISTRAL, "sliding_window": 32, "layer_types": types})  # as Ministral-8B-2410 has it
+    assert ministral.sliding_windows == (None, 32, 32, 32)
+
+
+def test_yarn_added_to_a_config_of_transformers_5_is_used_or_refused(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    saved = {**QWEN, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for added in ({"rope_scaling": yarn, "rope_theta": 5e5}, {"rope_scaling": {**yarn, "rope_theta": 5e5}}):
+        rope = load(tmp_path, {**saved, **added}).rope
+        assert (rope.rope_type, rope.theta, rope.params["factor"]) == ("yarn", 5e5, 4.0)
+    with pytest.raises(CheckpointError, match=r"rope_scaling, which replaces .* rope_theta 500000.0. Move the fields"):
+        load(tmp_path, {**saved, "rope_scaling": yarn})  # transformers would use theta 10,000
+
+
+@pytest.mark.parametrize("fields", [{"rope_scaling": None}, {"rope_parameters": None}, {"rope_scaling": {}}, {}])
+def test_gpt_oss_without_rope_parameters_has_its_yarn(fields: dict[str, Any], tmp_path: Path) -> None:
+    rope = load(tmp_path, {**LLAMA, "architectures": ["GptOssForCausalLM"], **fields}).rope
+    assert (rope.rope_type, rope.theta, rope.params["factor"]) == ("yarn", 150_000, 32.0)
+
+
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    fields = {"qk_scale_of_next_year": 2, "use_cache": False, "sliding_window": None, "_name_or_path": "x"}
+    assert load(tmp_path, {**LLAMA, **fields}).unread_fields == ("qk_scale_of_next_year",)
+
+
 def test_eos_comes_from_the_generation_config_first(tmp_path: Path) -> None:
     assert load(tmp_path, {**LLAMA, "eos_token_id": 7}).eos_token_ids == (7,)
     assert load(tmp_path, {**LLAMA, "eos_token_id": 7}, {"eos_token_id": [8, 9]}).eos_token_ids == (8, 9)
@@ -129,6 +156,17 @@ def scaled(**rope: Any) -> dict[str, Any]:
         (GLM | {"partial_rotary_factor": 0.01}, "rotates 0 values of heads of 16"),
         (GLM | {"topk_group": 3, "n_group": 2}, "keeps 3 of 2 groups of 8 experts"),
         (GLM | {"num_experts_per_tok": 9}, "chooses 9 of 8 experts per token"),
+        (
+            MINIMAX | {"rotary_dim": 8, "partial_rotary_factor": 1.0},
+            "rotary_dim 8, but partial_rotary_factor 1.0 .* 16",
+        ),
+        ({"model_type": "qwen2"}, "model_type = 'qwen2' beside architectures = .'LlamaForCausalLM'., .* 'llama'"),
+        ({"is_causal": False}, "is_causal = False: attention to later tokens; supported is true"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config = .*: layers of different shapes; supported is none"),
+        ({"sliding_window": 32}, "sliding_window = 32, but layers of this architecture attend to all tokens"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types, but all layers of this .* have no sliding window"),
+        (QWEN | {"layer_types": ["sliding_attention"] * 4}, "sliding_attention layers but no sliding_window"),
+        (MINIMAX | {"num_experts": 4}, "different numbers of experts in num_experts and num_local_experts"),
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
     ],
 )
