@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
 
@@ -51,6 +51,10 @@ class ModelRunner(Protocol):
 
         Return False, and never call it, if launches take no time that matters.
         """
+
+    @property
+    def loaded_files(self) -> FileStates:
+        """The files of this host that the weights were read from at the start; empty for random weights."""
 
     def offered_weights(self) -> OfferedMemory:
         """Return the tensors that are in memory as the checkpoint stores them, for peers that start.

@@ -10,9 +10,22 @@ WHEN = (WAIT, ABORT, KEEP)
 WHEN_SLEEP = (WAIT, ABORT)
 
 
+class FileState(msgspec.Struct, frozen=True):
+    """Values that change with a file's content. Programs can set back the modification time, not the change time."""
+
+    size: int  # bytes
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+FileStates = dict[str, FileState]  # of a checkpoint's files, by name in its directory
+
+
 class WeightChange(msgspec.Struct, frozen=True):
     """A checkpoint or a patch that replaces weights in memory. One path is set, on the host of each rank."""
 
     model_dir: str = ""  # another checkpoint of the same architecture and shape
     weights_hash: str = ""  # what each rank must find in it (pdserve/config/compatibility.py); empty: not compared
+    weight_files: FileStates = {}  # on the host of rank 0: those whose digests will be announced; {}: not compared
     patch: str = ""  # a file of new values for some tensors (pdserve/checkpoint/weight_patch.py)

@@ -14,7 +14,7 @@ from pdserve.errors import NodeError
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import KVRegion, StepOutput, StepPlan
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.attention.build import build_backend
 from runner.distributed.parallel_state import ParallelState
@@ -128,6 +128,10 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     def call_between_layers(self, call: Callable[[], None]) -> bool:
         return False
+
+    @property
+    def loaded_files(self) -> FileStates:
+        return self._model.files
 
     def offered_weights(self) -> OfferedMemory:
         return self._model.offered_weights()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.simulated_weights import simulated_digest
 from pdserve.checkpoint.weight_patch import read_patch
@@ -33,7 +34,7 @@ from pdserve.records import (
     StepPlan,
     TokenLogprobs,
 )
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
@@ -68,7 +69,8 @@ class SimulatedRunner:
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
         self._busy_until = 0.0
-        self._weights = SimulatedWeights.of_checkpoint(Path(config.model_dir))
+        loaded = simulated_digest(Path(config.model_dir))
+        self._weights, self._loaded_files = SimulatedWeights(loaded.digest), loaded.files
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         assert not plan.digests, "a simulated node has no KV to digest; resolve refuses --kv-checksum"
@@ -86,6 +88,10 @@ class SimulatedRunner:
 
     def call_between_layers(self, call: Callable[[], None]) -> bool:
         return False
+
+    @property
+    def loaded_files(self) -> FileStates:
+        return self._loaded_files
 
     def offered_weights(self) -> OfferedMemory:
         return OfferedMemory((), ())
@@ -127,15 +133,13 @@ class SimulatedWeights(NamedTuple):
 
     digest: bytes
 
-    @classmethod
-    def of_checkpoint(cls, model_dir: Path) -> SimulatedWeights:
-        """Raises CheckpointError."""
-        return cls(simulated_digest(model_dir))
-
     def after(self, change: WeightChange) -> SimulatedWeights:
         """Return the weights after a change. Raises CheckpointError."""
         if not change.patch:
-            return self.of_checkpoint(Path(change.model_dir))
+            loaded = simulated_digest(Path(change.model_dir))
+            if change.weight_files:
+                check_same_files(change.model_dir, loaded.files, change.weight_files)
+            return SimulatedWeights(loaded.digest)
         digest = hashlib.blake2b(self.digest, digest_size=16)
         patch = read_patch(Path(change.patch))
         with open_regular(patch.path) as (fd, _), open(fd, "rb", closefd=False) as file:

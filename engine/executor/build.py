@@ -91,7 +91,7 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
     if config.parallel.num_ranks == 1:
         rank, kv = build_rank(config, configure.agent, "", progress, channel.wake, configure.peer)
         own = (kv,) if configure.agent else ()
-        return rank, Ready(rank.kv_layout, own, config.decision, _offers(rank.offered_weights))
+        return rank, Ready(rank.kv_layout, own, config.decision, _offers(rank.offered_weights), (rank.loaded_files,))
     channels, configs = _start_ranks(configure, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
     rendezvous, address = _open_rendezvous(configure.placement.listen)
@@ -104,7 +104,8 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
     executor = Executor(rank, others, OutputAggregator(config.parallel, config.shares), channel.wake)
     kvs = (kv, *(other.kv for other in ready)) if configure.agent else ()
     weights = _offers(rank.offered_weights, *(other.weights for other in ready))
-    return executor, Ready(executor.kv_layout, kvs, configs[0].decision, weights)
+    loaded = (rank.loaded_files, *(other.loaded_files for other in ready))
+    return executor, Ready(executor.kv_layout, kvs, configs[0].decision, weights, loaded)
 
 
 def _offers(*ranks: RankWeights | None) -> tuple[RankWeights, ...]:
@@ -136,7 +137,8 @@ def _start_ranks(
     remote: list[RankChannel] = []
     for rank, (hello, sock) in sorted(joined.items()):
         own = config.for_rank(rank, hello.device)
-        configs.append(msgspec.structs.replace(own, model_dir=hello.model_dir, threads=hello.threads))
+        theirs = {name: getattr(hello, name) for name in ("model_dir", "weight_files", "threads")}
+        configs.append(msgspec.structs.replace(own, **theirs))
         remote.append(RankChannel(parallel.position(rank), sock, timeout))
     local = [start_rank(parallel.position(rank), timeout) for rank in range(1, num_local)]
     return local + remote, configs

@@ -11,7 +11,7 @@ from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import RankWeights
 
 #: A launched step: called once, in the order of launches, it waits for the step's tokens, then polls connectors.
@@ -75,6 +75,11 @@ class Rank:
     def offered_weights(self) -> RankWeights | None:
         """The tensors that peers may read from this rank; None if it offers none."""
         return None if self._weights is None else self._weights.offer
+
+    @property
+    def loaded_files(self) -> FileStates:
+        """See ModelRunner."""
+        return self._runner.loaded_files
 
     def waiting_for(self) -> str:
         return ""

@@ -27,14 +27,14 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import KVLayout
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer
 
-MAX_HELLO_BYTES = 1 << 19  # any program may connect to the port; a layer's tensor groups take about 200 bytes
+MAX_HELLO_BYTES = 1 << 20  # any program may connect; a layer's tensor groups take about 200 bytes, a file 100
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A rank on another host; ``device``, ``model_dir``, ``threads`` and ``triton_problem`` are that host's."""
+    """A rank on another host; ``device``, ``model_dir`` and all fields after it are that host's."""
 
     rank: int
     parallel: ParallelConfig
@@ -43,6 +43,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     compat_fields: dict[str, str]
     device: DeviceInfo
     model_dir: str
+    weight_files: FileStates
     threads: int
     host: str  # its name
     triton_problem: str  # why it runs no Triton kernels; empty if it does
@@ -80,6 +81,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     kv: RankKV
     kv_layout: KVLayout
     weights: RankWeights | None = None
+    loaded_files: FileStates = {}  # see ModelRunner
 
 
 class RankOutput(msgspec.Struct, frozen=True, tag=True):

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         )
         gc.collect()
         gc.freeze()
-        leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights))
+        leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights, rank.loaded_files))
         HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
         threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
         while (order := leader.orders.get()) is not None:

@@ -34,7 +34,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineDied, PdserveError
 from pdserve.records import RankKV
 from pdserve.transports import Connected
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer
 
 _SLEEP_SECONDS = 10.0  # for all ranks to free their devices
@@ -72,10 +72,10 @@ class EngineClient:
 
     # ------------------------------------------------------------ start and end
 
-    async def start(self, config: NodeConfig, peer: WeightPeer | None = None) -> None:
+    async def start(self, config: NodeConfig, peer: WeightPeer | None = None) -> tuple[FileStates, ...]:
         """Start the engine, which loads weights from ``peer`` if there is one, and wait until it is ready.
 
-        Raises the error that it reports, or EngineDied.
+        Return the files that each rank has loaded. Raises the error that the engine reports, or EngineDied.
         """
         self._started = asyncio.get_running_loop().create_future()
         # Stale references to an earlier start cannot match.
@@ -89,6 +89,7 @@ class EngineClient:
         total = ready.kv_layout.num_blocks
         self.status = Status(total, 0, 0, 0, total, 0, 0, 0, Totals())
         self.has_weights = True
+        return ready.loaded_files
 
     async def sleep(self) -> None:
         """End the engine, or what has failed to start, until the next ``start``. No request may be open."""

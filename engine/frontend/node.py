@@ -31,6 +31,7 @@ from engine.frontend.weight_changes import CHANGES_SERVICE, Power, WeightChanges
 from engine.frontend.weight_peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from engine.ipc.messages import Progress
 from engine.liveness.heartbeat_monitor import LivenessWatch
+from pdserve.checkpoint.file_states import check_same_files
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
@@ -112,15 +113,21 @@ class Node:
         await self._role.connect()
 
     async def _start_engine(self, config: NodeConfig) -> NodeConfig:
-        """Start the engine. Return the configuration with the digests of the weights, computed while it loads them."""
+        """Start the engine. Return the configuration with the digests of the weights, computed while it loads them.
+
+        Raises CheckpointError if it has loaded other files than those digested.
+        """
         stop = threading.Event()
         peer = None if config.load_from == "disk" else await find_weights(self._context, config)
         digests = asyncio.create_task(asyncio.to_thread(with_weight_digests, config, stop))
         try:
             if self._engine.has_remote_ranks:  # they send theirs when they join
                 config = await digests
-            await asyncio.gather(self._engine.start(config, peer), digests)
-            return digests.result()
+            loaded, digested = await asyncio.gather(self._engine.start(config, peer), digests)
+            if not self._engine.has_remote_ranks:  # ranks that know the digests before compare the files themselves
+                for files in loaded:
+                    check_same_files(config.model_dir, files, digested.weight_files)
+            return digested
         finally:
             stop.set()
 

@@ -128,8 +128,10 @@ class WeightChanges:
         if node.state is State.UNLOADED and change.patch:
             raise NodeError(f"{node.name} has no weights that a patch could change; reload a checkpoint")
         config = await asyncio.to_thread(changed, node.config)
-        if change.model_dir and node.engine.has_remote_ranks:
-            change = msgspec.structs.replace(change, weights_hash=weights_hash(config.compat_fields))
+        if change.model_dir:
+            change = msgspec.structs.replace(change, weight_files=config.weight_files)
+            if node.engine.has_remote_ranks:
+                change = msgspec.structs.replace(change, weights_hash=weights_hash(config.compat_fields))
         await node.engine.check_weights(change)
         return WeightOrder(change, config, when)
 

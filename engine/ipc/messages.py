@@ -41,7 +41,7 @@ from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams, TokenLogprobs
 from pdserve.request_cost import Throughput
 from pdserve.transports import Connected
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer
 
 #: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.
@@ -200,6 +200,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[RankKV, ...]  # empty without connector
     decision: Decision  # the configuration's, unless ranks on other hosts lack something
     weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
+    loaded_files: tuple[FileStates, ...] = ()  # of each rank, on its host
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -12,35 +12,22 @@ import hashlib
 import logging
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import msgspec
 
+from pdserve.checkpoint.file_states import is_settled
 from pdserve.checkpoint.files import DECODE_ERRORS, read_file
 from pdserve.errors import CheckpointError
+from pdserve.weight_change import FileState
 
 _log = logging.getLogger(__name__)
 
 NAME = ".pdserve-digests.json"
 _VERSION = 2
 _MAX_BYTES = 64 << 20
-_TICK = 20_000_000  # ns; two changes within a tick of the file system's clock leave the same times
 
 TensorDigests = dict[str, str]  # hex digits by tensor
-
-
-class FileState(msgspec.Struct, frozen=True):
-    """Values that change with a file's content. Programs can set back the modification time, not the change time."""
-
-    size: int  # bytes
-    inode: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileState:
-        return cls(status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class _Entry(msgspec.Struct):
@@ -72,7 +59,7 @@ class DigestCache:
 
     def put(self, name: str, state: FileState, tensors: TensorDigests) -> None:
         """Keep digests, unless the file has changed so recently that a further change could leave the same state."""
-        if time.time_ns() - state.ctime_ns > _TICK:
+        if is_settled(state):
             self._files[name] = _Entry(state, tensors)
             self._changed = True
 

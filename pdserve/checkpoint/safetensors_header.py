@@ -59,15 +59,24 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 def read_header_and_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors as ``read_header`` does, and the file's metadata."""
-    with open_regular(path) as (fd, status):
-        size = status.st_size
-        prefix = os.pread(fd, _LENGTH.size, 0)
-        length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
-        if length > size - len(prefix):
-            raise CheckpointError(f"{path} is not a safetensors file or is truncated at {size} bytes; {_AGAIN}")
-        if length > MAX_HEADER:
-            raise CheckpointError(f"{path} has a header of {length} bytes, the limit is {MAX_HEADER}; {_AGAIN}")
-        header = os.pread(fd, length, _LENGTH.size)
+    with open_regular(path) as (fd, _):
+        return _read(path, fd)
+
+
+def header_of(path: Path, fd: int) -> dict[str, Tensor]:
+    """Return the tensors of an open file as ``read_header`` does."""
+    return _read(path, fd)[0]
+
+
+def _read(path: Path, fd: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    size = os.fstat(fd).st_size
+    prefix = os.pread(fd, _LENGTH.size, 0)
+    length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    if length > size - len(prefix):
+        raise CheckpointError(f"{path} is not a safetensors file or is truncated at {size} bytes; {_AGAIN}")
+    if length > MAX_HEADER:
+        raise CheckpointError(f"{path} has a header of {length} bytes, the limit is {MAX_HEADER}; {_AGAIN}")
+    header = os.pread(fd, length, _LENGTH.size)
     try:
         entries, metadata = _entries(path, header)
         return _placed(path, entries, _LENGTH.size + length, size), metadata

@@ -20,14 +20,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
-from pdserve.checkpoint.digest_cache import DigestCache, FileState, TensorDigests
+from pdserve.checkpoint.digest_cache import DigestCache, TensorDigests
+from pdserve.checkpoint.file_states import check_unchanged, open_settled, state_of
 from pdserve.checkpoint.files import open_regular
-from pdserve.checkpoint.safetensors_header import Tensor, read_header
+from pdserve.checkpoint.safetensors_header import Tensor, header_of
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.errors import CheckpointError
+from pdserve.weight_change import FileStates
 
 _log = logging.getLogger(__name__)
 
@@ -42,49 +45,58 @@ class Stopped(Exception):
     """The digests are not needed any more."""
 
 
-def group_digests(model_dir: Path, stop: threading.Event | None = None) -> dict[str, str]:
-    """Return 16 hex digits for each tensor group of a checkpoint, such as "layers.0.self_attn".
+class Digests(NamedTuple):
+    """The digests of all tensors, and the states of the files in which they were taken."""
+
+    tensors: TensorDigests
+    files: FileStates
+
+
+def checkpoint_digests(model_dir: Path, stop: threading.Event | None = None) -> Digests:
+    """Return the digests of a checkpoint's tensors; read those that are not cached.
 
     Raises CheckpointError; Stopped soon after ``stop`` was set.
     """
     started, stop = time.monotonic(), stop or threading.Event()
     cache = DigestCache(model_dir)
-    found: TensorDigests = {}
+    found = Digests({}, {})
     num_read = 0
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "digest") as pool:
         for path in weight_files(model_dir):
-            with open_regular(path) as (fd, status):
-                state = FileState.of(status)
+            with open_settled(path) as (fd, state):
                 digests = cache.get(path.name, state)
                 if digests is None:
-                    digests = _digest_tensors(path, fd, read_header(path), pool, stop)
-                    if FileState.of(os.stat(path)) != state:
-                        raise CheckpointError(f"{path} changed while it was read; start again when it is complete")
+                    digests = _digest_tensors(path, fd, header_of(path, fd), pool, stop)
+                    check_unchanged(path, state)
                     cache.put(path.name, state, digests)
                     num_read += state.size
-            found |= digests
+            found.tensors.update(digests)
+            found.files[path.name] = state
     cache.save()
     _log.debug("weight digests: read %.2f GiB in %.2f s", num_read / 2**30, time.monotonic() - started)
-    return fold_digests(found)
+    return found
 
 
-def known_tensor_digests(model_dir: Path) -> TensorDigests | None:
+def known_digests(model_dir: Path) -> Digests | None:
     """Return the digests of all tensors if they are cached for the files as they are now. Reads no weights.
 
     Raises CheckpointError.
     """
     cache = DigestCache(model_dir)
-    found: TensorDigests = {}
+    found = Digests({}, {})
     for path in weight_files(model_dir):
-        digests = cache.get(path.name, FileState.of(os.stat(path)))
+        with open_regular(path) as (_, status):
+            state = state_of(status)
+        digests = cache.get(path.name, state)
         if digests is None:
             return None
-        found |= digests
+        found.tensors.update(digests)
+        found.files[path.name] = state
     return found
 
 
 def fold_digests(tensors: TensorDigests) -> dict[str, str]:
-    """Return the digest of each tensor group."""
+    """Return 16 hex digits for each tensor group of a checkpoint, such as "layers.0.self_attn"."""
     groups: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
     for name in sorted(tensors):
         groups[group_of(name)].update(f"{name}\n{tensors[name]}\n".encode())

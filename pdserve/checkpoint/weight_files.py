@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -42,18 +43,25 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 def read_headers(model_dir: Path) -> dict[Path, dict[str, Tensor]]:
     """Return the tensors of each file of a checkpoint. Raises CheckpointError."""
-    headers: dict[Path, dict[str, Tensor]] = {}
+    return collect_headers(model_dir, ((path, read_header(path)) for path in weight_files(model_dir)))
+
+
+def collect_headers(
+    model_dir: Path, headers: Iterable[tuple[Path, dict[str, Tensor]]]
+) -> dict[Path, dict[str, Tensor]]:
+    """Return the tensors of each file. Raises CheckpointError if there are too many, or one of them twice."""
+    collected: dict[Path, dict[str, Tensor]] = {}
     found: set[str] = set()
-    for path in weight_files(model_dir):
-        headers[path] = read_header(path)
-        if twice := found & headers[path].keys():
+    for path, tensors in headers:
+        collected[path] = tensors
+        if twice := found & tensors.keys():
             raise CheckpointError(
                 f"{path}: tensor {shown(min(twice))} is in the checkpoint twice; remove the second file"
             )
-        found |= headers[path].keys()
+        found |= tensors.keys()
         if len(found) > MAX_TENSORS:
             raise CheckpointError(f"{model_dir} has more than {MAX_TENSORS} tensors; choose another checkpoint")
-    return headers
+    return collected
 
 
 def _without_weights(model_dir: Path) -> str:

@@ -10,28 +10,32 @@ from pathlib import Path
 import msgspec
 
 from pdserve.checkpoint.simulated_weights import simulated_digest
-from pdserve.checkpoint.weight_digests import fold_digests, group_digests, known_tensor_digests
+from pdserve.checkpoint.weight_digests import checkpoint_digests, fold_digests, known_digests
 from pdserve.config.compatibility import WEIGHTS_OF
 from pdserve.config.node_config import NodeConfig
+from pdserve.weight_change import FileStates
 
 
 def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:
-    """Return the configuration with a digest per tensor group in ``compat_fields``.
+    """Return the configuration with a digest per tensor group in ``compat_fields``, and the files that have them.
 
     Reads all weights, unless they are cached or not those of the checkpoint. Raises CheckpointError, Stopped.
     """
+    model_dir = Path(config.model_dir)
     match config.compat_fields["weights"]:
         case "simulated":
-            return _with_groups(config, {"simulated": simulated_digest(Path(config.model_dir)).hex()})
+            simulated = simulated_digest(model_dir)
+            return _with_groups(config, {"simulated": simulated.digest.hex()}, simulated.files)
         case "dummy":
             return config
-    return _with_groups(config, group_digests(Path(config.model_dir), stop))
+    digests = checkpoint_digests(model_dir, stop)
+    return _with_groups(config, fold_digests(digests.tensors), digests.files)
 
 
 def with_known_digests(config: NodeConfig) -> NodeConfig | None:
     """Return what ``with_weight_digests`` does if that reads no weights, else None. Raises CheckpointError."""
-    known = known_tensor_digests(Path(config.model_dir))
-    return None if known is None else _with_groups(config, fold_digests(known))
+    known = known_digests(Path(config.model_dir))
+    return None if known is None else _with_groups(config, fold_digests(known.tensors), known.files)
 
 
 def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:
@@ -51,7 +55,7 @@ def with_checkpoint(config: NodeConfig, model_dir: str) -> NodeConfig:
 def without_digests(config: NodeConfig) -> NodeConfig:
     """Return the configuration of an engine that loads the weights anew, without patches."""
     fields = {name: value for name, value in config.compat_fields.items() if not name.startswith(WEIGHTS_OF)}
-    return msgspec.structs.replace(config, compat_fields=fields)
+    return msgspec.structs.replace(config, compat_fields=fields, weight_files={})
 
 
 def with_patch(config: NodeConfig, digest: str) -> NodeConfig:
@@ -61,6 +65,6 @@ def with_patch(config: NodeConfig, digest: str) -> NodeConfig:
     return msgspec.structs.replace(config, compat_fields=config.compat_fields | {patches: chain[:32]})
 
 
-def _with_groups(config: NodeConfig, groups: Mapping[str, str]) -> NodeConfig:
+def _with_groups(config: NodeConfig, groups: Mapping[str, str], files: FileStates) -> NodeConfig:
     fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in groups.items()}
-    return msgspec.structs.replace(config, compat_fields=config.compat_fields | fields)
+    return msgspec.structs.replace(config, compat_fields=config.compat_fields | fields, weight_files=files)

@@ -12,6 +12,7 @@ from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.errors import ConfigError
 from pdserve.kv import FP8_E4M3, KVLayout, KVScales, KVShare
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
+from pdserve.weight_change import FileStates
 
 LOAD_FORMATS = ("auto", "dummy")
 LOAD_SOURCES = ("disk", "auto", "peer")
@@ -120,6 +121,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_timing: PeerTiming
     costs: SimulatedCosts | None = None  # None unless simulated
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
+    weight_files: FileStates = {}  # of this host, whose digests are in compat_fields; empty before they are known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
     pooling: PoolingConfig | None = None  # None: the node generates
     triton_problem: str = ""  # why this host runs no Triton kernels

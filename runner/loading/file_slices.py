@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.digest_cache import FileState
-from pdserve.checkpoint.files import open_regular
+from pdserve.checkpoint.file_states import check_unchanged, open_settled
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.errors import CheckpointError
+from pdserve.weight_change import FileState
 from runner.loading.stored_dtypes import TORCH_DTYPES
 
 _MAX_THREADS = 8
@@ -42,19 +42,13 @@ class OpenFile(NamedTuple):
                 raise CheckpointError(f"{self.path} was truncated at byte {begin + done} while it was read")
             done += size
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file is not the one that was opened, or was written to since."""
-        if FileState.of(os.stat(self.path)) != self.state:
-            raise CheckpointError(f"{self.path} changed while it was read; try again when it is complete")
-
 
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
     """Open a file, and check at the end that it has not changed. Raises CheckpointError."""
-    with open_regular(path) as (fd, status):
-        file = OpenFile(path, fd, FileState.of(status))
-        yield file
-        file.check_unchanged()
+    with open_settled(path) as (fd, state):
+        yield OpenFile(path, fd, state)
+        check_unchanged(path, state)
 
 
 class FileReader:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.weight_digests import known_tensor_digests
-from pdserve.checkpoint.weight_files import read_headers
+from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
+from pdserve.checkpoint.weight_digests import known_digests
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.protocols import WeightReader
+from pdserve.weight_change import FileStates
 from pdserve.weight_sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.fused_experts import split_experts
@@ -29,7 +30,7 @@ from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch
 from runner.loading.peer_weights import PeerWeights
 from runner.loading.stored_weights import StoredWeights
-from runner.loading.weights import check_weights, fill_random, fill_shard, open_weights
+from runner.loading.weights import OpenWeights, check_weights, fill_random, fill_shard, open_weights
 from runner.models.decoder import Decoder
 from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.weight_shard import WeightShard
@@ -74,14 +75,15 @@ class LoadedModel:
         check_room(config.model, config.position, layout, self.device, held_dtype(self.placement))
         self.decoder = self._build()
         self.stored: StoredWeights | None = None  # None: of no checkpoint
-        self._source: Path | None = None  # the checkpoint whose tensors are in memory
+        self._source: Mapping[str, StoredTensor] | None = None  # the checkpoint's tensors that are in memory
+        self.files: FileStates = {}  # that the weights were read from
         self._offered: list[Tensor] = []
-        peer = None if reader is None or not isinstance(self.decoder, Decoder) else self._ask_peer(reader)
+        if config.load_format == "dummy":
+            self._load_random()
+            return
+        peer, digested = self._ask_peer(reader)
         try:
-            if config.load_format == "dummy":
-                self._load_random()
-            else:
-                self.load(Path(config.model_dir), lambda fraction: progress("loading weights", fraction), peer)
+            self.load(Path(config.model_dir), digested, lambda fraction: progress("loading weights", fraction), peer)
         finally:
             if peer is not None:
                 peer.close()
@@ -93,8 +95,7 @@ class LoadedModel:
         """
         if self._source is None or not isinstance(self.decoder, Decoder):
             return OfferedMemory((), ())
-        stored = ChainMap(*read_headers(self._source).values())
-        memory, self._offered = offer_shards(self.decoder.weight_shards(), stored)
+        memory, self._offered = offer_shards(self.decoder.weight_shards(), self._source)
         return memory
 
     @torch.inference_mode()
@@ -103,10 +104,18 @@ class LoadedModel:
         if isinstance(self.decoder, Decoder):
             self.decoder.run_products(tokens, samples)
 
-    def _ask_peer(self, reader: WeightReader) -> PeerWeights | None:
-        """Return the peer's weights; None unless the digests of this host's files are known."""
-        digests = known_tensor_digests(Path(self._config.model_dir))
-        return None if digests is None else PeerWeights(reader, digests, self.device)
+    def _ask_peer(self, reader: WeightReader | None) -> tuple[PeerWeights | None, FileStates]:
+        """Return the peer's weights, and the files whose digests they must have; None unless these are known."""
+        digested = self._config.weight_files
+        known = None if reader is None else known_digests(Path(self._config.model_dir))
+        if (
+            reader is None
+            or known is None
+            or digested not in ({}, known.files)
+            or not isinstance(self.decoder, Decoder)
+        ):
+            return None, digested
+        return PeerWeights(reader, known.tensors, self.device), known.files
 
     @property
     def shard(self) -> ModelConfig:
@@ -119,30 +128,41 @@ class LoadedModel:
         """The mixtures of experts of this rank's native layers."""
         return self.decoder.mixtures() if isinstance(self.decoder, Decoder) else []
 
-    def check_tensors(self, model_dir: Path) -> None:
+    def check_tensors(self, model_dir: Path, digested: FileStates) -> None:
         """Raise CheckpointError unless each tensor of another checkpoint has its place in the model. Reads none."""
-        config = self._config
-        with open_weights(model_dir, config.model, self.device, self.placement.stored) as weights:
+        with self._open(model_dir, digested) as weights:
             if isinstance(self.decoder, Decoder):
                 self._weights_to_load(self.decoder, model_dir, weights)
 
     @torch.inference_mode()
-    def load(self, model_dir: Path, progress: Progress | None = None, peer: PeerWeights | None = None) -> None:
+    def load(
+        self,
+        model_dir: Path,
+        digested: FileStates,
+        progress: Progress | None = None,
+        peer: PeerWeights | None = None,
+    ) -> None:
         """Fill the weights in place, from ``peer`` where it has them. Raises CheckpointError.
 
-        They are then a mixture, and the only remedy is another checkpoint.
+        They are then a mixture, and the only remedy is another checkpoint. The files must be those in ``digested``,
+        unless it is empty.
         """
         self.stored = self._source = None
-        tensors = ChainMap(*read_headers(model_dir).values())
-        with open_weights(model_dir, self._config.model, self.device, self.placement.stored, peer) as weights:
+        with self._open(model_dir, digested, peer) as weights:
             if not isinstance(self.decoder, Decoder):
                 self._load_library_model(self.decoder, model_dir, weights)
             else:
                 found = self._weights_to_load(self.decoder, model_dir, weights)
                 self._fill(self.decoder, model_dir, found, progress, _AT_ONCE if peer is None else _WHOLE)
-                self.stored = StoredWeights(tensors, found)
+                self.stored = StoredWeights(weights.tensors, found)
             self.synchronize()
-        self._source = model_dir
+        self._source, self.files = weights.tensors, weights.files
+
+    def _open(
+        self, model_dir: Path, digested: FileStates, peer: PeerWeights | None = None
+    ) -> AbstractContextManager[OpenWeights]:
+        model, dtype = self._config.model, self.placement.stored
+        return open_weights(model_dir, model, self.device, dtype, peer=peer, digested=digested)
 
     def patch(self, patch: CheckedPatch) -> None:
         """Write new values in place."""

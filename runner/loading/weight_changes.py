@@ -84,15 +84,16 @@ class WeightChanger:
             raise CheckpointError("a change of weights names a checkpoint or a patch, and not both")
         if change.patch:
             return self._prepare_patch(Path(change.patch))
-        model_dir = Path(change.model_dir)
+        model_dir, digested = Path(change.model_dir), change.weight_files
         check_same_model(self._config, model_dir)
-        if change.weights_hash and weights_hash(with_reload(self._config, change.model_dir).compat_fields) != (
-            change.weights_hash
-        ):
-            raise CheckpointError(f"{model_dir} has other weights on {gethostname()} than on the host of rank 0")
+        if change.weights_hash:
+            own = with_reload(self._config, change.model_dir)
+            if weights_hash(own.compat_fields) != change.weights_hash:
+                raise CheckpointError(f"{model_dir} has other weights on {gethostname()} than on the host of rank 0")
+            digested = own.weight_files
         check_kv_scales(self._config, model_dir)
-        self._model.check_tensors(model_dir)
-        return lambda: self._model.load(model_dir)
+        self._model.check_tensors(model_dir, digested)
+        return lambda: self._model.load(model_dir, digested)
 
     def _prepare_patch(self, path: Path) -> Callable[[], None]:
         model = self._model

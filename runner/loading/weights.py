@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.kv_scales import is_kv_scale
 from pdserve.checkpoint.quantized_weights import MXFP4, find_weights
-from pdserve.checkpoint.weight_files import read_headers
+from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
+from pdserve.checkpoint.safetensors_header import header_of
+from pdserve.checkpoint.weight_files import collect_headers, weight_files
 from pdserve.config.kept_weights import is_linear
 from pdserve.config.model_config import NATIVE, ModelConfig
 from pdserve.config.text_part import causal_name, text_headers
 from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
+from pdserve.weight_change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.peer_weights import PeerWeights
 from runner.models.layers.weight_shard import WeightShard
@@ -73,30 +79,52 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
             memory.copy_(shard.part_of(full))
 
 
+class OpenWeights(dict[str, Any]):
+    """A FileSlice for each weight, which reads nothing before it is indexed."""
+
+    def __init__(self, slices: Mapping[str, Any], tensors: Mapping[str, StoredTensor], files: FileStates) -> None:
+        super().__init__(slices)
+        self.tensors = tensors  # as stored
+        self.files = files  # that are open; one that replaces them meanwhile is not read
+
+
 @contextmanager
 def open_weights(
-    model_dir: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype, peer: PeerWeights | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield a FileSlice for each weight, which reads nothing before it is indexed.
+    model_dir: Path,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    peer: PeerWeights | None = None,
+    digested: FileStates | None = None,
+) -> Iterator[OpenWeights]:
+    """Open a checkpoint's files, and check at the end that they have not changed.
 
     Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own or
     ``model`` keeps them: then MXFP4 tensors and FP8's X.weight are as stored, and X.weight_scale has a row for each
     output. With ``peer``, tensors that it offers are read from there. Raises CheckpointError, also for what cannot be
-    read in the body.
+    read in the body, and if the files are not those in ``digested``.
     """
-    headers = read_headers(model_dir)
-    headers = text_headers(headers) if model.multimodal else headers
     # The library copies tensors to the device itself.
     with FileReader(device if model.impl == NATIVE else torch.device("cpu")) as reader, ExitStack() as files:
         try:
-            stored: dict[str, Any] = {}
-            for path, tensors in headers.items():
-                file = files.enter_context(opened(path))
-                slices = ((name, FileSlice(reader, file, name, tensor)) for name, tensor in tensors.items())
-                stored.update((name, found) for name, found in slices if not is_kv_scale(name))
+            open_files = {path: files.enter_context(opened(path)) for path in weight_files(model_dir)}
+            states = {path.name: file.state for path, file in open_files.items()}
+            if digested:
+                check_same_files(model_dir, states, digested)
+            read = ((path, header_of(path, file.fd)) for path, file in open_files.items())
+            headers = collect_headers(model_dir, read)
+            headers = text_headers(headers) if model.multimodal else headers
+            stored = {
+                name: FileSlice(reader, open_files[path], name, tensor)
+                for path, tensors in headers.items()
+                for name, tensor in tensors.items()
+                if not is_kv_scale(name)
+            }
+            opened_as = partial(OpenWeights, tensors=ChainMap(*headers.values()), files=states)
             rules = storage_rules(model.weight_format, model.quantization)
             if rules is None:
-                yield _named_as_causal(_asking(peer, stored), model)
+                yield opened_as(_named_as_causal(_asking(peer, stored), model))
                 return
             weights = find_weights(model_dir, headers, rules)
             if rules:
@@ -112,7 +140,7 @@ def open_weights(
                     quantized |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
                 else:
                     quantized[name] = DequantizedSlice(name, weight, stored, device, dtype)
-            yield _named_as_causal(plain | quantized, model)
+            yield opened_as(_named_as_causal(plain | quantized, model))
         except OSError as exc:
             raise CheckpointError(f"{model_dir} cannot be read ({exc}); download the checkpoint again") from exc
 

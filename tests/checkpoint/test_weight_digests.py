@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pdserve.checkpoint import digest_cache, weight_digests
 from pdserve.checkpoint.digest_cache import NAME
 from pdserve.checkpoint.safetensors_header import read_header
-from pdserve.checkpoint.weight_digests import Stopped, group_digests, group_of
+from pdserve.checkpoint.weight_digests import Stopped, checkpoint_digests, fold_digests, group_of
 from pdserve.errors import CheckpointError
 
 SETTLED = 0.03  # seconds; digests of a file that has just changed are not cached
@@ -54,6 +54,10 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(weight_digests, "_digest_tensors", counted)
     return files
+
+
+def group_digests(checkpoint: Path, stop: threading.Event | None = None) -> dict[str, str]:
+    return fold_digests(checkpoint_digests(checkpoint, stop).tensors)
 
 
 def settled(checkpoint: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from fleet import Fleet, NodeProcess
 from machine import patience
 from node_client import RouterClient, greedy
 
-from pdserve.checkpoint.weight_digests import fold_digests, known_tensor_digests
+from pdserve.checkpoint.weight_digests import fold_digests, known_digests
 from pdserve.config.compatibility import WEIGHTS_OF, weights_hash
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -53,9 +53,9 @@ def tensors_from_peer(node: NodeProcess) -> list[int]:
 
 
 def offered(peer: NodeProcess, checkpoint: Path) -> dict[str, pb.OfferedTensor]:
-    known = known_tensor_digests(checkpoint)
+    known = known_digests(checkpoint)
     assert known is not None
-    fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in fold_digests(known).items()}
+    fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in fold_digests(known.tensors).items()}
     with peer.channel() as channel:
         messages = pb_grpc.WeightsStub(channel).Offer(
             pb.OfferRequest(weights_hash=weights_hash(fields)), timeout=patience(5.0)

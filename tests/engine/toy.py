@@ -18,7 +18,7 @@ import numpy as np
 from pdserve.errors import CheckpointError
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
-from pdserve.weight_change import WeightChange
+from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
@@ -184,6 +184,10 @@ class ToyRunner:
                 samples += self._sample(state, work.num_samples, work.mask)
         scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
         return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)), tuple(scored))
+
+    @property
+    def loaded_files(self) -> FileStates:
+        return {}
 
     def offered_weights(self) -> OfferedMemory:
         return OfferedMemory((), ())

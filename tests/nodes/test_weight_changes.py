@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -134,6 +136,35 @@ def test_running_requests_end_or_are_handed_over_before_a_change(fleet: Fleet, v
         assert failure.code == pb.Failure.DRAINING
         assert running.choices[0] != expected[: len(running.choices[0])], "they are tokens of b"
     assert tokens(node) == expected[:4]
+
+
+def test_checkpoint_that_is_replaced_while_the_node_drains_is_refused(
+    fleet: Fleet, versions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer renames a new file into place. Weights and announced digests belong to one version."""
+    for name in "ab":
+        shutil.copytree(versions / name, tmp_path / name)
+    node = start(fleet, tmp_path, "decode", "a")
+    fleet.wait_ready()
+    before = node.describe()
+    new = shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "new")
+    with RouterClient(node.address) as router, ThreadPoolExecutor(1) as pool:
+        expected = router.generate(PROMPT, greedy(4)).tokens
+        running = router.send(PROMPT, greedy(900))
+        running.started.wait(20.0)
+        changed = pool.submit(change, "reload", node.address, "--model", "b")
+        fleet.wait_until(lambda: node.describe().state == "draining", 20.0)
+        os.replace(new, tmp_path / "b" / "model.safetensors")
+        router.cancel(running)
+        assert changed.result() == 1
+    assert "model.safetensors' in" in (error := capsys.readouterr().err)
+    assert "changed between the digests of its weights and their load" in error
+    after = node.describe()
+    assert (after.state, after.epoch, after.weights) == ("ready", before.epoch, before.weights)
+    assert tokens(node) == expected
+    assert change("reload", node.address, "--model", "b") == 0
+    assert tokens(node) == expected, "the trainer's file has the weights of a"
+    assert node.describe().weights == before.weights
 
 
 def test_kept_requests_go_on_with_the_new_weights_and_are_told(fleet: Fleet, versions: Path) -> None:

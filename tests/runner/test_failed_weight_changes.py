@@ -22,6 +22,7 @@ from weight_patches import REQUESTS, Entries, data_of, patched, read_tensors, wr
 
 import runner
 from pdserve.checkpoint.safetensors_header import read_header
+from pdserve.checkpoint.weight_digests import checkpoint_digests
 from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_reload
 from pdserve.errors import CheckpointError, NodeError
@@ -149,6 +150,17 @@ def test_a_checkpoint_that_differs_between_hosts_changes_nothing(tmp_path: Path)
     serving, found = Serving(built, Stepper(built), first), weights_hash(with_reload(config, str(first)).compat_fields)
     serving.refuse(WeightChange(str(second), found), "has other weights on .* than on the host of rank 0")
     serving.runner.check_weights(WeightChange(str(first), found))
+
+
+def test_a_checkpoint_whose_files_are_not_those_digested_changes_nothing(serving: Serving, tmp_path: Path) -> None:
+    """A file of the same content may be another one: its digests are not known."""
+    other = shutil.copytree(serving.directory, tmp_path / "other")
+    digested = checkpoint_digests(other).files
+    serving.runner.check_weights(WeightChange(str(other), weight_files=digested))
+    shutil.copy(other / "model.safetensors", tmp_path / "new")
+    os.replace(tmp_path / "new", other / "model.safetensors")
+    serving.refuse(WeightChange(str(other), weight_files=digested), "'model.safetensors' in .* changed between")
+    serving.runner.change_weights(WeightChange(str(other), weight_files=checkpoint_digests(other).files))
 
 
 @pytest.mark.parametrize("damage", [truncate, damage_header, Path.unlink])

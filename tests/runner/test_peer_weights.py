@@ -11,7 +11,7 @@ from stepper import Stepper
 
 import connector
 import runner
-from pdserve.checkpoint.weight_digests import group_digests, known_tensor_digests
+from pdserve.checkpoint.weight_digests import checkpoint_digests, known_digests
 from pdserve.protocols import ModelRunner, WeightSource
 from pdserve.weight_sharing import OfferedMemory, RankWeights, TensorPart, WeightPeer, cover
 
@@ -26,8 +26,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serving(checkpoint: Path) -> Iterator[ModelRunner]:
-    while known_tensor_digests(checkpoint) is None:  # files of the last moment are not cached
-        group_digests(checkpoint)
+    while known_digests(checkpoint) is None:  # files of the last moment are not cached
+        checkpoint_digests(checkpoint)
     built = runner.build(node_config(checkpoint), lambda stage, fraction: None)
     yield built
     built.close()
@@ -65,7 +65,9 @@ def test_weights_of_a_peer_are_used_if_their_digests_are_right(
         source.close()
     assert f"{first.name} from a peer is corrupted" in caplog.text
     assert f"weights: {len(parts) - 1} tensors" in caplog.text
-    assert {part.name for part in parts} < set(known_tensor_digests(checkpoint) or ())
+    known = known_digests(checkpoint)
+    assert known is not None
+    assert {part.name for part in parts} < known.tensors.keys()
 
 
 def test_parts_that_do_not_make_up_a_tensor_are_not_used() -> None:

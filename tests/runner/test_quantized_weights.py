@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import runner
-from pdserve.checkpoint.weight_digests import group_digests
+from pdserve.checkpoint.weight_digests import checkpoint_digests, fold_digests
 from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeOptions
 from pdserve.config.parallel import weight_bytes
@@ -237,11 +237,11 @@ def test_the_dequantized_size_counts_and_is_said(impl: str, tmp_path: Path) -> N
 def test_digests_cover_the_stored_bytes(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
     quantized = quantize(plain, tmp_path / "quantized", "gptq")
-    before = group_digests(quantized)
+    before = fold_digests(checkpoint_digests(quantized).tensors)
     tensors = load_file(quantized / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.qzeros"][0, 0] += 1
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
-    after = group_digests(quantized)
+    after = fold_digests(checkpoint_digests(quantized).tensors)
     assert {group for group in before if before[group] != after[group]} == {"layers.0.mlp"}
     assert resolved(quantized).compat_fields["config"] != resolved(plain).compat_fields["config"]
 
