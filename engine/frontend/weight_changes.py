@@ -34,7 +34,7 @@ from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_checkpoint, with_patch, with_reload, without_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_kv_scales, check_same_model
-from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError, RequestError, cut
+from pdserve.errors import CapacityError, CheckpointError, ConfigError, NodeError, PdserveError, RequestError, cut
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
@@ -232,7 +232,10 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
             raise ConfigError(f"{self._node.name} changes no weights; start it with --allow-weight-changes DIR")
 
     def _allowed(self, model_dir: str) -> str:
-        """Return the directory that is meant, without links. Raises ConfigError outside of the allowed one."""
+        """Return the directory that is meant, without links. Raises ConfigError outside of the allowed one.
+
+        Raises CheckpointError if there is no such directory.
+        """
         self._check_allowed()
         root = os.path.realpath(self._root)
         path = "/" if "\0" in model_dir else os.path.realpath(os.path.join(root, model_dir))  # no path has a NUL
@@ -240,6 +243,12 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
             raise ConfigError(
                 f"{cut(model_dir)} is not below {root}, the directory of --allow-weight-changes of {self._node.name}"
             )
+        try:
+            os.stat(os.path.join(path, ""))  # a file is no directory
+        except OSError as exc:
+            raise CheckpointError(
+                f"{cut(model_dir)} below {root} is no directory ({exc.strerror}); name one that has config.json"
+            ) from exc
         return path
 
 

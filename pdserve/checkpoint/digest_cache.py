@@ -82,7 +82,7 @@ def _user_cache(model_dir: Path) -> list[Path]:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
         return []
-    name = hashlib.sha256(os.fsencode(model_dir.resolve())).hexdigest()[:32]
+    name = hashlib.sha256(os.fsencode(os.path.realpath(model_dir))).hexdigest()[:32]
     return [Path(base, "pdserve", f"digests-{name}.json")]
 
 

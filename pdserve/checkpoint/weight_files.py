@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.checkpoint.files import DECODE_ERRORS, read_file
 from pdserve.checkpoint.safetensors_header import MAX_TENSORS, Tensor, read_header
-from pdserve.errors import CheckpointError, shown
+from pdserve.errors import CheckpointError, cut, shown
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 64 << 20  # bytes; 100,000 tensors take 10 MB
@@ -23,6 +23,13 @@ class _Index(msgspec.Struct):
 
 def weight_files(model_dir: Path) -> list[Path]:
     """Return the files in the checkpoint's index, or else all ``*.safetensors``. Raises CheckpointError."""
+    try:
+        return _weight_files(model_dir)
+    except OSError as exc:
+        raise CheckpointError(f"{cut(str(model_dir))} cannot be read ({exc.strerror}); name another directory") from exc
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
     index = model_dir / _INDEX
     if not index.exists():
         files = sorted(model_dir.glob("*.safetensors"))

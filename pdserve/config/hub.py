@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from pdserve.errors import CheckpointError
+from pdserve.errors import CheckpointError, shown
 
 #: The checkpoint that comes with the repository, made by ``scripts/make-embedded-model``.
 EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -21,13 +22,15 @@ def resolve_model(model: str, weights: bool = True) -> Path:
 
     Without ``weights`` only config and tokenizer are downloaded. Raises CheckpointError.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         return path
-    if path.exists():
-        raise CheckpointError(f"model {model!r} is a file; use the directory that has config.json")
+    if os.path.exists(path):
+        raise CheckpointError(f"model {shown(model)} is a file; use the directory that has config.json")
     if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"model {model!r} is neither an existing directory nor a hub id like 'Qwen/Qwen3-0.6B'")
+        raise CheckpointError(
+            f"model {shown(model)} is neither an existing directory nor a hub id like 'Qwen/Qwen3-0.6B'"
+        )
     return _download(model, [*_PATTERNS, _WEIGHTS] if weights else _PATTERNS)
 
 
@@ -40,6 +43,6 @@ def _download(model: str, patterns: list[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise CheckpointError(
-            f"model {model!r} is not a local directory, and its download from the hub failed ({reason}); "
+            f"model {shown(model)} is not a local directory, and its download from the hub failed ({reason}); "
             "check the name and the network, or use a local directory"
         ) from exc

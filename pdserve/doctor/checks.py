@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
@@ -56,7 +55,7 @@ def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding
 
 def is_local(options: NodeOptions) -> bool:
     """Whether the checkpoint can be checked without a download."""
-    return Path(options.model).expanduser().exists() or options.model.startswith((".", "/", "~"))
+    return os.path.exists(os.path.expanduser(options.model)) or options.model.startswith((".", "/", "~"))
 
 
 def check_port(host: str, port: int) -> Finding:

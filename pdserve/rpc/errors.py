@@ -16,10 +16,12 @@ from pdserve.errors import (
     PdserveError,
     PeerError,
     RequestError,
+    cut,
 )
 from pdserve.pb import pdserve_pb2 as pb
 
 _MIN_RETRY_AFTER = 1.0  # seconds
+_MAX_MESSAGE = 4000  # characters in the status of a call, whose metadata gRPC limits to 8 KiB
 
 # Error class, status of a call, code in a stream. The first row whose class matches holds.
 _CODES: tuple[tuple[type[PdserveError], grpc.StatusCode, pb.Failure.Code.ValueType], ...] = (
@@ -51,7 +53,7 @@ def status_code(error: PdserveError) -> grpc.StatusCode:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
     """End a call with the gRPC status of ``error``."""
-    await context.abort(status_code(error), " ".join(str(error).split()))
+    await context.abort(status_code(error), cut(" ".join(str(error).split()), _MAX_MESSAGE))
     raise AssertionError("abort always raises")
 
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from pdserve.checkpoint import digest_cache, weight_digests
 from pdserve.checkpoint.digest_cache import NAME
 from pdserve.checkpoint.safetensors_header import read_header
-from pdserve.checkpoint.weight_digests import Stopped, checkpoint_digests, fold_digests, group_of
+from pdserve.checkpoint.weight_digests import Stopped, checkpoint_digests, fold_digests, group_of, known_digests
+from pdserve.config.hub import resolve_model
 from pdserve.errors import CheckpointError
 
 SETTLED = 0.03  # seconds; digests of a file that has just changed are not cached
@@ -283,3 +284,12 @@ def test_a_file_that_changes_while_it_is_read_is_refused(checkpoint: Path, monke
     monkeypatch.setattr(weight_digests, "_digest_tensors", touched)
     with pytest.raises(CheckpointError, match="changed while it was read"):
         group_digests(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["loop", "x" * 5000, "x/" * 3000], ids=["loop", "long name", "long path"])
+def test_a_directory_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for use in (checkpoint_digests, known_digests, lambda path: resolve_model(str(path))):
+        with pytest.raises(CheckpointError) as caught:
+            use(tmp_path / name)
+        assert len(str(caught.value)) < 500

@@ -98,6 +98,9 @@ def test_refused_changes_leave_a_node_as_it_was(
     closed = fleet.start_decode(versions / "a", SLOW_STEPS)
     fleet.wait_ready()
     before, old = node.describe(), tokens(node)
+    (versions / "loop").symlink_to(versions / "loop")
+    deep = "/".join(["x" * 200] * 15)
+    (versions / deep).mkdir(parents=True)
     garbage = tmp_path / "garbage"
     garbage.write_bytes(b"no safetensors" * 100)
     for words, reason in (
@@ -105,12 +108,20 @@ def test_refused_changes_leave_a_node_as_it_was(
         (("reload", node.address, "--model", "../../etc"), "is not below"),
         (("reload", node.address, "--model", "a\0b"), "is not below"),
         (("reload", node.address, "--model", "none"), "config.json"),
+        (("reload", node.address, "--model", "loop"), "Too many levels of symbolic links"),
+        (("reload", node.address, "--model", "x" * 5000), "File name too long"),
+        (("reload", node.address, "--model", "/".join(["x" * 200] * 30)), "File name too long"),
+        (("reload", node.address, "--model", deep), "config.json"),
+        (("reload", node.address, "--model", "a/config.json"), "Not a directory"),
+        (("wake", node.address, "--model", "loop"), "Too many levels of symbolic links"),
         (("reload", node.address, "--model", "other"), "rms_norm_eps"),
         (("patch", node.address, "--file", str(garbage)), "safetensors"),
         (("patch", closed.address, "--file", str(write_patch(tmp_path / "patch"))), "--allow-weight-changes"),
     ):
         assert change(*words) == 1
-        assert reason in capsys.readouterr().err
+        assert reason in (error := capsys.readouterr().err)
+        assert len(error) < 5000
+    assert "Traceback" not in node.output
     after = node.describe()
     assert (after.epoch, after.weights, after.state) == (before.epoch, before.weights, "ready")
     assert tokens(node) == old
