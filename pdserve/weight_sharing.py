@@ -6,12 +6,17 @@ so a reader of any tensor and pipeline parallelism finds each tensor whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from pdserve.errors import PeerError, shown
 from pdserve.records import KVRegion
+
+_MAX_AGENT_NAME = 128
+_MAX_DEVICE = 1023
+_MAX_ADDRESS = 1 << 63
 
 
 class TensorPart(msgspec.Struct, frozen=True, array_like=True):
@@ -23,6 +28,13 @@ class TensorPart(msgspec.Struct, frozen=True, array_like=True):
     dim: int
     start: int
     size: int
+
+
+class StoredSize(NamedTuple):
+    """The size of a tensor in the checkpoint."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
 
 
 class OfferedMemory(msgspec.Struct, frozen=True):
@@ -55,6 +67,32 @@ class PartRead(NamedTuple):
     rank: RankWeights
     part: TensorPart
     offset: int
+
+
+def check_rank(rank: RankWeights, sizes: Mapping[str, StoredSize]) -> None:
+    """Raise PeerError unless a rank's words fit the checkpoint, whose tensors have ``sizes``.
+
+    What is then wrong costs a read that fails, or a digest that differs.
+    """
+    if not 0 < len(rank.agent) <= _MAX_AGENT_NAME or rank.device not in ("cpu", "cuda") or rank.device_id > _MAX_DEVICE:
+        raise PeerError(f"rank {shown(rank.agent)} is on device {shown(rank.device)} {rank.device_id}, which none has")
+    for part in rank.parts:
+        size = sizes.get(part.name)
+        if size is None:
+            raise PeerError(f"tensor {shown(part.name)} is offered, which this checkpoint lacks")
+        if not _fits(part, size):
+            raise PeerError(
+                f"tensor {shown(part.name)} has {size.num_bytes} B and shape {size.shape} here; offered are "
+                f"{part.num_bytes} B at {part.address:#x}, {part.size} of dimension {part.dim} from {part.start} on"
+            )
+
+
+def _fits(part: TensorPart, size: StoredSize) -> bool:
+    """Return whether a part of such a place and size can be one of the tensor."""
+    if not 0 <= part.dim < len(size.shape) or part.size < 1 or part.start + part.size > size.shape[part.dim]:
+        return False
+    right = part.num_bytes * size.shape[part.dim] == size.num_bytes * part.size
+    return right and part.start >= 0 and 0 < part.address < _MAX_ADDRESS - part.num_bytes
 
 
 def find_tensors(peer: WeightPeer) -> dict[str, list[tuple[RankWeights, TensorPart]]]:

@@ -10,31 +10,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 
 from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
+from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_known_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.discovery.sources import source_addresses
-from pdserve.errors import ConfigError, NodeError, PeerError
+from pdserve.errors import ConfigError, NodeError, PeerError, shown
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import abort, error_from_rpc
-from pdserve.weight_sharing import RankWeights, TensorPart, WeightPeer
+from pdserve.weight_sharing import RankWeights, StoredSize, TensorPart, WeightPeer, check_rank
 
 WEIGHTS_SERVICE = "pdserve.v1.Weights"
 
 _log = logging.getLogger(__name__)
 
 _TENSORS = 4096  # in a message: about 400 KB
-_MAX_TENSORS = 4_000_000  # of a peer
+_MAX_TENSORS = 1 << 20  # of all ranks of a peer; 300 MB here
+_MAX_RANKS = 1024  # of a peer
+_MAX_OFFER = 256 << 20  # bytes of a peer's messages
 _ASKED = 8  # peers at a time
 _SOURCE_SECONDS = 2.0  # for the first answer of a source
 _OFFER_SECONDS = 10.0
@@ -110,7 +116,8 @@ async def find_weights(node: NodeContext, config: NodeConfig) -> WeightPeer | No
             raise ConfigError(f"load_from peer: {reason}; start once with --load-from auto")
         _log.info("weights come from the disk: %s", reason)
         return None
-    search = _Search(node, weights_hash(known.compat_fields))
+    sizes = await asyncio.to_thread(_stored_sizes, Path(config.model_dir))
+    search = _Search(node, weights_hash(known.compat_fields), sizes)
     end = asyncio.get_running_loop().time() + (_WAIT_SECONDS if must else 0.0)
     while (peer := await search.ask_all()) is None:
         if asyncio.get_running_loop().time() >= end:
@@ -125,10 +132,11 @@ async def find_weights(node: NodeContext, config: NodeConfig) -> WeightPeer | No
 class _Search:
     """Asks the peers of all sources for weights with this hash."""
 
-    def __init__(self, node: NodeContext, weights: str) -> None:
+    def __init__(self, node: NodeContext, weights: str, sizes: Mapping[str, StoredSize]) -> None:
         self.reasons = ""  # of the refusals of the last round
         self._node = node
         self._weights = weights
+        self._sizes = sizes
 
     async def ask_all(self) -> WeightPeer | None:
         """Return the first of some peers, drawn at random, that offers its weights."""
@@ -152,27 +160,71 @@ class _Search:
         return None
 
     async def _ask(self, address: str) -> WeightPeer:
-        ranks: dict[str, list[pb.OfferedWeights]] = {}
-        num_tensors = 0
+        offer = ReceivedOffer(address, self._sizes)
         async with open_channel(address, self._node.config.peer_timing, self._node.tls) as channel:
             request = pb.OfferRequest(weights_hash=self._weights)
             try:
                 async for message in pb_grpc.WeightsStub(channel).Offer(request, timeout=_OFFER_SECONDS):
-                    ranks.setdefault(message.agent, []).append(message)
-                    num_tensors += len(message.tensors)
-                    if num_tensors > _MAX_TENSORS:
-                        raise PeerError(f"{address} offers more than {_MAX_TENSORS} tensors")
+                    offer.add(message)
             except grpc.aio.AioRpcError as exc:
                 raise PeerError(str(error_from_rpc(exc, address))) from exc
-        return WeightPeer(address, tuple(map(_rank, ranks.values())))
+        return offer.peer()
 
 
-def _rank(messages: list[pb.OfferedWeights]) -> RankWeights:
-    fields, first = TensorPart.__struct_fields__, messages[0]
-    parts = tuple(
-        TensorPart(*(getattr(tensor, name) for name in fields)) for message in messages for tensor in message.tensors
-    )
-    return RankWeights(first.agent, first.metadata, first.device, first.device_id, parts)
+class ReceivedOffer:
+    """Collects a peer's messages, none of which it has to believe: their number, bytes and places are checked."""
+
+    def __init__(self, address: str, sizes: Mapping[str, StoredSize]) -> None:
+        self._address = address
+        self._sizes = sizes
+        self._ranks: dict[str, list[RankWeights]] = {}
+        self._offered: set[tuple[str, str]] = set()  # rank and tensor
+        self._num_bytes = self._num_tensors = 0
+
+    def add(self, message: pb.OfferedWeights) -> None:
+        """Raises PeerError for what cannot be part of an offer of this checkpoint."""
+        self._num_bytes += message.ByteSize()
+        self._num_tensors += len(message.tensors)
+        pieces = self._ranks.setdefault(message.agent, [])
+        for what, found, limit in (
+            ("bytes", self._num_bytes, _MAX_OFFER),
+            ("tensors", self._num_tensors, _MAX_TENSORS),
+            ("ranks", len(self._ranks), _MAX_RANKS),
+        ):
+            if found > limit:
+                raise PeerError(f"{self._address} offers {found} {what}, the limit is {limit}")
+        piece = _rank(message, b"" if pieces else message.metadata)
+        try:
+            check_rank(piece, self._sizes)
+        except PeerError as exc:
+            raise PeerError(f"{self._address}: {exc}") from exc
+        names = {(piece.agent, part.name) for part in piece.parts}
+        if not names or len(names) < len(piece.parts) or not self._offered.isdisjoint(names):
+            raise PeerError(f"{self._address}: rank {shown(piece.agent)} offers nothing, or a tensor twice")
+        self._offered |= names
+        pieces.append(piece)
+
+    def peer(self) -> WeightPeer:
+        ranks = (
+            msgspec.structs.replace(pieces[0], parts=tuple(chain.from_iterable(piece.parts for piece in pieces)))
+            for pieces in self._ranks.values()
+        )
+        return WeightPeer(self._address, tuple(ranks))
+
+
+def _rank(message: pb.OfferedWeights, metadata: bytes) -> RankWeights:
+    fields = TensorPart.__struct_fields__
+    parts = tuple(TensorPart(*(getattr(tensor, name) for name in fields)) for tensor in message.tensors)
+    return RankWeights(message.agent, metadata, message.device, message.device_id, parts)
+
+
+def _stored_sizes(model_dir: Path) -> dict[str, StoredSize]:
+    """Return the size of each tensor in the checkpoint. Raises CheckpointError."""
+    return {
+        name: StoredSize(tensor.shape, tensor.end - tensor.begin)
+        for tensors in read_headers(model_dir).values()
+        for name, tensor in tensors.items()
+    }
 
 
 async def _first(source: AsyncGenerator[frozenset[str], None]) -> frozenset[str]:

@@ -3,14 +3,16 @@
     a tensor ──parts of the peer's ranks──► staging memory ──digest as on our disk──► the model's memory
                       └ not offered, unreadable, or another digest ──► read from the disk
 
-The digests are this node's own, so a peer can only save time.
+The digests and sizes are this node's own, and time on a peer is bounded (connector/backends/nixl/weight_transfer.py).
+So a peer whose words or bytes are wrong costs some time, but neither the node nor its answers.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from pdserve.weight_sharing import PartRead, cover, find_tensors
 from runner.loading.stored_dtypes import STORED_DTYPES
 
 _log = logging.getLogger(__name__)
+
+_MAX_CORRUPT = 4  # tensors, then a peer is not asked again
 
 _abandoned: list[Any] = []  # staging memory that a hung peer may still write to
 
@@ -40,31 +44,35 @@ class PeerWeights:
         self._digests = digests
         self._device = device
         self._parts = find_tensors(reader.peer)
+        self._largest = 0  # bytes of a tensor that is asked for
         self._staging: Tensor | None = None
         self._host: Tensor | None = None  # pinned copy of the staging memory of a GPU
         self._started = time.monotonic()
 
     def slice(self, name: str, stored: Any) -> Any:
         """Return ``stored``, a FileSlice, or one in its place that asks the peer first."""
-        offered = name in self._parts and name in self._digests and stored.get_dtype() in STORED_DTYPES
-        return PeerSlice(self, name, stored) if offered else stored
+        dtype = stored.get_dtype()
+        if name not in self._parts or name not in self._digests or dtype not in STORED_DTYPES:
+            return stored
+        self._largest = max(self._largest, _num_bytes(dtype, stored.get_shape()))
+        return PeerSlice(self, name, stored)
 
     def fetch(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return the tensor, on the device, valid until the next call; None: take it from the disk."""
-        kind = STORED_DTYPES[dtype]
-        num_bytes = torch.Size(shape).numel() * kind.itemsize
+        num_bytes = _num_bytes(dtype, shape)
         reads = () if self.failure else cover(self._parts[name], shape, num_bytes)
         if not reads:
             return None
         try:
-            tensor = self._read(reads, kind, shape)
-        except (PdserveError, torch.OutOfMemoryError) as exc:
-            self.failure = str(exc)
-            _log.warning("%s cannot be read (%s); the other tensors come from the disk", self._reader.peer.name, exc)
+            tensor = self._read(reads, STORED_DTYPES[dtype], shape)
+        except PdserveError as exc:
+            self._give_up(str(exc))
             return None
         if tensor_digest(dtype, shape, self._host_bytes(tensor)) != self._digests[name]:
             self.num_corrupt += 1
             _log.error("%s from %s is corrupted: it is read from the disk", name, self._reader.peer.name)
+            if self.num_corrupt == _MAX_CORRUPT:
+                self._give_up(f"{self.num_corrupt} tensors were corrupted")
             return None
         self.num_bytes += num_bytes
         self.num_tensors += 1
@@ -82,6 +90,10 @@ class PeerWeights:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _give_up(self, reason: str) -> None:
+        self.failure = reason
+        _log.warning("%s cannot be read (%s); the other tensors come from the disk", self._reader.peer.name, reason)
+
     def _read(self, reads: tuple[PartRead, ...], kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         staging = self._open()
         if staging.device.type == "cuda":
@@ -94,13 +106,16 @@ class PeerWeights:
         return parts[0] if len(parts) == 1 else torch.cat(parts, reads[0].part.dim)
 
     def _open(self) -> Tensor:
-        """Return the staging memory: as large as the largest tensor that is offered."""
+        """Return the staging memory: as large as the largest tensor that is asked for. Raises CapacityError."""
         if self._staging is None:
-            size = max(sum(part.num_bytes for _, part in parts) for parts in self._parts.values())
+            size = self._largest
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else size
             if size > free:
                 raise CapacityError(f"staging memory for a tensor of {size} B does not fit in {free} B")
-            self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
+            try:
+                self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
+            except RuntimeError as exc:  # of CPUs as of GPUs
+                raise CapacityError(f"staging memory for a tensor of {size} B cannot be allocated") from exc
             address, device = self._staging.data_ptr(), self._device
             self._reader.open(KVRegion(address, size, device.type, device.index or 0))
             _log.info("weights are read from %s", self._reader.peer.name)
@@ -113,6 +128,10 @@ class PeerWeights:
                 self._host = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
             flat = self._host[: len(flat)].copy_(flat)
         return flat.numpy().data
+
+
+def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return prod(shape) * STORED_DTYPES[dtype].itemsize
 
 
 class PeerSlice:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import pytest
 from checkpoints import make_checkpoint, node_config
+from msgspec.structs import replace
 from stepper import Stepper
 
 import connector
 import runner
 from pdserve.checkpoint.weight_digests import checkpoint_digests, known_digests
-from pdserve.protocols import ModelRunner, WeightSource
-from pdserve.weight_sharing import OfferedMemory, RankWeights, TensorPart, WeightPeer, cover
+from pdserve.protocols import ModelRunner, WeightReader, WeightSource
+from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, TensorPart, WeightPeer, cover
 
 PROMPT = [(7 * index) % 120 + 3 for index in range(30)]
 
@@ -68,6 +76,111 @@ def test_weights_of_a_peer_are_used_if_their_digests_are_right(
     known = known_digests(checkpoint)
     assert known is not None
     assert {part.name for part in parts} < known.tensors.keys()
+
+
+Lie = Callable[[RankWeights], RankWeights]
+
+
+def every_part(**values: int) -> Lie:
+    """Return a lie about all parts."""
+    return lambda rank: replace(rank, parts=tuple(replace(part, **values) for part in rank.parts))
+
+
+def add_huge_part(rank: RankWeights) -> RankWeights:
+    """Tell that the largest tensor of the offer has 2^62 bytes; only other tensors can then be read."""
+    return replace(rank, parts=(*rank.parts, replace(rank.parts[0], num_bytes=1 << 62)))
+
+
+def swap_addresses(rank: RankWeights) -> RankWeights:
+    addresses = [part.address for part in rank.parts]
+    parts = zip(rank.parts, reversed(addresses), strict=True)
+    return replace(rank, parts=tuple(replace(part, address=address) for part, address in parts))
+
+
+LIES: dict[str, Lie] = {
+    "a part of 2^62 bytes": add_huge_part,
+    "parts of 2^62 bytes": every_part(num_bytes=1 << 62),
+    "parts without bytes": every_part(num_bytes=0),
+    "no size": every_part(size=0),
+    "a size of 2^62": every_part(size=1 << 62),
+    "a start of 2^62": every_part(start=1 << 62),
+    "another dimension": every_part(dim=1 << 31),
+    "addresses of nothing": every_part(address=1 << 20),
+    "the last address": every_part(address=(1 << 64) - 1),
+    "addresses of other tensors": swap_addresses,
+    "metadata of nothing": lambda rank: replace(rank, metadata=b""),
+    "garbage as metadata": lambda rank: replace(rank, metadata=b"garbage" * 100),
+    "metadata that is cut": lambda rank: replace(rank, metadata=rank.metadata[: len(rank.metadata) // 2]),
+    "the name of another agent": lambda rank: replace(rank, agent="another"),
+    "a GPU": lambda rank: replace(rank, device="cuda"),
+    "another device": lambda rank: replace(rank, device_id=(1 << 32) - 1),
+    "a device of no kind": lambda rank: replace(rank, device="\0"),
+    "no parts": lambda rank: replace(rank, parts=()),
+}
+
+
+def test_a_lie_of_a_peer_costs_neither_the_start_nor_an_answer(serving: ModelRunner, checkpoint: Path) -> None:
+    expected = tokens(serving)
+    source = connector.offer_weights(serving.offered_weights())
+    try:
+        for name, lie in LIES.items():
+            assert read_from(Liar(lie(source.offer)), checkpoint) == expected, name
+    finally:
+        source.close()
+
+
+class Liar(NamedTuple):
+    """A source that offers something else than it has."""
+
+    offer: RankWeights
+
+    def close(self) -> None: ...
+
+
+class EndingReader:
+    """A reader that calls ``end`` before its tenth tensor."""
+
+    def __init__(self, reader: WeightReader, end: Callable[[], None]) -> None:
+        self.peer, self.open, self.close = reader.peer, reader.open, reader.close
+        self._reader, self._end = reader, end
+        self._count = itertools.count(1)
+
+    @property
+    def drained(self) -> bool:
+        return self._reader.drained
+
+    def read(self, reads: Sequence[PartRead]) -> None:
+        if next(self._count) == 10:
+            self._end()
+        self._reader.read(reads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "dies"])
+def test_a_peer_that_ends_half_way_costs_no_weights(
+    serving: ModelRunner,
+    checkpoint: Path,
+    end: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is a process of its own. Reads go over TCP: those of shared memory need no life of the other side."""
+    expected = tokens(serving)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    words = [sys.executable, str(Path(__file__).parent / "weight_source.py"), str(checkpoint)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process, caplog.at_level("INFO"):
+        try:
+            assert process.stdout is not None
+            peer = WeightPeer("a peer", (msgspec.json.decode(process.stdout.readline(), type=RankWeights),))
+            reader = EndingReader(connector.weight_reader(peer), lambda: process.send_signal(end))
+            built = runner.build(node_config(checkpoint), lambda stage, fraction: None, reader=reader)
+        finally:
+            process.kill()
+    assert tokens(built) == expected
+    built.close()
+    assert "the other tensors come from the disk" in caplog.text
+    assert "weights: 9 tensors" in caplog.text
 
 
 def test_parts_that_do_not_make_up_a_tensor_are_not_used() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from connector.backends.nixl import ucx
 from connector.backends.nixl.agent import Disconnected, NixlAgent, NixlTransfer
 from connector.planning.block_slicing import BlockRanges
-from pdserve.errors import PeerError
+from pdserve.errors import PeerError, shown
 from pdserve.records import KVRegion
 from pdserve.rpc.timeouts import PeerTiming
 from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
@@ -29,6 +29,7 @@ _CHUNK_BYTES = 64 << 20
 _IN_FLIGHT = 4  # chunks
 _FIRST_SLEEP, _LONGEST_SLEEP = 20e-6, 400e-6  # seconds between polls
 _END_SECONDS = 1.0  # for chunks in flight to end once their sockets are shut
+_SLOWEST = 16 << 20  # bytes/s; below, the disk is no slower
 _ONLY = np.zeros(1, np.int32)
 
 
@@ -70,6 +71,7 @@ class NixlWeightReader:
         self._connected: dict[str, RankWeights] = {}
         self._flying: list[_Chunk] = []
         self._received = -1  # bytes over TCP at the last look; -1: not counted
+        self._budget = timing.stall_timeout  # seconds that reads may take beside those at the slowest rate
 
     def open(self, staging: KVRegion) -> None:
         self._agent = NixlAgent(f"weight-reader-{secrets.token_hex(8)}", self._timing)
@@ -77,9 +79,11 @@ class NixlWeightReader:
         self._staging = staging
 
     def read(self, reads: Sequence[PartRead]) -> None:
+        started = time.monotonic()
+        self._budget = min(self._budget, self._timing.stall_timeout) + sum(p.num_bytes for _, p, _ in reads) / _SLOWEST
         try:
             waiting = deque(_chunks(reads))
-            sleep, moved_at = 0.0, time.monotonic()
+            sleep, moved_at = 0.0, started
             while waiting or self._flying:
                 moved = self._poll()
                 if waiting and len(self._flying) < _IN_FLIGHT:
@@ -88,6 +92,8 @@ class NixlWeightReader:
                 if moved:
                     sleep, moved_at = 0.0, time.monotonic()
                     continue
+                if time.monotonic() - started > self._budget:
+                    raise PeerError(f"it sends less than {_SLOWEST >> 20} MiB/s")
                 if time.monotonic() - moved_at > self._timing.stall_timeout / 2:
                     self._check_stall()
                     moved_at = time.monotonic()
@@ -97,16 +103,18 @@ class NixlWeightReader:
             self._abort()
             raise
         finally:
+            self._budget -= time.monotonic() - started
             ucx.log().forward()
 
     def close(self) -> None:
         """Close all connections. Leave the agent alone while bytes may still arrive. Idempotent."""
         if self._agent is None or self._flying:
             return
-        for agent in self._connected:
-            self._agent.remove(agent)
+        with suppress(PeerError):  # a broken connection is closed
+            for agent in self._connected:
+                self._agent.remove(agent)
+            self._agent.close()
         self._connected.clear()
-        self._agent.close()
         self._agent = None
         ucx.log().forward()
 
@@ -122,7 +130,7 @@ class NixlWeightReader:
         found = self._agent.add(rank.metadata)
         if found != rank.agent:
             self._agent.remove(found)
-            raise PeerError(f"the peer says it is {rank.agent}, its NIXL metadata is of {found}")
+            raise PeerError(f"the peer says it is {shown(rank.agent)}, its NIXL metadata is of {shown(found)}")
         self._connected[rank.agent] = rank
 
     def _post(self, rank: RankWeights, remote: KVRegion, offset: int) -> None:
