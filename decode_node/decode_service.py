@@ -95,6 +95,8 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
                 raise Draining(f"{node.name} has other weights than when it was chosen; send the request again")
             tokens, sampling = unpack_tokens(message.token_ids), sampling_from_pb(message.sampling)
             resume = {choice.choice: unpack_tokens(choice.token_ids) for choice in message.resume}
+            if len(resume) < len(message.resume):
+                raise RequestError("resume has a choice twice; send all its tokens at once")
             check_request(tokens, sampling, node.config)
             check_resume(resume, sampling, node.config)
         except PdserveError as exc:

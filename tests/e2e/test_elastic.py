@@ -16,6 +16,8 @@ from fleet import MODEL_NAME, Fleet, add_tokenizer, start_elastic
 from node_client import RouterClient, greedy
 from running_request import RunningRequest
 
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.protobuf import pack_tokens
 from router.fleet import fleet as router_fleet
 from router.fleet.moves import Move
 from router.fleet.nodes import Nodes
@@ -109,6 +111,44 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
     assert [node.counter("handoff_failures") for node in fleet.both] == before
     for node in fleet.both:
         node.wait_idle()
+
+
+def resumed(choice: int, *token_ids: int) -> pb.ResumedChoice:
+    return pb.ResumedChoice(choice=choice, token_ids=pack_tokens(token_ids))
+
+
+FORGED: dict[str, list[pb.ResumedChoice]] = {
+    "no tokens": [resumed(0)],
+    "half a token": [pb.ResumedChoice(choice=0, token_ids=b"\1\0\0\0\1\0")],
+    "a token beyond the vocabulary": [resumed(0, 5, 4_000_000_000)],
+    "as many tokens as max_tokens": [resumed(0, *range(3, 3 + OUTPUT))],
+    "more tokens than the context": [resumed(0, *[5] * 5000)],
+    "a choice that is not there": [resumed(7, 5, 6)],
+    "a choice twice": [resumed(0, 5, 6), resumed(0, 7)],
+    "two choices of one": [resumed(0, 5, 6), resumed(1, 7)],
+}
+
+
+def test_forged_moves_are_refused_or_computed_and_change_no_other_stream(fleet: Fleet, model: Path) -> None:
+    """A client of the gRPC port resumes requests that never ran, with the KV of a node that never computed them."""
+    reference, prompt = reference_model(model), random_prompts(5, 1, 100)[0]
+    first, second = fleet.both
+    names = [first.describe().node_id, second.describe().node_id, "nothing", "x" * 10_000]
+    with RouterClient(first.address) as victim, RouterClient(first.address) as forger:
+        running = [victim.send(other, greedy(300), names[1]) for other in random_prompts(6, 3, 300)]
+        for case, resume in FORGED.items():
+            for name in names:
+                failure = forger.generate(prompt, greedy(OUTPUT), name, resume=resume).failure
+                assert failure is not None, case
+                assert failure.code == pb.Failure.INVALID, f"{case}: {failure}"
+        for name in names:
+            answer = forger.generate(prompt, greedy(OUTPUT), name, resume=[resumed(0, 5, 6, 7)])
+            assert answer.tokens == reference_greedy(reference, [*prompt, 5, 6, 7], OUTPUT - 3), name
+        for request, other in zip(running, random_prompts(6, 3, 300), strict=True):
+            assert request.wait().tokens == reference_greedy(reference, other, 300)
+    for node in fleet.both:
+        node.wait_idle()
+        assert "Traceback" not in node.output
 
 
 def cross(snapshot: FleetSnapshot) -> list[Move]:
