@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
+from fault_injection import FaultInjector, random_faults
 from fleet import MODEL_NAME, Fleet, add_tokenizer, start_elastic
 from node_client import RouterClient, greedy
 from running_request import RunningRequest
@@ -149,6 +150,56 @@ def test_forged_moves_are_refused_or_computed_and_change_no_other_stream(fleet: 
     for node in fleet.both:
         node.wait_idle()
         assert "Traceback" not in node.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_streams_move_exactly_while_nodes_are_killed_and_stopped(model: Path, tmp_path: Path) -> None:
+    """Streams move twice per second between three nodes, which die, hang and come back meanwhile."""
+    prompts = random_prompts(7, 12, 300)
+    flags = ("--engine", "simulated", "--sim-costs", "step=0.004", "--handoff-min-tokens", "1")
+
+    async def run(fleet: Fleet) -> None:
+        nodes, metrics = Nodes({}, {MODEL_NAME}), RouterMetrics()
+        served = router_fleet.Fleet(MODEL_NAME, nodes, "round-robin", metrics)
+        nodes.listed("both", frozenset(node.address for node in fleet.both))
+        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 3)
+
+        async def answer(index: int, salt: str) -> list[int]:
+            request = RunningRequest(prompts[index], 300, served, metrics, salt)
+            await request.start()
+            return await request.wait()
+
+        async def client(index: int) -> int:
+            count = 0
+            while asyncio.get_running_loop().time() < end:
+                assert await answer(index, f"{index} {count}") == expected[index]
+                count += 1
+            return count
+
+        expected = await asyncio.gather(*(answer(index, "expected") for index in range(len(prompts))))
+        end = asyncio.get_running_loop().time() + 60.0
+        mover = StreamMover(served, around)
+        mover.start()
+        with FaultInjector(fleet, random_faults(9, {"both": 3}, pause=2.0)) as injector:
+            counts = await asyncio.gather(*map(client, range(len(prompts))))
+        mover.close()
+        assert min(counts) > 3
+        assert sum(injector.injected.values()) > 5
+        assert metrics.migrations.labels("moved")._value.get() > 20
+        assert metrics.migrations.labels("lost")._value.get() > 0
+        await nodes.close()
+
+    with start_elastic(model, tmp_path / "nodes", 3, flags) as fleet:
+        asyncio.run(run(fleet))
+        for node in fleet.both:
+            node.wait_idle(30.0)
+
+
+def around(snapshot: FleetSnapshot) -> list[Move]:
+    """Move streams of each node to the next one, also if that does not read from it."""
+    names = [node.node_id for node in snapshot.nodes]
+    return [Move(name, names[at - 1], 4) for at, name in enumerate(names) if len(names) > 1]
 
 
 def cross(snapshot: FleetSnapshot) -> list[Move]:

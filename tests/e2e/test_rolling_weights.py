@@ -103,7 +103,7 @@ def roll_twice(fleet: Fleet, rolling: RollingFleet) -> None:
         time.sleep(1.0)
 
 
-def roll_with_faults(fleet: Fleet, rolling: RollingFleet) -> None:
+def roll_with_faults(fleet: Fleet, rolling: RollingFleet, *whens: str) -> None:
     """Change weights at random, also of nodes that are dead or about to be killed, which come back with version a."""
     rng = random.Random(3)
     nodes = [*rolling.prefill, *rolling.decode]
@@ -111,7 +111,7 @@ def roll_with_faults(fleet: Fleet, rolling: RollingFleet) -> None:
     with FaultInjector(fleet, kills) as injector:
         end, changed = time.monotonic() + patience(60.0), 0
         while time.monotonic() < end:
-            changed += reload([rng.choice(nodes)], rng.choice("ab"), rng.choice(["wait", "abort"]))
+            changed += reload([rng.choice(nodes)], rng.choice("ab"), rng.choice(whens))
             time.sleep(rng.uniform(0.5, 2.0))
     assert changed > 5
     assert sum(injector.injected.values()) > 5
@@ -181,9 +181,11 @@ def test_every_answer_of_a_real_model_is_that_of_the_weights_it_names(versions: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_kills_during_changes_mix_no_weights(versions: Path) -> None:
+@pytest.mark.parametrize("whens", [("wait", "abort"), ("wait", "keep"), ("keep",)], ids="-".join)
+def test_kills_during_changes_mix_no_weights(versions: Path, whens: Sequence[str]) -> None:
     """An answer may fail if all nodes with its weights have died or changed, but none is wrong."""
-    load = roll_under_load(versions, SIMULATED, 100, roll_with_faults)
+    load = roll_under_load(versions, SIMULATED, 400, lambda *fleet: roll_with_faults(*fleet, *whens))
+    assert ("keep" in whens) == (load.outcomes["kept"] > 0)
     assert not load.outcomes["different"], load.failures
     assert all(any(text in failure for text in NO_NODE) for failure in load.failures), load.failures
     assert load.outcomes["exact"] > 10 * CLIENTS

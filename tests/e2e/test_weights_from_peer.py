@@ -56,6 +56,7 @@ def offered(peer: NodeProcess, checkpoint: Path) -> dict[str, pb.OfferedTensor]:
     known = known_digests(checkpoint)
     assert known is not None
     fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in fold_digests(known.tensors).items()}
+    fields["weights"] = "checkpoint"
     with peer.channel() as channel:
         messages = pb_grpc.WeightsStub(channel).Offer(
             pb.OfferRequest(weights_hash=weights_hash(fields)), timeout=patience(5.0)
