@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from pdserve.errors import CapacityError
 from pdserve.rpc.address import join_address
+from pdserve.rpc.request_parser import RequestParser, may_open_websocket
 
 MAX_HEADER_BYTES = 64 * 1024  # per request, with request line and trailers
 HEADER_SECONDS = 20.0  # from the connection or a request's first byte to the end of its headers
@@ -161,6 +162,7 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
     ) -> None:
         """Abort a connection whose client reads nothing for ``stall_timeout`` seconds, and call ``on_stall``."""
         super().__init__(*args, **kwargs)
+        self.parser = RequestParser(self)
         self._limit = limit
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
@@ -206,11 +208,17 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
         super().data_received(data)
         self._buffered_bytes = 0 if self._progressed else self._buffered_bytes + len(data)
         if max(self._buffered_bytes, self._header_bytes) > MAX_HEADER_BYTES and not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
+            if self._responding:  # in trailers, or behind a request in progress
+                self.transport.abort()
+            else:
                 self.transport.write(_TOO_LARGE)
                 self.transport.close()
-            else:  # in trailers, or behind a request in progress
-                self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._responding and (self._running is not self.cycle or self.cycle.response_started):
+            self.transport.abort()  # it would be part of another response
+        else:
+            super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -227,11 +235,26 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
         self._header_bytes += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this server is no proxy")  # a 400: the bytes behind it are of another protocol
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            return  # the request is parsed again
         self._progressed = True
         self._set_deadline(BODY_SECONDS)
         self._limit.busy(self)
         self.app = _respond_busy if self._limit.refuses() else self.config.loaded_app
         super().on_headers_complete()
+
+    def _should_upgrade(self) -> bool:
+        """Return whether the request opens a WebSocket; its response would mix with another one in progress."""
+        parser = self.parser
+        opens = may_open_websocket(parser.get_method(), parser.get_http_version(), self.headers)
+        return opens and not self._responding and super()._should_upgrade()
+
+    @property
+    def _responding(self) -> bool:
+        """Whether the newest request waits for a response, or for its end."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to ``ws_protocol_class``, which counts it from then on."""
@@ -259,6 +282,8 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._progressed = True
         self._set_deadline(None)
         super().on_message_complete()

@@ -17,6 +17,7 @@ from pdserve.rpc.http_connections import ABORT, BODY_SECONDS, BUFFER_BYTES, Conn
 
 _MAX_FRAGMENTS = 4096  # of a message
 _SMALL_BYTES = 64 * 1024  # a connection may always hold so much
+_BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SET_IDLE = "pdserve.set_idle"  # key in the ASGI scope
 _TOO_BIG, _TRY_AGAIN_LATER = 1009, 1013  # close codes of RFC 6455
 
@@ -77,6 +78,9 @@ class WebSocketConnection(StallWatch, WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self._refuse_handshake()
+            return
         incomplete = len(self.conn.reader.buffer) + sum(map(len, self.frames))
         self._hold(incomplete)
         if len(self.frames) > _MAX_FRAGMENTS:
@@ -125,6 +129,12 @@ class WebSocketConnection(StallWatch, WebSocketsSansIOProtocol):
         self._memory.num_bytes += held - self._held
         self._held = held
         self._set_deadline(incomplete > 0 and not self.read_paused)
+
+    def _refuse_handshake(self) -> None:
+        """Respond to headers that the package websockets does not parse; uvicorn ignores them."""
+        self.handshake_complete = self.close_sent = True
+        self.transport.write(b"".join(self.conn.data_to_send()) or _BAD_REQUEST)
+        self.transport.close()
 
     def _refuse(self, code: int, reason: str) -> None:
         if not self.transport.is_closing() and not self.close_sent:
