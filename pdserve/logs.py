@@ -133,7 +133,7 @@ def _parse_json_line(line: str) -> dict[str, Any] | None:
     """Return None if the line is not a JSON log line."""
     try:
         found = msgspec.json.decode(line) if line.startswith("{") else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     return found if isinstance(found, dict) and "message" in found else None
 

@@ -17,6 +17,7 @@ from pdserve.errors import ConfigError
 COMMAND_LINE = "the command line"
 _PREFIX = "PDSERVE_"
 _MAX_FILE = 1 << 20  # bytes
+_MAX_NESTING = 3  # levels: the mapping, a list of values, and one that is refused by the name of its flag
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 #: Flags that `pdserve up` gives its processes in the environment, since all users can list command lines.
 SECRETS = ("api-key",)
@@ -109,7 +110,9 @@ class FlagSources:
                 data = file.read(_MAX_FILE + 1)
             if len(data) > _MAX_FILE:
                 raise ConfigError(f"--config {path} is larger than {_MAX_FILE} bytes; give a file of flags")
-            root = yaml.compose(data.decode(), Loader=yaml.SafeLoader)
+            text = data.decode()
+            _check_nesting(path, text)
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
         except OSError as exc:
             raise ConfigError(f"--config {path} cannot be read: {exc.strerror}") from exc
         except (UnicodeDecodeError, yaml.YAMLError) as exc:
@@ -127,6 +130,21 @@ class FlagSources:
             if any(not isinstance(each, yaml.ScalarNode) or each.tag.endswith(":null") for each in values):
                 raise ConfigError(f"{source}: {name} needs a value or a list of values")
             yield Setting(name, [each.value for each in values], source)
+
+
+def _check_nesting(path: str, text: str) -> None:
+    """Raises ConfigError if a value holds more than lists: composing takes stack per level."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > _MAX_NESTING:
+                remedy = "a flag has a value or a list of values"
+                raise ConfigError(f"{path} line {event.start_mark.line + 1} is nested too deep; {remedy}")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
 
 
 def _actions_by_key(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from pdserve.checkpoint.files import DECODE_ERRORS, read_file
 from pdserve.config.config_fields import ConfigFields
 from pdserve.errors import CheckpointError, ConfigError, shown
 
@@ -140,6 +141,6 @@ def _read_modules(model_dir: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return msgspec.json.decode(path.read_bytes()[: 1 << 20], type=list[dict[str, Any]])
-    except (msgspec.DecodeError, OSError) as exc:
+        return msgspec.json.decode(read_file(path, 1 << 20), type=list[dict[str, Any]])
+    except DECODE_ERRORS as exc:
         raise CheckpointError(f"{path} is no list of modules; download the checkpoint again") from exc

@@ -77,7 +77,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
             for number, line in enumerate(lines, 1):
                 try:
                     yield msgspec.json.decode(line, type=TraceRequest)
-                except msgspec.DecodeError as exc:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
                     raise ConfigError(f"{path}, line {number}: {exc}; use a trace in Mooncake's format") from exc
     except OSError as exc:
         raise ConfigError(f"trace {path} cannot be read ({exc.strerror})") from exc

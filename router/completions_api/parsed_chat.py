@@ -105,7 +105,7 @@ def _without_half_call(message: Message) -> Message:
     try:
         for call in message.calls[-1:]:
             msgspec.json.decode(call.arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return msgspec.structs.replace(message, calls=message.calls[:-1])
     return message
 

@@ -116,7 +116,7 @@ def parse_keys(data: bytes, source: str) -> KeyRing:
     """Raises ConfigError that names ``source``."""
     try:
         entries = msgspec.toml.decode(data, type=_File).keys
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # invalid TOML, too
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # invalid TOML, too
         raise ConfigError(f"{source} is not a file of API keys: {exc}; `pdserve key NAME` prints an entry") from exc
     if not 0 < len(entries) <= MAX_KEYS:
         raise ConfigError(f"{source} has {len(entries)} keys; it must have 1 … {MAX_KEYS}")

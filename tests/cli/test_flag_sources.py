@@ -86,6 +86,12 @@ def test_words_of_yaml_keep_their_spelling(config: Any) -> None:
         ("lifeline-fd: 3", "lifeline-fd is for the command line only"),
         ("- port", "has no keys; write one flag per line"),
         ("port: [", "serve.yaml is not YAML: while parsing"),
+        (
+            "host: x\nport: " + "[" * 3000 + "]" * 3000,
+            "serve.yaml line 2 is nested too deep; a flag has a value or a list",
+        ),
+        ("{a: " * 3000 + "1" + "}" * 3000, "serve.yaml line 1 is nested too deep"),
+        ("".join(f"{' ' * n}a:\n" for n in range(400)), "serve.yaml line 4 is nested too deep"),
     ],
 )
 def test_errors_name_line_and_remedy(text: str, error: str, config: Any) -> None:

@@ -60,3 +60,10 @@ def test_logit_score_of_other_tokens_is_refused(tmp_path: Path, token_id: Any) -
     tokens = {"true_token_id": 7, "false_token_id": token_id}
     with pytest.raises(CheckpointError, match="supported are two tokens of the vocabulary"):
         read_pooling(write(tmp_path, {}, [TRANSFORMER, LOGIT_SCORE], tokens), "auto")
+
+
+def test_deeply_nested_modules_are_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path, SEQUENCE_CLASSIFIER, [])
+    (directory / "modules.json").write_text('[{"a": ' + "[" * 3000)
+    with pytest.raises(CheckpointError, match=r"modules\.json is no list of modules"):
+        read_pooling(directory, "auto")

@@ -77,5 +77,8 @@ def test_invalid_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text('{"timestamp": 1}')
     with pytest.raises(ConfigError, match="line 1: Object missing required field"):
         list(read_trace(tmp_path / "text"))
+    (tmp_path / "deep").write_text('{"other": ' + "[" * 3000)
+    with pytest.raises(ConfigError, match="line 1: "):
+        list(read_trace(tmp_path / "deep"))
     with pytest.raises(ConfigError, match="it needs two at different times"):
         workload_of_trace(list(read_trace(write_trace(tmp_path / "one", (0, 8, 8, [1])))))

@@ -397,6 +397,7 @@ def test_waiting_request_gets_503_on_immediate_shutdown(
         ("", "missing required field `keys`"),
         ("[keys]", "has 0 keys"),
         ("keys = 3", "Expected `object`"),
+        ("keys = " + "[" * 3000 + "]" * 3000, "keys.toml is not a file of API keys"),
         ("[keys.a]\nsha256 = 'abc'", "keys.a.sha256 is not a hexadecimal SHA-256"),
         (f"[keys.a]\nsha256 = '{'0' * 64}'\nrequests = 3", "unknown field `requests`"),
         (f"[keys.a]\nsha256 = '{'0' * 64}'\nmax_concurrent = 0", ">= 1"),
