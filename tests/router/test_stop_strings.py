@@ -72,3 +72,23 @@ def test_text_is_matched_in_linear_time(text: str) -> None:
     sent = "".join(matcher.push(letter)[0] for letter in text)
     assert time.process_time() - started < 20
     assert sent + matcher.flush() == text
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "axbx" * 25_000])
+def test_time_hardly_depends_on_the_number_of_stop_strings(text: str) -> None:
+    """The text begins each of them all the time, and completes none. One by one, sixteen take twelve times as long."""
+
+    def seconds(stops: list[str]) -> float:
+        strings = StopStrings(stops)
+        started = time.process_time()
+        assert StopMatcher(strings).push(text)[1] is False
+        return time.process_time() - started
+
+    stops = ["a" * 4080 + chr(0x4E00 + n) * 16 for n in range(16)]
+    assert min(seconds(stops) for _ in range(3)) < 5 * min(seconds(stops[:1]) for _ in range(3))
+
+
+def test_stop_strings_with_the_same_beginning() -> None:
+    assert run(["abcd", "abce", "abx", "bcd"], list("abcabce")) == (["", "", "", "abc", "", "", ""], "abce")
+    assert run(["abc", "ab"], ["xabc"]) == (["x"], "ab")
+    assert run(["ab", "abc", "b"], ["xab"]) == (["x"], "ab")
