@@ -33,8 +33,8 @@ Block = TypeVar("Block")
 
 _TEXTS = ("content", "reasoning")
 _BETWEEN = "\n"  # texts of neighbouring blocks
-# Claude Code begins its system prompt with a hash of the request; with it, no two requests would share a prefix.
-_REQUEST_HASH = "x-anthropic-billing-header"
+# Claude Code begins its system prompt with a line that has a hash of the request, so no two requests share a prefix.
+_REQUEST_HASH = "x-anthropic-billing-header:"
 
 
 def chat_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[MessageParam]) -> list[Message]:
@@ -80,8 +80,10 @@ class _Chat:
 
     def add_system(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
         """Add a text where it changes no earlier part of the prompt, so that the cached prefix stays valid."""
-        texts = [_text(block, at) for block, at in _blocks(content, where)]
-        text = _BETWEEN.join(text for text in texts if text and not text.startswith(_REQUEST_HASH))
+        texts = (_without_hash(_text(block, at)) for block, at in _blocks(content, where))
+        self._add_instructions(_BETWEEN.join(text for text in texts if text))
+
+    def _add_instructions(self, text: str) -> None:
         if not text:
             return
         if self.has_open_calls:
@@ -101,7 +103,7 @@ class _Chat:
             else:
                 self._last("user").setdefault("content", []).append(_text(block, at))
         held, self._held = self._held, []
-        self.add_system(_BETWEEN.join(held), where)
+        self._add_instructions(_BETWEEN.join(held))
 
     def add_assistant(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
         message = self._last("assistant")
@@ -135,6 +137,10 @@ def _blocks(content: str | Sequence[Block], where: str) -> Iterator[tuple[Block 
         yield TextBlockParam(""), where
     else:
         yield from ((block, f"{where}[{index}]") for index, block in enumerate(content))
+
+
+def _without_hash(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(_REQUEST_HASH) else text
 
 
 def _result(block: ToolResultBlockParam, where: str) -> str:

@@ -250,6 +250,38 @@ def test_later_instructions_change_no_earlier_part_of_the_chat() -> None:
     assert chat[3:] == [{"role": "user", "content": "b"}]
 
 
+_HASH = "x-anthropic-billing-header: cc_version=2; cch=0af31;"
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("as_blocks", [False, True])
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (_HASH, None),
+        (f"{_HASH}\nBe brief.\n{_HASH}", f"Be brief.\n{_HASH}"),
+        (f"{_HASH}\n{_HASH}", _HASH),
+        ("x-anthropic-billing-headers are secret.", "x-anthropic-billing-headers are secret."),
+        (f"Be brief.\n{_HASH}", f"Be brief.\n{_HASH}"),
+    ],
+)
+def test_only_the_line_with_the_hash_of_a_request_is_left_out(
+    inline: bool, as_blocks: bool, text: str, left: str | None
+) -> None:
+    content = [{"type": "text", "text": text}] if as_blocks else text
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "one"}]}
+    if inline:  # between a call and its result
+        body = {"max_tokens": 1, "messages": [USER, call, {"role": "system", "content": content}, result]}
+        expected = "one" if left is None else f"one\n{left}"
+        assert parse_messages(json.dumps(body).encode()).messages[-1]["content"] == expected
+    else:
+        messages = parse_messages(
+            json.dumps({"max_tokens": 1, "system": content, "messages": [USER]}).encode()
+        ).messages
+        assert messages[:-1] == ([] if left is None else [{"role": "system", "content": left}])
+
+
 def test_output_continues_a_last_message_of_the_assistant(
     ask: Any, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer
 ) -> None:
