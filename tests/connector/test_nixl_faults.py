@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,6 +23,7 @@ from machine import patience
 
 from connector.backends.nixl import ucx
 from connector.backends.nixl.nixl_connector import NixlConnector
+from connector.backends.nixl.ucx_sockets import PeerSockets
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
@@ -58,6 +64,15 @@ def make_reader() -> Iterator[MakeReader]:
     yield make
     for reader in readers:
         reader.connector.close()
+
+
+def _listener_in(metadata: bytes) -> socket.socket:
+    """Listen on a loopback port whose bytes occur in the metadata by chance."""
+    ports = [port for first in range(len(metadata)) if (port := int.from_bytes(metadata[first : first + 2])) > 1024]
+    for port in ports:
+        with suppress(OSError):  # in use, maybe by UCX
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("no port of the metadata is free")
 
 
 def connector(peer_timeout: float = 1.5) -> NixlConnector:
@@ -102,6 +117,53 @@ def test_a_hung_source_fails_the_read(make_source: MakeSource, make_reader: Make
 
 
 @pytest.mark.usefixtures("tcp")
+def test_dropping_a_peer_leaves_connections_of_others_open(make_source: MakeSource, make_reader: MakeReader) -> None:
+    """Also those to a port whose two bytes occur in the peer's metadata; their bytes do not hide that it hangs."""
+    source, reader = make_source(BIG), make_reader(connector(), BIG)
+    listener = _listener_in(source.peer.ranks[0].metadata)
+    ours = [socket.create_connection(listener.getsockname())]
+    assert reader.connect(source.peer) == ""
+    ours.append(socket.create_connection(listener.getsockname()))
+    theirs = [listener.accept()[0] for _ in ours]
+    read_id = reader.order(source.epoch, ALL, ALL)
+    reader.wait_for_first_bytes()
+    source.send(signal.SIGSTOP)
+    ended = threading.Event()
+
+    def chatter() -> None:
+        while not ended.wait(0.05):
+            theirs[0].send(b"x")
+
+    with ThreadPoolExecutor() as threads:
+        sending = threads.submit(chatter)
+        assert "hangs" in reader.result(read_id, timeout=10).error
+        ended.set()
+        sending.result()
+    for one, other in zip(ours, theirs, strict=True):
+        one.settimeout(1.0)
+        other.sendall(b"end")
+        received = b""
+        while not received.endswith(b"end"):
+            received += one.recv(1 << 16)
+        with pytest.raises(TimeoutError):  # a connection that was shut is at its end
+            one.recv(1)
+    for each in (listener, *ours, *theirs):
+        each.close()
+
+
+def test_loopback_of_another_host_is_not_ours(make_reader: MakeReader) -> None:
+    """A peer on another host may have the port that a local service has here."""
+    own = make_reader(connector(), SMALL).rank.metadata
+    (interface,) = re.finditer(rb"\x01\x02(.{12}).{18}[\x02\x82]..", own, re.DOTALL)
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        here = interface[0][:-2] + service.getsockname()[1].to_bytes(2)
+        elsewhere = here.replace(interface[1], bytes(12))
+        sockets = [PeerSockets(own, peer) for peer in (elsewhere, here)]
+        with socket.create_connection(service.getsockname()):
+            assert [each.shut() for each in sockets] == [0, 1]
+
+
+@pytest.mark.usefixtures("tcp")
 def test_disconnecting_ends_reads_from_a_hung_source(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(BIG), make_reader(connector(peer_timeout=100), BIG)
     assert reader.connect(source.peer) == ""
@@ -138,9 +200,10 @@ def test_close_ends_reads_from_a_hung_source(make_source: MakeSource, make_reade
 
 def test_a_broken_connection_can_be_made_again(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    sockets = PeerSockets(reader.rank.metadata, source.peer.ranks[0].metadata)
     assert reader.connect(source.peer) == ""
     assert reader.read(source.epoch, [1], [1]).error == ""
-    assert ucx.shut_sockets(source.peer.ranks[0].metadata) >= 1
+    assert sockets.shut() >= 1
     reader.order(source.epoch, [2], [2])  # the connection may still be intact
     while not reader.read(source.epoch, [2], [2]).error:
         pass

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from connector.backends.nixl import ucx
 from connector.backends.nixl.agent import Disconnected, NixlAgent, NixlTransfer
+from connector.backends.nixl.ucx_sockets import PeerSockets
 from connector.planning.block_slicing import BlockRanges
 from connector.planning.rank_mapping import SourceRank
 from connector.planning.transfer_plan import ReadChunk, plan_read
@@ -100,6 +100,7 @@ class RankConnection:
         self._received_bytes = -1  # at the last stall check; -1: not counted
         self._advanced_at = 0.0
         self._sockets_shut = False
+        self._sockets = PeerSockets(context.agent.metadata(), self._rank.metadata)
         context.agent.add(self._rank.metadata)
         try:
             self._remote = self._prepare(self._rank.agent, self._rank.region, self._slices.remote)
@@ -191,7 +192,7 @@ class RankConnection:
 
         Other networks have no sockets, and are never that slow.
         """
-        received = ucx.received_bytes(self._rank.metadata)
+        received = self._sockets.received_bytes()
         if self._received_bytes == -1 or received > self._received_bytes:
             self._restart_stall_check(now, received)
             return
@@ -254,5 +255,5 @@ class RankConnection:
         if self._sockets_shut:
             return
         self._sockets_shut = True
-        count = ucx.shut_sockets(self._rank.metadata)
+        count = self._sockets.shut()
         logger.warning("%s: %s; shut %d of its connections down", self._rank.agent, self.failure, count)

@@ -1,4 +1,4 @@
-"""UCX, the library under NIXL: its settings, its log, and its sockets."""
+"""UCX, the library under NIXL: its settings and its log."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import functools
 import logging
 import os
 import re
-import socket
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from connector.backends.nixl.socket_drain import SocketDrain
 from pdserve.rpc.timeouts import PeerTiming
 
 logger = logging.getLogger(__name__)
@@ -116,57 +113,3 @@ def cuda_driver_version() -> int:
         return 0
     version = ctypes.c_int(0)
     return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
-
-
-_drain = SocketDrain()
-_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, an uint64 (linux/tcp.h)
-
-
-def shut_sockets(metadata: bytes) -> int:
-    """Shut this process's TCP connections to the peer with this NIXL metadata; return how many.
-
-    No other way ends a transfer with a hung peer: UCX sees the end of the stream, declares the endpoint dead and fails
-    its transfers, and no byte can arrive any more. After removing the agent or releasing the handle, bytes would still
-    land once the peer continues. Other transports do not need this: their reads do not involve the peer's CPU. Towards
-    the peer the connection stays open for a while (socket_drain.py).
-
-    UCX writes its listening ports, and addresses that are not loopback, into the metadata in network byte order.
-    """
-    return sum(_drain.add(connection) for connection in _connections_to(metadata))
-
-
-def received_bytes(metadata: bytes) -> int:
-    """Return the bytes received over this process's open TCP connections to the peer with this NIXL metadata."""
-    total = 0
-    for connection in _connections_to(metadata):
-        with connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
-            total += int.from_bytes(info[_BYTES_RECEIVED:], "little")
-    return total
-
-
-def _connections_to(metadata: bytes) -> Iterator[socket.socket]:
-    """Yield duplicates of the sockets, which the caller closes: UCX may close its own."""
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                continue
-            connection = socket.socket(fileno=os.dup(int(entry)))
-        except OSError:  # closed meanwhile
-            continue
-        if _leads_to(connection, metadata):
-            yield connection
-        else:
-            connection.close()
-
-
-def _leads_to(connection: socket.socket, metadata: bytes) -> bool:
-    if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    try:
-        host, port = connection.getpeername()[:2]
-    except OSError:  # listening, or gone already
-        return False
-    address = socket.inet_pton(connection.family, host.partition("%")[0])
-    is_known = address in metadata or host in ("127.0.0.1", "::1")
-    return is_known and port.to_bytes(2, "big") in metadata

@@ -17,6 +17,7 @@ import numpy as np
 
 from connector.backends.nixl import ucx
 from connector.backends.nixl.agent import Disconnected, NixlAgent, NixlTransfer
+from connector.backends.nixl.ucx_sockets import PeerSockets
 from connector.planning.block_slicing import BlockRanges
 from pdserve.errors import PeerError, shown
 from pdserve.records import KVRegion
@@ -68,7 +69,7 @@ class NixlWeightReader:
         self._timing = timing
         self._agent: NixlAgent | None = None
         self._staging: KVRegion
-        self._connected: dict[str, RankWeights] = {}
+        self._connected: dict[str, PeerSockets] = {}  # by agent
         self._flying: list[_Chunk] = []
         self._received = -1  # bytes over TCP at the last look; -1: not counted
         self._budget = timing.stall_timeout  # seconds that reads may take beside those at the slowest rate
@@ -127,11 +128,12 @@ class NixlWeightReader:
         assert self._agent is not None, "open comes first"
         if rank.agent in self._connected:
             return
+        sockets = PeerSockets(self._agent.metadata(), rank.metadata)
         found = self._agent.add(rank.metadata)
         if found != rank.agent:
             self._agent.remove(found)
             raise PeerError(f"the peer says it is {shown(rank.agent)}, its NIXL metadata is of {shown(found)}")
-        self._connected[rank.agent] = rank
+        self._connected[rank.agent] = sockets
 
     def _post(self, rank: RankWeights, remote: KVRegion, offset: int) -> None:
         self._connect(rank)
@@ -174,7 +176,7 @@ class NixlWeightReader:
 
     def _check_stall(self) -> None:
         """No chunk has ended for half a stall timeout. That is no stall while bytes arrive over TCP sockets."""
-        received = sum(ucx.received_bytes(rank.metadata) for rank in self._connected.values())
+        received = sum(sockets.received_bytes() for sockets in self._connected.values())
         if self._received != received:
             self._received = received
             return
@@ -184,8 +186,8 @@ class NixlWeightReader:
         """Make the transfers in flight end, by shutting the sockets to the peer."""
         if not self._flying:
             return
-        for rank in self._connected.values():
-            ucx.shut_sockets(rank.metadata)
+        for sockets in self._connected.values():
+            sockets.shut()
         end = time.monotonic() + _END_SECONDS
         while self._flying and time.monotonic() < end:
             with suppress(PeerError):
