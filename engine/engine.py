@@ -46,7 +46,9 @@ class Engine:
         self._emit()  # reservations and refusals do not wait for the device
         if not self._looks_between_layers and self._pipeline.delays_results(plan):
             self._apply(self._pipeline.take_oldest())
-        self._pipeline.launch(plan)
+        expected = self._scheduler.expected_seconds(plan)
+        self.loop_timer.expected = self._pipeline.expected + expected
+        self._pipeline.launch(plan, expected)
         self._scheduler.prepare()
         self._apply(self._pipeline.take(plan))
 
@@ -84,6 +86,8 @@ class Engine:
                     scheduler.connector.disconnect(epoch)
                 case messages.ChangeWeights():
                     self._change_weights(command)
+                case messages.Ping():
+                    pass
                 case messages.Shutdown():
                     self._stopped = True
                 case messages.Configure():
@@ -94,11 +98,12 @@ class Engine:
             self._apply(self._pipeline.take_oldest())
         kind = message = ""
         try:
-            if command.only_check:
-                self._ranks.check_weights(command.change)
-            else:
-                self._ranks.change_weights(command.change)
-                self._scheduler.weights_changed()
+            with self.loop_timer.paused():
+                if command.only_check:
+                    self._ranks.check_weights(command.change)
+                else:
+                    self._ranks.change_weights(command.change)
+                    self._scheduler.weights_changed()
         except PdserveError as exc:
             kind, message = type(exc).__name__, str(exc)
             if not self._ranks.has_weights:

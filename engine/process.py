@@ -72,7 +72,9 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     gc.freeze()
     channel.send(ready)
     timeout, send = configure.config.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
-    HeartbeatSender(engine.loop_timer, send, timeout, ranks.monitors, ranks.waiting_for).start()
+    HeartbeatSender(
+        engine.loop_timer, send, timeout, ranks.monitors, ranks.waiting_for, num_taken=lambda: channel.num_received
+    ).start()
     try:
         engine.handle(rest)
         engine.run()

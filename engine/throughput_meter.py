@@ -187,6 +187,13 @@ class ThroughputMeter:
             return ChunkCost(LinearCost(self._prompts.line.slope))
         return self._chunk
 
+    def expected(self, sequences: int, prompt_tokens: int) -> float:
+        """Return the seconds of a step, at most; inf while no step like it is measured."""
+        needed = self._prompts if prompt_tokens else self._decodes
+        if not needed:
+            return math.inf
+        return self._decodes.line.at(sequences) + (self._prompts.line.at(prompt_tokens) if prompt_tokens else 0.0)
+
     def throughput(self, read: LinearCost) -> Throughput:
         """Return the measured costs of steps, with those of KV reads."""
         return Throughput(self._prompts.line, self._decodes.line, read)

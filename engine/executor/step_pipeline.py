@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from engine.executor.rank import Pending, Ranks
 from pdserve.records import ModelRunnerOutput, StepPlan
@@ -17,12 +18,19 @@ from pdserve.records import ModelRunnerOutput, StepPlan
 _LONG_CHUNK = 256  # tokens of all prompts of a step
 
 
+class _Step(NamedTuple):
+    plan: StepPlan
+    pending: Pending
+    launched_at: float
+    expected: float  # seconds
+
+
 class StepPipeline:
     """The steps in flight, oldest first."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()  # with the time of its launch
+        self._in_flight: deque[_Step] = deque()
         self._last_result_at = 0.0
         self.waited = 0.0  # seconds spent waiting for results
         self.step_seconds = 0.0  # duration of the last step taken, without the time of the steps before it
@@ -31,11 +39,19 @@ class StepPipeline:
     def empty(self) -> bool:
         return not self._in_flight
 
-    def launch(self, plan: StepPlan) -> None:
-        """Start a step. An empty one only polls the connector, and is dropped while another is in flight."""
+    @property
+    def expected(self) -> float:
+        """Seconds that the steps in flight are expected to take."""
+        return sum(step.expected for step in self._in_flight)
+
+    def launch(self, plan: StepPlan, expected: float = 0.0) -> None:
+        """Start a step that is expected to take so many seconds.
+
+        An empty one only polls the connector, and is dropped while another is in flight.
+        """
         if not self._in_flight or plan.has_orders:
             launched_at = time.perf_counter()
-            self._in_flight.append((plan, self._ranks.launch(plan), launched_at))
+            self._in_flight.append(_Step(plan, self._ranks.launch(plan), launched_at, expected))
 
     def delays_results(self, plan: StepPlan) -> bool:
         """Whether the result of a decode step would wait for the launch of ``plan``.
@@ -44,7 +60,7 @@ class StepPipeline:
         """
         if len(self._in_flight) != 1 or self._ranks.max_in_flight != 2:
             return False
-        return _has_long_chunk(plan) and not _has_long_chunk(self._in_flight[0][0])
+        return _has_long_chunk(plan) and not _has_long_chunk(self._in_flight[0].plan)
 
     def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
         """Wait for the oldest step and return it with its output, if it is due after the launch of ``plan``.
@@ -62,13 +78,13 @@ class StepPipeline:
 
     def take_oldest(self) -> tuple[StepPlan, ModelRunnerOutput]:
         """Wait for the oldest step."""
-        oldest, pending, launched_at = self._in_flight.popleft()
+        oldest = self._in_flight.popleft()
         start = time.perf_counter()
-        output = pending()
+        output = oldest.pending()
         now = time.perf_counter()
         self.waited += now - start
-        self.step_seconds, self._last_result_at = now - max(launched_at, self._last_result_at), now
-        return oldest, output
+        self.step_seconds, self._last_result_at = now - max(oldest.launched_at, self._last_result_at), now
+        return oldest.plan, output
 
 
 def _has_long_chunk(plan: StepPlan) -> bool:

@@ -54,7 +54,6 @@ class EngineClient:
         self._must_run = False
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self.status = _STOPPED
-        self._full_step = config.max_batch_tokens, config.max_num_seqs
         self.monitor = HeartbeatMonitor(config.peer_timing.answer_timeout)
         self.kv_layout = config.kv_layout  # an estimate until the engine is ready, where memory is measured
         self.decision = config.decision  # likewise until ranks on other hosts have joined
@@ -82,6 +81,7 @@ class EngineClient:
         agent = self._agent and f"{self._agent}-{next(self._starts)}"
         self._process = EngineProcess(self._receive, self._on_exit)
         await self._process.start()
+        self.monitor.restart()
         self.send(Configure(config, agent, self._placement, peer))
         ready = await self._started
         self.ranks, self.kv_layout, self.decision = ready.ranks, ready.kv_layout, ready.decision
@@ -142,12 +142,12 @@ class EngineClient:
     @property
     def stalled(self) -> bool:
         """Whether the engine's step takes so long that requests had better run elsewhere."""
-        throughput, (num_tokens, num_seqs) = self.status.throughput, self._full_step
-        return self.monitor.stalled(max(throughput.prompt.at(num_tokens), throughput.decode.at(num_seqs)))
+        return self.monitor.stalled
 
     def send(self, message: ToEngine) -> None:
         """Queue a command. It is dropped when the engine has died, which ends the node anyway."""
-        self._process.send(message)
+        if self._process.send(message):
+            self.monitor.sent()
 
     def open(self, handler: RequestHandler) -> int:
         """Return a new request id, whose events go to ``handler``."""

@@ -66,10 +66,12 @@ class EngineProcess:
         )
         await loop.create_connection(lambda: _EngineProtocol(self._on_message, lambda: None), sock=heartbeats)
 
-    def send(self, message: ToEngine) -> None:
-        """Queue a message. It is dropped when the process has ended."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(framed(message))
+    def send(self, message: ToEngine) -> bool:
+        """Queue a message. Return False if it is dropped: the process has ended."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        self._transport.write(framed(message))
+        return True
 
     async def end(self, seconds: float) -> None:
         """End the process: request, terminate, kill. Takes little more than twice ``seconds``. Idempotent."""

@@ -1,6 +1,6 @@
 """The life cycle of a node's frontend process, whatever its role: load, connect, serve, drain, exit.
 
-                                                          stuck  (no heartbeat of the engine; heartbeat_monitor.py)
+                                                          stuck  (the engine hangs; heartbeat_monitor.py)
                                                             ▲▼
     loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0   (drain.py)
                                                             ▲▼
@@ -29,7 +29,7 @@ from engine.frontend.node_reports import NodeReports
 from engine.frontend.node_service import NODE_SERVICE, NodeService, add_node_service, describe
 from engine.frontend.weight_changes import CHANGES_SERVICE, Power, WeightChanges, WeightChangesService, WeightOrder
 from engine.frontend.weight_peers import WEIGHTS_SERVICE, WeightsService, find_weights
-from engine.ipc.messages import Progress
+from engine.ipc.messages import Ping, Progress
 from engine.liveness.heartbeat_monitor import LivenessWatch
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.config.config_with_weights import with_weight_digests
@@ -56,7 +56,7 @@ class Node:
         self._engine = context.engine
         self._server = server
         self._status = status
-        self._watch = LivenessWatch(self._engine.monitor)
+        self._watch = LivenessWatch(self._engine.monitor, lambda: self._engine.send(Ping()))
         self._reports = NodeReports(lambda: describe(context, role))
         self._engine.on_batch = self._reports.on_batch
         self._engine.on_progress = self._on_progress

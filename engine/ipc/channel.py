@@ -27,6 +27,7 @@ class Channel:
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self.num_received = 0  # messages
         self._full = False  # some of ``_outgoing`` is unsent: a writable socket ends a wait, too
         self._frames: Frames[ToEngine] = Frames(ToEngine)
         self._outgoing = bytearray()
@@ -47,6 +48,7 @@ class Channel:
                 os.eventfd_read(self._wake_fd)
             elif events & selectors.EVENT_READ:
                 messages += self._read()
+        self.num_received += len(messages)
         with self._sending:
             self._flush()
         return messages

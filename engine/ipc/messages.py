@@ -163,6 +163,10 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
     only_check: bool = False
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """No order: an engine that takes no command, not even this one, hangs."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -181,6 +185,7 @@ ToEngine = (
     | Connect
     | Disconnect
     | ChangeWeights
+    | Ping
     | Shutdown
 )
 
@@ -399,9 +404,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     loop_gap: float  # part of a step loop iteration outside the runner
     thread_gap: float  # time in which no other Python thread could run
-    iteration: float  # duration of the current step loop iteration; 0.0 while it waits for work
+    iteration: float  # duration of the current step loop iteration; 0.0 between iterations
     silent_ranks: str = ""  # ranks without heartbeat, in words
     waiting_for: str = ""  # ranks that the step loop or a read waits for, in words
+    expected: float = 0.0  # of ``iteration``, by the steps measured so far; inf if none is like it
+    num_taken: int = 0  # messages that the step loop has taken from the frontend
 
 
 class WeightsAnswer(msgspec.Struct, frozen=True, tag=True):

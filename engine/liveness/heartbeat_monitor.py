@@ -1,10 +1,11 @@
 """Monitors the heartbeats of another process: engine → frontend, other ranks → engine.
 
-    ready ──no heartbeat for half of --peer-timeout, or an endless iteration──► stuck ──heartbeat──► ready
+    ready ──no heartbeat, no command taken, or an endless step──► stuck ──heartbeat, command taken, step ends──► ready
 
-While the engine is stuck, the node reports that in Describe and to health checks, refuses requests and fails open ones,
-so that clients may retry elsewhere in time. Long before a step counts as endless, the node reports that it is stalled:
-it stays ready, but requests use other nodes if there are any.
+The engine takes commands between two steps. How long the oldest one waits there tells whether the engine hangs; without
+commands, the frontend sends Pings. While the engine is stuck, the node reports that in Describe and to health checks,
+refuses requests and fails open ones, so that clients may retry elsewhere in time. Before a step counts as endless, the
+node reports that it is stalled: it stays ready, but requests use other nodes if there are any.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from collections.abc import Awaitable, Callable
 
 from engine.ipc.messages import Heartbeat
 
-_LONGEST_ITERATION = 120.0  # seconds; no step takes so long, but a hung device or a deadlock does
-_STALLED_STEPS = 10.0  # full steps
+# Seconds, and times the seconds that a step is expected to take. A hung device or a deadlock exceeds both.
+_ENDLESS_SECONDS, _ENDLESS_FACTOR = 8.0, 20.0
+_LONGEST_ITERATION = 120.0  # seconds, where nothing is expected: the first step of a kind compiles kernels
+_UNTAKEN_SECONDS = 4.0  # a step loop takes commands at once between two steps
+_STALLED_FACTOR = 10.0  # times the seconds that a step is expected to take
+_PINGS_PER_TIMEOUT = 2
 
 
 def poll_interval(timeout: float) -> float:
@@ -34,44 +39,75 @@ class HeartbeatMonitor:
         """``timeout`` is in seconds of silence."""
         self.last = Heartbeat(0.0, 0.0, 0.0)
         self.interval = poll_interval(timeout)
+        self.ping_interval = timeout / _PINGS_PER_TIMEOUT  # seconds
         self.waiting_for = ""  # ranks that the last two heartbeats both waited for, in words
         self._name = name
         self._timeout = timeout
         self._silence = 0.0
+        self._num_sent = 0  # commands
+        self._oldest = 1  # number of the oldest command that may not be taken yet
+        self._untaken = 0.0  # seconds that it has waited while no step ran
+
+    def restart(self) -> None:
+        """Monitor a new process."""
+        self.last = Heartbeat(0.0, 0.0, 0.0)
+        self.waiting_for = ""
+        self._silence = self._untaken = 0.0
+        self._num_sent, self._oldest = 0, 1
+
+    def sent(self) -> None:
+        """Count a command to the process."""
+        self._num_sent += 1
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the process has taken all commands, as far as is known."""
+        return self._num_sent < self._oldest
 
     def receive(self, heartbeat: Heartbeat) -> None:
         self.waiting_for = heartbeat.waiting_for if heartbeat.waiting_for == self.last.waiting_for else ""
         self.last = heartbeat
         self._silence = 0.0
+        if heartbeat.iteration or heartbeat.num_taken >= self._oldest:
+            self._oldest, self._untaken = heartbeat.num_taken + 1, 0.0
 
     def pass_time(self, seconds: float) -> None:
         """Count ``seconds`` since the last check as silence, two intervals at most: the rest is our own stall."""
-        self._silence += min(seconds, 2 * self.interval)
+        passed = min(seconds, 2 * self.interval)
+        self._silence += passed
+        if not (self.all_taken or self.last.iteration):
+            self._untaken += passed
 
     @property
     def trouble(self) -> str:
         """Describe what is wrong with the process, or with the ranks that it monitors; empty while nothing is."""
         if self._silence > self._timeout:
             return f"{self._name} has sent no heartbeat for {self._timeout:.3g} s"
-        if self.last.iteration > _LONGEST_ITERATION:
+        if self._untaken > max(_UNTAKEN_SECONDS, 2 * self._timeout):
+            return f"{self._name} has taken no command for {self._untaken:.0f} s between two steps"
+        endless = max(_ENDLESS_SECONDS, 4 * self._timeout, _ENDLESS_FACTOR * self.last.expected)
+        if self.last.iteration > min(endless, _LONGEST_ITERATION):
             waiting_for = f": {self.last.waiting_for}" if self.last.waiting_for else ""
             return f"the engine has been in one step for {self.last.iteration:.0f} s{waiting_for}"
         return self.last.silent_ranks
 
-    def stalled(self, full_step: float) -> bool:
-        """Return whether the step may be endless: it is longer than --peer-timeout and many full steps.
-
-        ``full_step`` is in seconds by the steps measured so far; 0.0: none is measured, and the first compiles kernels.
-        """
-        return 0.0 < full_step * _STALLED_STEPS < self.last.iteration > 2 * self._timeout
+    @property
+    def stalled(self) -> bool:
+        """Whether the step may be endless: it takes longer than --peer-timeout and many times what is expected."""
+        return _STALLED_FACTOR * self.last.expected < self.last.iteration > 2 * self._timeout
 
 
 class LivenessWatch:
-    """Reports when trouble begins and ends, and measures how long the event loop could not run."""
+    """Reports when trouble begins and ends, and measures how long the event loop could not run.
 
-    def __init__(self, monitor: HeartbeatMonitor) -> None:
+    ``ping`` sends the process a command.
+    """
+
+    def __init__(self, monitor: HeartbeatMonitor, ping: Callable[[], None]) -> None:
         self.longest_gap = 0.0  # seconds
         self._monitor = monitor
+        self._ping = ping
+        self._ping_at = 0.0
 
     async def run(self, on_change: Callable[[str], Awaitable[None]]) -> None:
         """Check until cancelled. ``on_change`` receives the trouble, and "" at its end."""
@@ -82,6 +118,9 @@ class LivenessWatch:
             self.longest_gap = max(self.longest_gap, now - before - self._monitor.interval)
             self._monitor.pass_time(now - before)
             before = now
+            if now > self._ping_at and self._monitor.all_taken:
+                self._ping()
+                self._ping_at = now + self._monitor.ping_interval
             trouble = self._monitor.trouble
             if bool(trouble) != bool(reported):
                 reported = trouble

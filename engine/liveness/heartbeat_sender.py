@@ -5,15 +5,17 @@
                                        ▼ a Heartbeat to the frontend, twenty times per timeout
 
 A stopped process, or a call that never releases the GIL, sends nothing: heartbeat_monitor.py notices the silence. A
-heartbeat also carries the duration of the current iteration, so an endless step is noticed. The node's other ranks send
-theirs to the engine process, which passes on the ranks that are silent.
+heartbeat also carries the duration of the current iteration, so an endless step is noticed, and the number of commands
+taken, so a step loop that hangs between two steps is noticed. The node's other ranks send theirs to the engine process,
+which passes on the ranks that are silent.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from engine.ipc.messages import Heartbeat
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor, poll_interval
@@ -26,7 +28,9 @@ class LoopTimer:
 
     def __init__(self) -> None:
         self.longest_gap = 0.0  # seconds of an iteration outside the runner
-        self._began = 0.0  # 0.0: the loop waits for work
+        self.iteration = 0  # number of the current one
+        self.expected = 0.0  # seconds of the steps of this iteration
+        self._began = 0.0  # 0.0: between iterations
 
     @property
     def elapsed(self) -> float:
@@ -35,7 +39,15 @@ class LoopTimer:
         return time.perf_counter() - began if began else 0.0
 
     def begin(self) -> None:
+        self.iteration += 1
         self._began = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Begin the iteration anew after work that is no step and may take long."""
+        self._began = 0.0
+        yield
+        self.begin()
 
     def end(self, in_runner: float) -> float:
         """End an iteration that spent ``in_runner`` seconds in the runner; return its duration in seconds."""
@@ -47,7 +59,8 @@ class LoopTimer:
 class HeartbeatSender:
     """``send`` raises OSError once the receiver has gone. ``timeout`` is the receiver's, in seconds of silence.
 
-    ``monitors`` are those of the node's other ranks; ``waiting_for()`` names the ranks that a step waits for.
+    ``monitors`` are those of the node's other ranks; ``waiting_for()`` names the ranks that a step waits for,
+    ``num_taken()`` counts the messages that the step loop has taken.
     """
 
     def __init__(
@@ -57,13 +70,17 @@ class HeartbeatSender:
         timeout: float,
         monitors: Sequence[HeartbeatMonitor] = (),
         waiting_for: Callable[[], str] = lambda: "",
+        num_taken: Callable[[], int] = lambda: 0,
     ) -> None:
         self._loop_timer = loop_timer
         self._send = send
         self._interval = poll_interval(timeout)
         self._monitors = monitors
         self._waiting_for = waiting_for
+        self._num_taken = num_taken
         self._thread_gap = 0.0
+        self._iteration = 0  # number of the current one
+        self._iterated = 0.0  # seconds of it
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="heartbeat sender", daemon=True).start()
@@ -82,10 +99,21 @@ class HeartbeatSender:
         time.sleep(self._interval)
         slept = time.perf_counter() - start
         self._thread_gap = max(self._thread_gap, slept - self._interval)
+        # Time in which this process did not run does not count.
+        same, self._iteration = self._iteration == self._loop_timer.iteration, self._loop_timer.iteration
+        self._iterated = (self._iterated if same else 0.0) + min(slept, 2 * self._interval)
         for monitor in self._monitors:
             monitor.pass_time(slept)
 
     def _heartbeat(self) -> Heartbeat:
         silent = "; ".join(monitor.trouble for monitor in self._monitors if monitor.trouble)
         timer = self._loop_timer
-        return Heartbeat(timer.longest_gap, self._thread_gap, timer.elapsed, silent, self._waiting_for())
+        return Heartbeat(
+            loop_gap=timer.longest_gap,
+            thread_gap=self._thread_gap,
+            iteration=min(timer.elapsed, self._iterated),
+            silent_ranks=silent,
+            waiting_for=self._waiting_for(),
+            expected=timer.expected,
+            num_taken=self._num_taken(),
+        )

@@ -5,7 +5,8 @@ gRPC      │ connecting …          ╳ attempt given up, next one after 0.1 t
 gRPC      │ silent    │ ping … no answer      ╳ connection closed: node stopped, host or network down
 Describe  │ called    … no answer             ╳ event loop of the peer hangs     (called every T/4)
 engine    │ no heartbeat …        ╳ its frontend reports "stuck"; peers read that within T/4
-step      │ takes far longer than usual …         ╳ its frontend reports "stalled"; peers read that within 1 s
+command   │ not taken between two steps …         ╳ its frontend reports "stuck" (after 4 s at least)
+step      │ takes far longer than usual …         ╳ its frontend reports "stalled"; "stuck" after 2 T (8 s at least)
 NIXL      │ no byte of any read   …           ╳ reads fail, connections are closed
 UCX       │ silent    │ probe     │ probe     ╳ endpoint dead
 """

@@ -147,10 +147,21 @@ def test_requests_leave_a_node_whose_step_does_not_end(endless: EndlessFleet, ro
 
     def known() -> bool:
         description = node.describe()
-        assert description.state == "ready", "a slow step is no reason to restart a node"
-        return description.stalled
+        return description.stalled or description.state == "stuck"
 
     check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, known))
+
+
+@pytest.mark.parametrize("where", [".between", pytest.param("", marks=pytest.mark.slow)])
+def test_a_node_whose_engine_hangs_says_so_without_requests(endless: EndlessFleet, where: str) -> None:
+    fleet, node = endless.fleet, endless.fleet.decode[0]
+    trigger = endless.triggers["decode"].with_name(f"endless{where}")
+    trigger.touch()
+    try:
+        fleet.wait_until(lambda: node.describe().state == "stuck", 30.0)
+    finally:
+        trigger.unlink()
+    fleet.wait_until(lambda: node.describe().state == "ready", 30.0)
 
 
 # ---------------------------------------------------------------- an engine or rank is stopped

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from engine.ipc.messages import Heartbeat
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 
@@ -31,25 +33,78 @@ def test_time_in_which_the_monitoring_process_was_stopped_is_no_silence() -> Non
     assert not monitor.trouble
 
 
+def beat(monitor: HeartbeatMonitor, seconds: float, heartbeat: Heartbeat) -> None:
+    """Let time pass with heartbeats."""
+    for _ in range(round(seconds / INTERVAL)):
+        monitor.receive(heartbeat)
+        monitor.pass_time(INTERVAL)
+
+
+def test_a_command_that_is_not_taken_between_two_steps_is_trouble() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
+    monitor.sent()
+    beat(monitor, 60.0, Heartbeat(0.0, 0.0, 0.0, num_taken=1))
+    assert not monitor.trouble, "nothing is to be taken"
+    monitor.sent()
+    monitor.sent()
+    beat(monitor, 3.5, Heartbeat(0.0, 0.0, 0.0, num_taken=1))
+    assert not monitor.trouble
+    beat(monitor, 1.0, Heartbeat(0.0, 0.0, 0.0, num_taken=1))
+    assert "has taken no command for 4 s between two steps" in monitor.trouble
+    beat(monitor, INTERVAL, Heartbeat(0.0, 0.0, 0.0, num_taken=2))
+    assert not monitor.trouble
+
+
+def test_a_command_that_waits_for_a_step_is_no_trouble() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
+    monitor.sent()
+    beat(monitor, 60.0, Heartbeat(0.0, 0.0, 7.0))
+    beat(monitor, INTERVAL, Heartbeat(0.0, 0.0, 0.0))
+    assert not monitor.trouble
+
+
+def test_a_new_process_has_no_commands_of_the_one_before() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
+    for _ in range(5):
+        monitor.sent()
+    beat(monitor, 3.0, Heartbeat(0.0, 0.0, 0.0, num_taken=2))
+    monitor.restart()
+    monitor.sent()
+    beat(monitor, 60.0, Heartbeat(0.0, 0.0, 0.0, num_taken=1))
+    assert not monitor.trouble
+    monitor.sent()
+    beat(monitor, 5.0, Heartbeat(0.0, 0.0, 0.0, num_taken=1))
+    assert monitor.trouble
+
+
 def test_an_endless_step_is_trouble_despite_heartbeats() -> None:
     monitor = HeartbeatMonitor(TIMEOUT)
-    monitor.receive(Heartbeat(0.0, 0.0, 60.0))
+    monitor.receive(Heartbeat(0.0, 0.0, 9.0, expected=0.5))
     assert not monitor.trouble, "a large step on a slow machine is none"
-    monitor.receive(Heartbeat(0.0, 0.0, 121.0))
+    monitor.receive(Heartbeat(0.0, 0.0, 7.9, expected=0.01))
+    assert not monitor.trouble
+    monitor.receive(Heartbeat(0.0, 0.0, 8.1, expected=0.01))
+    assert "in one step for 8 s" in monitor.trouble
+    monitor.receive(Heartbeat(0.0, 0.0, 60.0, expected=math.inf))
+    assert not monitor.trouble, "kernels are compiled before the first step is measured"
+    monitor.receive(Heartbeat(0.0, 0.0, 121.0, expected=math.inf))
     assert "in one step for 121 s" in monitor.trouble
     monitor.receive(Heartbeat(0.0, 0.0, 0.0))
     assert not monitor.trouble
 
 
-def test_a_long_step_stalls_only_beyond_the_timeout_and_many_measured_steps() -> None:
+def test_a_long_step_stalls_only_beyond_the_timeout_and_many_times_the_expected_time() -> None:
     monitor = HeartbeatMonitor(TIMEOUT)
-    monitor.receive(Heartbeat(0.0, 0.0, 3.9))
-    assert not monitor.stalled(0.01), "shorter than --peer-timeout, which is twice the longest silence"
-    monitor.receive(Heartbeat(0.0, 0.0, 4.1))
-    assert monitor.stalled(0.01)
-    assert monitor.stalled(0.4)
-    assert not monitor.stalled(0.5), "a slow machine"
-    assert not monitor.stalled(0.0), "kernels are compiled before the first step is measured"
+
+    def stalled(seconds: float, expected: float) -> bool:
+        monitor.receive(Heartbeat(0.0, 0.0, seconds, expected=expected))
+        return monitor.stalled
+
+    assert not stalled(3.9, 0.01), "shorter than --peer-timeout, which is twice the longest silence"
+    assert stalled(4.1, 0.01)
+    assert stalled(4.1, 0.4)
+    assert not stalled(4.1, 0.5), "a slow machine"
+    assert not stalled(4.1, math.inf), "kernels are compiled before the first step is measured"
     assert not monitor.trouble, "the node stays ready"
 
 

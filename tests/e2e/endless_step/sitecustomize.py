@@ -1,4 +1,8 @@
-"""Makes the steps of a simulated node endless while the file ENDLESS_TRIGGER exists: Python imports this first."""
+"""Makes the engine of a simulated node hang while a file exists: Python imports this first.
+
+ENDLESS_TRIGGER names the file that makes it hang in a step. The file with ".between" behind that name makes it hang
+between two steps.
+"""
 
 from __future__ import annotations
 
@@ -22,5 +26,19 @@ def _patch_launch(trigger: Path) -> None:
     SimulatedRunner.launch = endless_launch  # type: ignore[method-assign]
 
 
+def _patch_receive(trigger: Path) -> None:
+    from engine.ipc.channel import Channel
+
+    receive = Channel.receive
+
+    def endless_receive(self: Channel, *, wait: bool) -> Any:
+        while trigger.exists():
+            time.sleep(0.02)
+        return receive(self, wait=wait)
+
+    Channel.receive = endless_receive  # type: ignore[method-assign]
+
+
 if "engine.process" in sys.orig_argv and "ENDLESS_TRIGGER" in os.environ:
     _patch_launch(Path(os.environ["ENDLESS_TRIGGER"]))
+    _patch_receive(Path(os.environ["ENDLESS_TRIGGER"] + ".between"))
