@@ -98,7 +98,7 @@ class Engine:
             self._apply(self._pipeline.take_oldest())
         kind = message = ""
         try:
-            with self.loop_timer.paused():
+            with self.loop_timer.other_work():
                 if command.only_check:
                     self._ranks.check_weights(command.change)
                 else:

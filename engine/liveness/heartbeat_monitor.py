@@ -14,6 +14,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from engine.ipc.messages import Heartbeat
 
 # Seconds, and times the seconds that a step is expected to take. A hung device or a deadlock exceeds both.
@@ -54,6 +56,11 @@ class HeartbeatMonitor:
         self.waiting_for = ""
         self._silence = self._untaken = 0.0
         self._num_sent, self._oldest = 0, 1
+
+    def resume(self) -> None:
+        """Watch again: what the last heartbeat said may be over."""
+        self.last = msgspec.structs.replace(self.last, iteration=0.0)
+        self._silence = self._untaken = 0.0
 
     def sent(self) -> None:
         """Count a command to the process."""
@@ -111,6 +118,7 @@ class LivenessWatch:
 
     async def run(self, on_change: Callable[[str], Awaitable[None]]) -> None:
         """Check until cancelled. ``on_change`` receives the trouble, and "" at its end."""
+        self._monitor.resume()
         reported, before = "", time.monotonic()
         while True:
             await asyncio.sleep(self._monitor.interval)

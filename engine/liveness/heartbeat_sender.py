@@ -12,6 +12,7 @@ which passes on the ranks that are silent.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ class LoopTimer:
     def __init__(self) -> None:
         self.longest_gap = 0.0  # seconds of an iteration outside the runner
         self.iteration = 0  # number of the current one
-        self.expected = 0.0  # seconds of the steps of this iteration
+        self.expected = 0.0  # seconds of this iteration; inf if unknown
         self._began = 0.0  # 0.0: between iterations
 
     @property
@@ -43,11 +44,13 @@ class LoopTimer:
         self._began = time.perf_counter()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Begin the iteration anew after work that is no step and may take long."""
-        self._began = 0.0
-        yield
-        self.begin()
+    def other_work(self) -> Iterator[None]:
+        """Time work that is no step: no duration is expected, and the iteration begins anew after it."""
+        self.expected = math.inf
+        try:
+            yield
+        finally:
+            self.begin()
 
     def end(self, in_runner: float) -> float:
         """End an iteration that spent ``in_runner`` seconds in the runner; return its duration in seconds."""

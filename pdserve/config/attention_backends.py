@@ -130,12 +130,13 @@ def choose_page_size(block_size: int, requested: int | None, backend: str) -> in
     """
     supported = ATTENTION_BACKENDS.get(backend)
     sizes = [size for size in divisors(block_size) if supported is None or size in supported]
+    if not sizes:
+        asked = "" if requested is None else f", so kernel_block_size {requested} cannot be used"
+        raise ConfigError(
+            f"block_size {block_size} has no page size that {backend} supports ({list(supported or ())}){asked}; "
+            "choose a block_size that is a multiple of one of these"
+        )
     if requested is None:
-        if not sizes:
-            raise ConfigError(
-                f"block_size {block_size} has no page size that {backend} supports ({list(supported or ())}); "
-                "choose a multiple of one of these"
-            )
         return max([size for size in sizes if size in COMMON_PAGES] or sizes)
     if requested < 1 or block_size % requested:
         raise ConfigError(

@@ -150,10 +150,12 @@ def test_pages_are_the_same_for_all_backends_and_runners(resolved: Resolve, bloc
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "flashinfer"])
-@pytest.mark.parametrize("block_size", [1, 8, 100])
-def test_block_size_without_a_supported_page_is_refused(resolved: Resolve, backend: str, block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "page"), [(1, None), (8, None), (100, None), (100, 50), (100, 16)])
+def test_block_size_without_a_supported_page_is_refused(
+    resolved: Resolve, backend: str, block_size: int, page: int | None
+) -> None:
     with pytest.raises(ConfigError, match=rf"block_size {block_size} has no page size .*\[16, 32, 64\].*multiple"):
-        resolved(attention_backend=backend, block_size=block_size)
+        resolved(attention_backend=backend, block_size=block_size, kernel_block_size=page)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 100])
