@@ -22,6 +22,7 @@ from pdserve import __version__
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
+from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CapacityError, ConfigError, NodeError
 from pdserve.rpc.address import split_address
 from pdserve.rpc.timeouts import PeerTiming
@@ -174,6 +175,11 @@ def find_mismatch(hello: Hello, config: NodeConfig) -> str:
     ):
         if there != here:
             return f"{name}: {there} there, {here} at the leader"
+    forced = config.decision.forced_runner
+    if hello.forced_runner not in ("", forced):  # a host without the variable follows the leader
+        return (
+            f"{VARIABLE} forces {hello.forced_runner} there, {forced or 'nothing'} at the leader; set it on all hosts"
+        )
     if hello.compat_hash != compat_hash(config.compat_fields):
         return differences(hello.compat_fields, config.compat_fields, "there", "at the leader")
     return ""
@@ -203,6 +209,7 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
         threads=threads,
         host=socket.gethostname(),
         triton_problem=config.triton_problem,
+        forced_runner=config.decision.forced_runner,
     )
 
 

@@ -94,7 +94,8 @@ async def _serve(
     address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
     for choice in config.choices:
         _log.info("%s", choice)
-    _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+    level = logging.WARNING if config.decision.fallback and config.device.kind == "cuda" else logging.INFO
+    _log.log(level, "runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
     node_id, epoch = frontend.node_id or address, new_epoch()
     has_connector = role.uses_connector and config.pooling is None
     agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match

@@ -102,6 +102,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary: bool = False  # whether it may rotate only the first part of each head
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
+    v2_figures_of: str = ""  # the architecture measured there, if it is another one with the same layers
 
 
 FAMILIES: dict[str, DecoderFamily] = {
@@ -111,6 +112,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         windows=windows_by_layer_type,
         v2_figures=_DENSE_ON_H200,
+        v2_figures_of="LlamaForCausalLM",
     ),
     "Qwen2ForCausalLM": DecoderFamily(
         module="qwen2",

@@ -44,6 +44,12 @@ class Decision(msgspec.Struct, frozen=True):
     runner: str  # a name in RUNNERS, or "simulated"
     reasons: tuple[str, ...]
     forced: bool = False  # by PDSERVE_USE_V2_MODEL_RUNNER
+    fallback: bool = False  # the model's default is another runner, which this machine or a flag rules out
+
+    @property
+    def forced_runner(self) -> str:
+        """The forced runner; empty where the oracle has chosen."""
+        return self.runner if self.forced else ""
 
 
 class Lack(msgspec.Struct, frozen=True):
@@ -167,7 +173,9 @@ def decide(facts: Facts, variable: str | None) -> Decision:
         found = record.rejections(facts)
         if not found:
             reasons = tuple(reason for others in rejections.values() for reason in others)
-            return Decision(record.name, reasons or _preferred(record, facts))
+            unfit = any(lack.needed(facts) for lack in _V2_MODELS)
+            fallback = bool(reasons) and not unfit
+            return Decision(record.name, reasons or _preferred(record, facts), fallback=fallback)
         rejections[record.name] = found
     explained = "; ".join(f"{name} ({'; '.join(found)})" for name, found in rejections.items())
     raise ConfigError(f"no model runner can run this: {explained}")
@@ -201,9 +209,13 @@ def _forced(facts: Facts, variable: str) -> Decision:
 
 def _preferred(record: RunnerRecord, facts: Facts) -> tuple[str, ...]:
     platform = facts.platform
-    where = "Triton's interpreter" if platform.interpreted else "a CUDA GPU" if platform.device == "cuda" else "a CPU"
-    figures = FAMILIES[facts.architecture].v2_figures
-    return (
-        f"{facts.architecture} on {where}, exact and faster on {record.name} (docs/numbers.md#{figures})",
-        f"the configuration needs nothing that {record.name} lacks",
-    )
+    if platform.interpreted:
+        reason = f"{facts.architecture} in Triton's interpreter, exact on {record.name}; it is for tests, and slow"
+    else:
+        family = FAMILIES[facts.architecture]
+        measured = f": its layers are those of {family.v2_figures_of}" if family.v2_figures_of else ""
+        reason = (
+            f"{facts.architecture} on {'a CUDA GPU' if platform.device == 'cuda' else 'a CPU'}{measured}, "
+            f"exact and faster on {record.name} (docs/numbers.md#{family.v2_figures})"
+        )
+    return reason, f"the configuration needs nothing that {record.name} lacks"

@@ -68,5 +68,5 @@ def without_triton(config: NodeConfig, problems: Mapping[str, str]) -> NodeConfi
     if decision.runner == "V2":
         if decision.forced:
             raise ConfigError(f"{VARIABLE}=1, but V2 cannot run on all hosts. {reason}. Change that or unset it")
-        decision = Decision("V1", (reason,))
+        decision = Decision("V1", (reason,), fallback=True)
     return msgspec.structs.replace(config, decision=decision, attention_backend="torch", cuda_graphs=False)

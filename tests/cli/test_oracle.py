@@ -76,12 +76,40 @@ def test_default_architectures_get_v2_unless_v1_is_forced(
 
 
 @pytest.mark.parametrize("architecture", DEFAULT_ARCHITECTURES)
-def test_the_reason_for_v2_names_a_section_of_figures(architecture: str) -> None:
-    (section,) = re.findall(
-        r"exact and faster on V2 \(docs/numbers.md#(.+)\)", decide(facts(architecture=architecture), None).reasons[0]
-    )
-    titles = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "numbers.md").read_text(), re.MULTILINE)
-    assert section in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+def test_the_reason_for_v2_names_a_section_with_figures_of_that_family(architecture: str) -> None:
+    reason = decide(facts(architecture=architecture), None).reasons[0]
+    (section,) = re.findall(r"exact and faster on V2 \(docs/numbers.md#(.+)\)", reason)
+    _, *parts = re.split(r"^#+ (.+)$", (ROOT / "docs" / "numbers.md").read_text(), flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in parts[::2]]
+    measured = re.findall(r"([A-Z][a-z]+)\w*ForCausalLM", reason)[-1]
+    assert measured.lower() in parts[1::2][anchors.index(section)].lower()
+
+
+@pytest.mark.parametrize("architecture", DEFAULT_ARCHITECTURES)
+@pytest.mark.parametrize("platform", [CPU_INTERPRETED, GPU_INTERPRETED])
+def test_the_interpreter_is_not_said_to_be_fast(architecture: str, platform: Platform) -> None:
+    decision = decide(facts(architecture=architecture, platform=platform, attention_backend="triton"), None)
+    assert decision.runner == "V2"
+    assert "faster" not in decision.reasons[0]
+    assert "for tests" in decision.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "variable", "fallback"),
+    [
+        ({}, None, False),
+        ({"platform": GPU_WITHOUT_TRITON}, None, True),
+        ({"head_dim": 96}, None, True),
+        ({"platform": GPU_WITHOUT_TRITON}, "0", False),
+        ({"architecture": "Qwen2ForCausalLM"}, None, False),
+        ({"architecture": "Qwen2ForCausalLM", "platform": GPU_WITHOUT_TRITON}, None, False),
+        ({"runner_type": "embed"}, None, False),
+    ],
+)
+def test_v1_is_a_fallback_if_the_model_has_v2_by_default(
+    changes: dict[str, Any], variable: str | None, fallback: bool
+) -> None:
+    assert decide(facts(**changes), variable).fallback is fallback
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,30 @@ import msgspec
 import pytest
 
 from engine.executor.rank_messages import Hello
-from engine.executor.rendezvous import MAX_PENDING, JoinedRank, Rendezvous, connect_leader, join, listen, make_hello
+from engine.executor.rendezvous import (
+    MAX_PENDING,
+    JoinedRank,
+    Rendezvous,
+    connect_leader,
+    find_mismatch,
+    join,
+    listen,
+    make_hello,
+)
 from engine.ipc.frames import framed
 from pdserve.config.device import detect_device
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
+from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 
 TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), detect_device("cpu"), {}).peer_timing
 
 
-def config_of(tp: int = 4, block_size: int = 16) -> NodeConfig:
+def config_of(tp: int = 4, block_size: int = 16, runner: str | None = None) -> NodeConfig:
     options = NodeOptions(model=str(EMBEDDED_MODEL), device="cpu", tp=tp, block_size=block_size)
-    return resolve(options, detect_device("cpu"), {})
+    return resolve(options, detect_device("cpu"), {} if runner is None else {VARIABLE: runner})
 
 
 def hello(rank: int, **changes: object) -> Hello:
@@ -94,6 +104,11 @@ def gathering() -> Iterator[Gathering]:
         (hello(2, parallel=config_of(tp=2).parallel), ["tp 2 there", "tp 4 at the leader"]),
         (hello(2, device=DeviceInfo("cuda", 0, "GPU", 1)), ["cuda there", "cpu at the leader"]),
         (make_hello(config_of(block_size=32), 2, detect_device("cpu"), 1), ["block_size: 32 there, 16 at the leader"]),
+        (
+            make_hello(config_of(runner="0"), 2, detect_device("cpu"), 1),
+            [VARIABLE, "V1 there", "nothing at the leader"],
+        ),
+        (hello(2, forced_runner="V2"), [VARIABLE, "V2 there", "nothing at the leader"]),
     ],
 )
 def test_a_mismatching_rank_is_rejected_with_the_reason(gathering: Gathering, wrong: Hello, words: list[str]) -> None:
@@ -101,6 +116,13 @@ def test_a_mismatching_rank_is_rejected_with_the_reason(gathering: Gathering, wr
         gathering.join(wrong)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_forced_runner_of_the_leader_holds_for_hosts_without_the_variable() -> None:
+    """A host with the variable must force the same runner."""
+    leader = config_of(runner="0")
+    joining = (hello(1), make_hello(leader, 2, leader.device, 1), hello(3, forced_runner="V2"))
+    assert [bool(find_mismatch(each, leader)) for each in joining] == [False, False, True]
 
 
 @pytest.mark.parametrize(
