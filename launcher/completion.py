@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import shtab
 
@@ -47,12 +48,19 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
 }
 
 
-def _run(args: argparse.Namespace) -> int:
-    parser = cli.make_parser()
+def parsers_by_command(parser: argparse.ArgumentParser | None = None) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of all commands; those of programs are put into ``parser``, that of ``pdserve``."""
+    parser = parser or cli.make_parser()
     commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     commands.choices.update({name: make() for name, make in PARSERS.items()})
-    for command in commands.choices.values():
-        for action in command._actions:
+    return dict(commands.choices)
+
+
+def _run(args: argparse.Namespace) -> int:
+    parser = cli.make_parser()
+    for command in parsers_by_command(parser).values():
+        actions: list[Any] = command._actions  # shtab reads an attribute that argparse does not declare
+        for action in actions:
             if action.metavar in _COMPLETE:
                 action.complete = _COMPLETE[action.metavar]
     print(shtab.complete(parser, args.shell))

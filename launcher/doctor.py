@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
@@ -29,6 +30,7 @@ from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.generation_defaults import load_generation_defaults
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
+from pdserve.config.runner_oracle import VARIABLE
 from pdserve.discovery.sources import source_addresses
 from pdserve.doctor import checks
 from pdserve.doctor.findings import Finding, Level, fail, ok, run_check, warn
@@ -47,7 +49,8 @@ _LIST_SECONDS = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 unless a check failed."""
-    return run_command(lambda: _run(make_parser().parse_args(argv)))
+    parser = make_parser()
+    return run_command(lambda: _run(parser.parse_args(argv), parser))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,11 +72,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     options, frontend = options_from(args), frontend_options_from(args)
     local = local_ranks_from(args, options.num_ranks)
     findings = []
-    for finding in _findings(options, frontend, len(local.ranks), args.prefill, args.require_transport):
+    for finding in _findings(options, frontend, len(local.ranks), args.prefill, args.require_transport, parser):
         findings.append(finding)
         if not args.json:
             print(finding, flush=True)
@@ -91,7 +94,12 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def _findings(
-    options: NodeOptions, frontend: FrontendOptions, ranks: int, prefill: Sequence[str], required: str
+    options: NodeOptions,
+    frontend: FrontendOptions,
+    ranks: int,
+    prefill: Sequence[str],
+    required: str,
+    parser: argparse.ArgumentParser,
 ) -> Iterator[Finding]:
     """Yield findings, cheap checks first."""
     yield run_check("clock", checks.check_clock)
@@ -105,13 +113,17 @@ def _findings(
     on_gpu = devices[0].kind == "cuda"
     config: NodeConfig | None = None
     try:
-        config = resolve(options, devices[0]) if checks.is_local(options) else None
+        # Without the variable: a forced runner that cannot run is no fault of the checkpoint.
+        environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        config = resolve(options, devices[0], environ) if checks.is_local(options) else None
         if config is not None and prefill:
             config = with_weight_digests(config)
         yield run_check("checkpoint", checks.check_checkpoint, options, config)
     except PdserveError as exc:
         yield Finding("checkpoint", Level.FAIL, str(exc))
+    yield run_check("variables", checks.check_variables, parser)
     if config is not None:
+        yield run_check("runner", checks.check_runner, lambda: resolve(options, devices[0]))
         yield run_check("tokenizer", _check_tokenizer, config)
         if options.reads_weights:
             yield run_check("tensors", _check_tensors, config)

@@ -17,9 +17,10 @@ from launcher.local_fleet import FleetPlan, LocalFleet
 from launcher.restarts import MAX_FAILURES
 from launcher.startup_display import Display, serving_display, starting_display
 from launcher.supervisor import Changed, Child, Died, Printed, Supervisor
-from launcher.up_flags import check_flags, router_options, set_secrets, settle_model
+from launcher.up_flags import check_flags, make_parser, router_options, set_secrets, settle_model
 from launcher.welcome import print_welcome
 from pdserve.checkpoint.files import read_text
+from pdserve.config.variables import warn_of_unread_variables
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.logs import setup_logging
 from pdserve.process import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit
@@ -39,6 +40,7 @@ DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout for leases and process ex
 def up(args: argparse.Namespace) -> int:
     """Serve until a signal. Raises NodeError or ConfigError if a child cannot start, or has died too often."""
     setup_logging("up", args.log_format, args.log_level)
+    warn_of_unread_variables(make_parser())
     settle_model(args)
     check_flags(args)
     router = router_options(args)

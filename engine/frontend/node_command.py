@@ -27,6 +27,7 @@ from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
+from pdserve.config.variables import warn_of_unread_variables
 from pdserve.errors import ConfigError
 from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
@@ -59,6 +60,8 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
         local = local_ranks_from(args, options.num_ranks)
         setup_logging(role.name, frontend.log_format, frontend.log_level)
         watch_lifeline(frontend.lifeline_fd)
+        if frontend.lifeline_fd is None:  # else `pdserve up` has started it, and looked itself
+            warn_of_unread_variables(parser)
         status = StatusWriter(frontend.status_fd)
         try:
             if not local.has_leader:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pdserve.errors import ConfigError
 
 COMMAND_LINE = "the command line"
-_PREFIX = "PDSERVE_"
+VARIABLE_PREFIX = "PDSERVE_"
 _MAX_FILE = 1 << 20  # bytes
 _MAX_NESTING = 3  # levels: the mapping, a list of values, and one that is refused by the name of its flag
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -96,7 +96,7 @@ class FlagSources:
     def _of_environment(self, environ: Mapping[str, str]) -> Iterator[Setting]:
         """Yield settings of known flags. Others belong to other commands."""
         for key, action in self._actions.items():
-            name = _PREFIX + key.upper().replace("-", "_")
+            name = _variable(key)
             value = environ.get(name, "")
             if value and not _SERVICE_LINK.match(value):
                 yield Setting(key, value.split(",") if _is_list(action) else [value], name)
@@ -153,6 +153,15 @@ def _actions_by_key(parser: argparse.ArgumentParser) -> dict[str, argparse.Actio
     for action in parser._actions:
         found |= {option.removeprefix("--"): action for option in action.option_strings if option.startswith("--")}
     return {key: action for key, action in found.items() if key not in _NEVER}
+
+
+def _variable(key: str) -> str:
+    return VARIABLE_PREFIX + key.upper().replace("-", "_")
+
+
+def variables_of(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Return the names of the variables of a parser's flags."""
+    return frozenset(map(_variable, _actions_by_key(parser)))
 
 
 def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, str]:

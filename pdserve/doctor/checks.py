@@ -10,12 +10,16 @@ import resource
 import socket
 import struct
 import time
+from argparse import ArgumentParser
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
+from pdserve.config.flag_sources import VARIABLE_PREFIX
 from pdserve.config.hub import resolve_model
 from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.variables import describe_unread, unread_variables
 from pdserve.doctor.findings import Finding, fail, ok, warn
 from pdserve.rpc.address import probe_port
 from pdserve.rpc.tls import PeerTls
@@ -51,6 +55,24 @@ def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding
             opened.read(1)
     size = sum(file.stat().st_size for file in files)
     return ok(f"{config.model.architecture}, {size / 2**30:.2f} GiB in {len(files)} files")
+
+
+def check_runner(resolved: Callable[[], NodeConfig]) -> Finding:
+    """Check which runner a node gets, with the variable that forces one. Raises ConfigError."""
+    config = resolved()
+    decision = config.decision
+    text = f"{decision.runner}: {'; '.join(decision.reasons)}"
+    if decision.fallback and config.device.kind == "cuda":
+        return warn(text, "V2 is this model's default on a GPU; remove what keeps it from running")
+    return ok(text)
+
+
+def check_variables(parser: ArgumentParser) -> Finding:
+    """Check for variables that are misspelled."""
+    unread = unread_variables(parser)
+    if unread:
+        return warn("; ".join(describe_unread(*each) for each in unread.items()), "unset or rename it")
+    return ok(f"every {VARIABLE_PREFIX}… that is set is read")
 
 
 def is_local(options: NodeOptions) -> bool:

@@ -41,8 +41,18 @@ def test_no_check_fails_on_this_machine() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TCP_PORT_RANGE="20000-20255")
     assert (status, failed(findings)) == (0, set()), findings
     assert "shm" in findings["transport"].text
-    checks = "clock tls port device checkpoint tokenizer tensors memory shm memlock nixl transport"
+    checks = "clock tls port device checkpoint variables runner tokenizer tensors memory shm memlock nixl transport"
     assert findings.keys() == {*checks.split(), "ucx ports"}
+
+
+def test_a_wrong_runner_and_a_misspelled_variable_have_a_line_each() -> None:
+    variables = {"PDSERVE_USE_V2_MODEL_RUNNER": "V1", "PDSERVE_MAX_NUM_SEQ": "4"}
+    status, findings = doctor("--device", "cpu", **variables)
+    assert (status, failed(findings)) == (1, {"runner"}), findings
+    assert "PDSERVE_USE_V2_MODEL_RUNNER='V1' is not allowed; set it to 0 (V1) or 1 (V2)" in findings["runner"].text
+    assert findings["variables"].level is Level.WARN
+    assert "PDSERVE_MAX_NUM_SEQ is set" in findings["variables"].text
+    assert "did you mean PDSERVE_MAX_NUM_SEQS?" in findings["variables"].text
 
 
 @pytest.mark.slow
