@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from pdserve.grammar import without
-from pdserve.records import SamplingParams
+from pdserve.records import SamplingParams, TokenMask
 
 _UNBEGUN, _ENDED = -1, -2
 _REST_OF_CHARACTER = 3  # tokens of a byte each
@@ -21,7 +21,7 @@ class TokenRules:
 
     def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
         self.sampling = sampling
-        self._num_bytes = (vocab_size + 31) // 32 * 4  # as in TokenMask
+        self._num_bytes = TokenMask.num_bytes(vocab_size)
         allowed = ((1 << vocab_size) - 1).to_bytes(self._num_bytes, "little")
         if sampling.allowed_token_ids:
             allowed = self.mask_of(sampling.allowed_token_ids)

@@ -13,6 +13,7 @@ from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import RequestError
+from pdserve.records import TokenMask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -113,6 +114,7 @@ class Grammar:
         if wrong or lenient:
             raise RequestError(_one_line((lenient or words)[0]), "grammar")
         self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
+        self.mask_bytes = TokenMask.num_bytes(vocabulary.tokenizer.vocab_size)  # llguidance's may have a word more
         self._num_masks = 0
         self._mask_seconds = 0.0  # of CPU, of all masks
         self.first_mask = self.matcher().mask()
@@ -158,7 +160,7 @@ class Matcher:
         Raises RequestError if the grammar takes too much time or memory, or allows no token.
         """
         begun = thread_time()
-        words = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+        words = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()[: self._grammar.mask_bytes]
         if self._matcher.is_error():
             raise RequestError(f"the grammar cannot go on: {_one_line(self._matcher.get_error())}", "grammar")
         if words.count(0) == len(words):

@@ -260,7 +260,12 @@ class TokenMask(msgspec.Struct, frozen=True, array_like=True):
     """
 
     seq: int
-    words: bytes  # 4 × ceil(vocab_size / 32)
+    words: bytes  # num_bytes(vocab_size)
+
+    @staticmethod
+    def num_bytes(vocab_size: int) -> int:
+        """Return the length of ``words``; all masks of a step have it."""
+        return 4 * -(-vocab_size // 32)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

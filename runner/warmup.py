@@ -100,7 +100,7 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
     tokens = tuple(ScheduledSequence(seq, 1, 1) for seq in seqs)
-    everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))
+    everything = b"\xff" * TokenMask.num_bytes(config.model.vocab_size)
     masks = tuple(TokenMask(seq, everything) for seq in seqs) if sampling.grammar else ()
     runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()
     for _ in range(2):

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import Sample, SamplingParams, TokenLogprobs
+from pdserve.records import Sample, SamplingParams, TokenLogprobs, TokenMask
 from runner.sampling.noise import gumbel_noise, row_keys
 
 MIN_TEMPERATURE = 1e-5  # float32 logits overflow below it; at it the best token always wins
@@ -125,8 +125,9 @@ class Sampler:
 
     def _allowed(self, masks: Sequence[bytes]) -> Tensor:
         """Unpack masks to [masks, vocab_size] bool."""
-        words = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
-        bits = torch.from_numpy(np.unpackbits(words, axis=1, bitorder="little")[:, : len(self._token_ids)])
+        vocab_size = len(self._token_ids)
+        words = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), TokenMask.num_bytes(vocab_size))
+        bits = torch.from_numpy(np.unpackbits(words, axis=1, count=vocab_size, bitorder="little"))
         return bits.to(self._device).bool()
 
     def _penalize(self, logits: Tensor, rows: Sequence[HostSamplingRow]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import SamplingParams
+from pdserve.records import SamplingParams, TokenMask
 from runner.sampling.noise import choice_keys
 from runner.sampling.sampler import MIN_TEMPERATURE, RequestedIds, requested_ids
 
@@ -121,7 +121,8 @@ class MetadataBuilder:
 
     def build_masks(self, masks: Sequence[bytes], of_sample: Sequence[int]) -> GrammarMaskTensors:
         """Copy masks, as TokenMask has them, and the index of each sample's mask."""
-        words = np.frombuffer(b"".join(masks), dtype=np.int32).reshape(len(masks), -1)
+        words = np.frombuffer(b"".join(masks), dtype=np.int32)
+        words = words.reshape(len(masks), TokenMask.num_bytes(self._vocab_size) // words.itemsize)
         return GrammarMaskTensors(*copy_to_device([words.copy(), np.array(of_sample, dtype=np.int32)], self._device))
 
     def _bias(self, params: Sequence[SamplingParams]) -> LogitBias | None:

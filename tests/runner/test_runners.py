@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config
-from stepper import Stepper, copy_to
+from small_tokenizers import byte_level
+from stepper import GREEDY, Stepper, copy_to
 
 import runner
+from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.errors import CapacityError
+from pdserve.grammar import Grammar, GrammarVocabulary, from_regex, intersection
 from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import DigestOrder, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
@@ -216,6 +220,35 @@ def test_only_a_step_whose_plan_asks_for_them_has_parts(build: Build) -> None:
     output = parts.result()
     assert [sample.token_id for sample in output.samples] == [7]
     assert [len(digests) for digests in output.digests] == [2]
+
+
+@pytest.mark.parametrize("vocab_size", [288, 300])  # one divides by 32
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_a_step_mixes_grammars_and_token_rules(tmp_path: Path, version: str, vocab_size: int) -> None:
+    """Each sequence has a mask of another origin, as two requests in one step may; one has none."""
+    checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=vocab_size)
+    tokenizer = byte_level(corpus=[])
+    (zero,) = tokenizer.encode("0").ids
+    grammar = Grammar(from_regex("0"), GrammarVocabulary(tokenizer.to_str(), vocab_size, [1]))
+    limited = TokenRules(SamplingParams(1, allowed_token_ids=(5, 7), bad_words=((5,),)), vocab_size)
+    thinking = TokenRules(SamplingParams(1, thinking_token_budget=0, thinking_end_ids=(9,)), vocab_size)
+    forced = ChoiceRules(thinking).masks(array("I", [1]), 1, ())[0]
+    without_five = TokenRules(SamplingParams(1, bad_words=((5,),)), vocab_size).fixed
+    masks = [
+        (grammar.first_mask, zero),
+        (limited.fixed, 7),
+        (forced, 9),
+        (intersection(grammar.first_mask, [without_five]), zero),
+    ]
+    seqs = range(len(masks) + 1)
+    plan = StepPlan(
+        0,
+        new=tuple(NewSequence(seq, pack_tokens([1, 2]), 2, 0, (seq,), GREEDY) for seq in seqs),
+        scheduled=tuple(ScheduledSequence(seq, 2, 1) for seq in seqs),
+        masks=tuple(TokenMask(seq, words) for seq, (words, _) in zip(seqs, masks, strict=False)),
+    )
+    samples = build_runner(checkpoint, version).launch(plan).result().samples
+    assert [sample.token_id for sample in samples[: len(masks)]] == [token_id for _, token_id in masks]
 
 
 def test_close_is_idempotent(build: Build) -> None:
