@@ -27,7 +27,7 @@ from decode_node.settings import DecodeSettings, FailurePolicy
 from engine.frontend.engine_client import EngineClient
 from engine.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
 from pdserve.config.model_config import ModelConfig
-from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError
+from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
 from pdserve.request_cost import worth_handoff
@@ -141,6 +141,8 @@ class HandoffDriver:
     def _advance(self, event: Event) -> None:
         handoff = self._handoff
         assert handoff is not None, "events follow the prompt that is sent to P"
+        if isinstance(event, pb.PrefillEvent) and event.failed.code == pb.Failure.CRASHED:
+            raise PrefillCrashed(f"{self._peer.address}: {event.failed.message}")
         if handoff.active:
             match event:
                 case ReadEnded():
@@ -183,6 +185,10 @@ class HandoffDriver:
             return
         context, generation = self._context, self._generation
         generation.trace.on_handoff_failed(error)
+        if isinstance(error, PrefillCrashed):  # the prompt may end this engine, too
+            self.abandon()
+            generation.fail(error)
+            return
         announced = self._handoff is not None and self._handoff.announced
         if isinstance(error, Draining) and not announced and (other := context.peers.other()) is not None:
             generation.trace.restart()

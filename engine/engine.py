@@ -22,6 +22,8 @@ class Engine:
         self._pipeline = StepPipeline(ranks)
         self._channel = channel
         self._stopped = False
+        self._command: messages.ToEngine | None = None  # being carried out
+        self._planning = False
         self._looks_between_layers = ranks.call_between_layers(lambda: self._apply(self._pipeline.take_done()))
 
     def run(self) -> None:
@@ -42,7 +44,9 @@ class Engine:
 
     def step(self) -> None:
         """One iteration: plan, load KV, execute, apply the step that is due, emit."""
+        self._planning = True
         plan = self._scheduler.plan()
+        self._planning = False
         self._emit()  # reservations and refusals do not wait for the device
         if not self._looks_between_layers and self._pipeline.delays_results(plan):
             self._apply(self._pipeline.take_oldest())
@@ -51,6 +55,13 @@ class Engine:
         self._pipeline.launch(plan, expected)
         self._scheduler.prepare()
         self._apply(self._pipeline.take(plan))
+
+    def suspects(self) -> tuple[int, ...]:
+        """Return the requests that an exception may come from, or the end of a rank. Any thread may call it then."""
+        if self._command is not None:
+            rid = getattr(self._command, "rid", None)
+            return () if rid is None else (rid,)
+        return tuple(self._scheduler.suspects(self._planning))
 
     def _apply(self, result: tuple[StepPlan, ModelRunnerOutput] | None) -> None:
         if result is not None:
@@ -61,6 +72,7 @@ class Engine:
         """Carry out commands in order."""
         scheduler = self._scheduler
         for command in commands:
+            self._command = command
             match command:
                 case messages.Submit():
                     scheduler.submit(command)
@@ -92,6 +104,7 @@ class Engine:
                     self._stopped = True
                 case messages.Configure():
                     raise AssertionError("a running engine cannot be configured again")
+        self._command = None
 
     def _change_weights(self, command: messages.ChangeWeights) -> None:
         while not self._pipeline.empty:

@@ -68,6 +68,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     if configure.config.costs is None:
         grammars.load()
     engine = Engine(_scheduler(configure.config, ranks, grammars, configure.agent), ranks, channel)
+    channel.suspects = engine.suspects
     gc.collect()
     gc.freeze()
     channel.send(ready)
@@ -83,6 +84,8 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
         raise
     except Exception as exc:
         log_failure(_log, exc)
+        with contextlib.suppress(OSError, ChannelClosed):
+            channel.end_with_crash()
         os._exit(EXIT_FAILED)  # at once: closing ranks may hang, and output at exit would follow the error
     finally:
         ranks.close()

@@ -78,3 +78,11 @@ class PeerError(NodeError):
 
 class EngineDied(NodeError):
     """The engine process of a node has ended."""
+
+
+class EngineCrashed(EngineDied):
+    """The engine process of a node has ended in a step, and the request may be the cause."""
+
+
+class PrefillCrashed(EngineCrashed):
+    """The engine that crashed was that of the request's P."""

@@ -97,6 +97,11 @@ def describe_exit(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
+def killed_from_outside(status: int) -> bool:
+    """Return whether a return code is that of a signal that another process sends: an order, or the OOM killer."""
+    return -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def exit_status(error: BaseException) -> int:
     return EXIT_REFUSED if isinstance(error, ConfigError | CapacityError) else EXIT_FAILED
 

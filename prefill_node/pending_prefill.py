@@ -8,7 +8,7 @@ from collections.abc import Callable
 from engine.frontend.engine_client import EngineClient
 from engine.frontend.request_events import Event, error_of
 from engine.ipc.messages import Cancel, DecodeAheadEnded, LastChunk, Leased, Mode, Prefilled, Refused, Submit
-from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
+from pdserve.errors import DeadlineExceeded, EngineCrashed, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.rpc.protobuf import logprobs_to_pb
@@ -98,8 +98,11 @@ class PendingPrefill:
                 self._run_deferred()
             case Leased() if self._leases.announce(self._lease, event.num_tokens == self._num_tokens):
                 self._on_part(event)
-            case Refused() if not self.complete:  # later, only tokens decoded ahead are missing, which D does not need
-                self._fail(error_of(event))
+            case Refused():
+                error = error_of(event)
+                # Later, only tokens decoded ahead are missing. D needs none of them, but must know of a crash.
+                if not self.complete or isinstance(error, EngineCrashed):
+                    self._fail(error)
 
     def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         sample = pb.SampledToken(token_id=token_id, logprobs=logprobs_to_pb(logprobs) if logprobs else None)

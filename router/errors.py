@@ -4,6 +4,7 @@ PdserveError
 ├── Unauthorized               401  no API key, or an unknown one
 ├── RateLimitExceeded          429  a limit of this client
 ├── StoreFailed                500  the response store cannot be read
+├── CrashingRequest            500  two engines have ended with this request; clients must not repeat it
 └── RequestError               400
     ├── BodyTooLarge           413
     ├── ResponseNotStored      404
@@ -47,6 +48,12 @@ class ResponseNotStored(RequestError):
 
 class StoreFailed(PdserveError):
     """The response store cannot be read."""
+
+
+class CrashingRequest(PdserveError):
+    """The engines of two nodes have ended in steps with this request. Clients and proxies should not repeat it."""
+
+    code = "request_crashes_engines"
 
 
 class EndpointDisabled(RequestError):

@@ -68,6 +68,7 @@ class SimulatedRunner:
         self._vocabulary = SimulatedVocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
+        self._crashing: set[int] = set()  # sequences with the token of --sim-crash-token
         self._busy_until = 0.0
         loaded = simulated_digest(Path(config.model_dir))
         self._weights, self._loaded_files = SimulatedWeights(loaded.digest), loaded.files
@@ -81,6 +82,7 @@ class SimulatedRunner:
             self._sequences[new.seq] = SimulatedSequence(new)
             self._targets.add(new)
         masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
+        self._crash_on_order(plan)
         samples = tuple(sample for item in plan.scheduled for sample in self._sample(item, masks.get(item.seq)))
         self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan.scheduled)
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
@@ -111,10 +113,23 @@ class SimulatedRunner:
     def close(self) -> None:
         self._sequences.clear()
 
+    def _crash_on_order(self, plan: StepPlan) -> None:
+        """Raise RuntimeError for a sequence with the token of ``--sim-crash-token``, in its prompt or output."""
+        token = self._config.sim_crash_token
+        if token is None:
+            return
+        self._crashing.update(new.seq for new in plan.new if token in new.tokens(0, new.num_tokens))
+        if any(item.seq in self._crashing for item in plan.scheduled):
+            raise RuntimeError(f"token {token} is in a step, and --sim-crash-token names it")
+
     def _sample(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[Sample, ...]:
         if not item.num_samples:
             return ()
-        return self._sequences[item.seq].sample(item.num_samples, vocabulary or self._vocabulary, self._weights)
+        sequence = self._sequences[item.seq]
+        samples = sequence.sample(item.num_samples, vocabulary or self._vocabulary, self._weights)
+        if samples[0].token_id == self._config.sim_crash_token:
+            self._crashing.add(item.seq)
+        return samples
 
     def _score(self, targets: Targets) -> PromptLogprobs:
         """Return each token as the best one; the ids after it come next."""

@@ -16,7 +16,7 @@ from engine.executor.aggregator import OutputAggregator
 from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
 from engine.executor.rank_messages import Assign
-from engine.executor.rank_processes import RankChannel, RankProcesses, start_rank
+from engine.executor.rank_processes import Failure, RankChannel, RankProcesses, start_rank
 from engine.executor.rendezvous import RENDEZVOUS_TIMEOUT, JoinedRank, Rendezvous, listen
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
@@ -95,7 +95,7 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
     channels, configs = _start_ranks(configure, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
     rendezvous, address = _open_rendezvous(configure.placement.listen)
-    others = RankProcesses(config.parallel.position(0), channels, lambda error, text: _exit(channel, error, text))
+    others = RankProcesses(config.parallel.position(0), channels, lambda failure: _exit(channel, failure))
     for other, rank_config, agent in zip(channels, configs[1:], agents[1:], strict=True):
         other.send(framed(Assign(rank_config, agent, address, configure.peer)))
     with others.reporting_own_failure():
@@ -155,9 +155,9 @@ def _open_rendezvous(leader: str) -> tuple[socket.socket, str]:
     return sock, join_address(address if address == _LOOPBACK else host, port)  # a name may mean another host there
 
 
-def _exit(channel: Channel, error: str, text: str) -> NoReturn:
+def _exit(channel: Channel, failure: Failure) -> NoReturn:
     with contextlib.suppress(OSError, ChannelClosed):  # the frontend has gone too
-        channel.send(Failed(error, text))
-        channel.drain()
-    print(text, file=sys.stderr, flush=True)
+        channel.send(Failed(failure.error, failure.message))
+        channel.end_with_crash(in_step=failure.crashed)
+    print(failure.message, file=sys.stderr, flush=True)
     os._exit(EXIT_FAILED)

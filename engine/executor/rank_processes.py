@@ -30,7 +30,7 @@ from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Failed, Heartbeat, Shutdown
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.config.parallel import RankPosition
-from pdserve.process import describe_exit, log_failure
+from pdserve.process import describe_exit, killed_from_outside, log_failure
 from pdserve.records import ModelRunnerOutput
 
 _log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Failure(NamedTuple):
     kind: FailureKind
     error: str
     message: str
+    crashed: bool = True  # False: it was killed from outside, or its host was lost
 
     @classmethod
     def of(cls, rank: RankPosition, failed: Failed) -> Failure:
@@ -109,13 +110,14 @@ class RankChannel:
 
     def exit_failure(self) -> Failure:
         if self.process is None:
-            return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank}, on another host, has gone")
+            return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank}, on another host, has gone", crashed=False)
         try:
             status = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank} has closed its connection")
         kind = FailureKind.SIGNAL if status < 0 else FailureKind.OTHER
-        return Failure(kind, "EngineDied", f"{self.rank} {describe_exit(status)}")
+        crashed = not killed_from_outside(status)
+        return Failure(kind, "EngineDied", f"{self.rank} {describe_exit(status)}", crashed)
 
     def kill(self) -> None:
         """End the process, where it is of this host, and the connection. Idempotent."""
@@ -145,9 +147,9 @@ class RankProcesses:
     """The other ranks of a node, served by a thread."""
 
     def __init__(
-        self, leader: RankPosition, channels: Sequence[RankChannel], on_failure: Callable[[str, str], NoReturn]
+        self, leader: RankPosition, channels: Sequence[RankChannel], on_failure: Callable[[Failure], NoReturn]
     ) -> None:
-        """``on_failure(error, message)`` is called on the thread, after all ranks but the leader have been killed."""
+        """``on_failure`` is called on the thread, after all ranks but the leader have been killed."""
         self.on_output: Callable[[int, ModelRunnerOutput], None] = lambda rank, output: None
         self._leader = leader
         self._channels = channels
@@ -284,5 +286,4 @@ class RankProcesses:
             self._poll(left)
         for channel in self._channels:
             channel.kill()
-        cause = min(self._failures, key=lambda failure: failure.kind)
-        self._on_failure(cause.error, cause.message)
+        self._on_failure(min(self._failures, key=lambda failure: failure.kind))

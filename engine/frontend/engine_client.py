@@ -16,6 +16,7 @@ from engine.ipc.messages import (
     Batch,
     ChangeWeights,
     Configure,
+    Crashed,
     Failed,
     FromEngine,
     Heartbeat,
@@ -31,7 +32,7 @@ from engine.ipc.messages import (
 )
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.config.node_config import NodeConfig
-from pdserve.errors import EngineDied, PdserveError
+from pdserve.errors import EngineCrashed, EngineDied, PdserveError
 from pdserve.records import RankKV
 from pdserve.transports import Connected
 from pdserve.weight_change import FileStates, WeightChange
@@ -60,6 +61,7 @@ class EngineClient:
         self.ranks: tuple[RankKV, ...] = ()
         self.weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
         self.has_weights = True
+        self._suspects: frozenset[int] | None = None  # of the engine's end; None: unknown
         self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
         self._on_weights_order_done: Callable[[], None] = lambda: None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
@@ -79,7 +81,7 @@ class EngineClient:
         self._started = asyncio.get_running_loop().create_future()
         # Stale references to an earlier start cannot match.
         agent = self._agent and f"{self._agent}-{next(self._starts)}"
-        self._process = EngineProcess(self._receive, self._on_exit)
+        self._process, self._suspects = EngineProcess(self._receive, self._on_exit), None
         await self._process.start()
         self.monitor.restart()
         self.send(Configure(config, agent, self._placement, peer))
@@ -159,7 +161,18 @@ class EngineClient:
 
     def refuse_all(self, error: PdserveError) -> None:
         """Fail all open requests: the engine does not answer."""
-        self._events.refuse_all(error)
+        self._events.refuse_all(lambda rid: error)
+
+    def fail_all(self, died: EngineDied, name: str) -> None:
+        """Fail all open requests, as the engine of node ``name`` has died: with EngineCrashed what may be the cause."""
+        suspects, killed = self._suspects, self._process.killed_from_outside
+        lost, crashed = EngineDied(f"{name}: {died}"), EngineCrashed(f"{name}: {died}")
+
+        def error_of(rid: int) -> PdserveError:
+            is_suspect = not killed if suspects is None else rid in suspects
+            return crashed if is_suspect else lost
+
+        self._events.refuse_all(error_of)
 
     # ------------------------------------------------------------ messages
 
@@ -178,6 +191,8 @@ class EngineClient:
                     self._on_weights_order_done()
             case Heartbeat():
                 self.monitor.receive(message)
+            case Crashed(rids):
+                self._suspects = frozenset(rids)
             case Failed(kind, text) if not self._started.done():
                 self._started.set_exception(named_error(kind, text))
 

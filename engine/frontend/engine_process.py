@@ -23,7 +23,7 @@ from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import FromEngine, Shutdown, ToEngine
 from pdserve.errors import EngineDied
 from pdserve.logs import chosen_format, message_of, relayed_line
-from pdserve.process import describe_exit
+from pdserve.process import describe_exit, killed_from_outside
 
 _LAST_LINES = 20  # of the engine's stderr, kept for the error when it exits
 _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
@@ -35,10 +35,12 @@ class EngineProcess:
     def __init__(self, on_message: Callable[[FromEngine], None], on_exit: Callable[[EngineDied], None]) -> None:
         self._on_message = on_message
         self._on_exit = on_exit
+        self.killed_from_outside = False  # valid once it has ended
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._all_received = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
@@ -62,7 +64,7 @@ class EngineProcess:
         self._watch = asyncio.create_task(self._watch_process(process), name="engine watch")
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(
-            lambda: _EngineProtocol(self._on_message, partial(_end_soon, process)), sock=ours
+            lambda: _EngineProtocol(self._on_message, partial(self._on_last_message, process)), sock=ours
         )
         await loop.create_connection(lambda: _EngineProtocol(self._on_message, lambda: None), sock=heartbeats)
 
@@ -87,6 +89,10 @@ class EngineProcess:
         if self._transport is not None:
             self._transport.close()
 
+    def _on_last_message(self, process: asyncio.subprocess.Process) -> None:
+        self._all_received.set()
+        _end_soon(process)
+
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         """Relay the output until the process exits."""
         assert process.stdout is not None
@@ -95,7 +101,11 @@ class EngineProcess:
             print(relayed_line(line, {"process": "engine"}) if in_json else line, file=sys.stderr, flush=True)
             if line.strip():
                 self._last_lines.append(message_of(line))
-        self._on_exit(EngineDied(_exit_reason(await process.wait(), self._last_lines)))
+        status = await process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_received.wait(), _EXIT_GRACE)
+        self.killed_from_outside = killed_from_outside(status)
+        self._on_exit(EngineDied(_exit_reason(status, self._last_lines)))
 
 
 def _end_soon(process: asyncio.subprocess.Process) -> None:

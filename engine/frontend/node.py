@@ -13,6 +13,7 @@ The node answers ``Describe`` and health checks while it loads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -41,6 +42,7 @@ from pdserve.weight_change import ABORT, KEEP, WeightChange
 
 _log = logging.getLogger(__name__)
 
+_REPORT_SECONDS = 1.0  # for peers to learn which requests a dead engine leaves
 _STOP_GRACE = 0.5  # seconds for last messages on open calls when the node exits
 
 
@@ -76,6 +78,13 @@ class Node:
 
     async def run(self, signals: ShutdownSignals, drain_timeout: float) -> None:
         """Load, serve and drain, until a signal ends it. Raises EngineDied when the engine exits before."""
+        try:
+            await self._run(signals, drain_timeout)
+        except EngineDied as exc:
+            await self._report_death(exc)
+            raise
+
+    async def _run(self, signals: ShutdownSignals, drain_timeout: float) -> None:
         if not await self._unless(signals.stop, self._load()):
             return
         await self._enter(State.READY)
@@ -88,6 +97,16 @@ class Node:
         _log.info("draining for %g s at most; a second signal ends this node at once", drain_timeout)
         if not await self._unless(signals.hurry, self._drain(self._drainable, drain_timeout, "the node shuts down")):
             self._drainable.hand_over(Draining("the node shuts down at once; send the request again"))
+
+    async def _report_death(self, died: EngineDied) -> None:
+        """Return the requests to peers that the dead engine leaves, before the streams end: suspects know from it."""
+        await self._enter(State.DRAINING)
+        self._engine.fail_all(died, self._context.name)
+        self._role.drop_peers("the engine of this node has died")
+        self._drainable.hand_over(Draining(f"{self._context.name}: {died}"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPORT_SECONDS):
+                await self._drainable.wait_released()
 
     async def close(self) -> None:
         """End the server, the role and the engine, within 3 seconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from engine.ipc.messages import (
@@ -55,9 +55,10 @@ class RequestEvents:
         """Drop further events of this request. Idempotent."""
         self._handlers.pop(rid, None)
 
-    def refuse_all(self, error: PdserveError) -> None:
-        """Fail all open requests: the engine does not answer."""
+    def refuse_all(self, error_of: Callable[[int], PdserveError]) -> None:
+        """Fail all open requests: the engine does not answer. ``error_of`` returns the error of a request."""
         for rid, handler in list(self._handlers.items()):
+            error = error_of(rid)
             handler.on_event(Refused(rid, type(error).__name__, str(error)))
 
     def dispatch(self, batch: Batch) -> None:

@@ -6,9 +6,10 @@ import os
 import selectors
 import socket
 import threading
+from collections.abc import Callable
 
 from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import FromEngine, ToEngine
+from engine.ipc.messages import Crashed, FromEngine, ToEngine
 
 _READ_BYTES = 1 << 18
 
@@ -32,6 +33,7 @@ class Channel:
         self._frames: Frames[ToEngine] = Frames(ToEngine)
         self._outgoing = bytearray()
         self._sending = threading.Lock()
+        self.suspects: Callable[[], tuple[int, ...]] = tuple  # the requests that an exception may come from
 
     def wake(self) -> None:
         """End a waiting ``receive`` early."""
@@ -66,6 +68,11 @@ class Channel:
             self._socket.setblocking(True)
             self._socket.sendall(self._outgoing)
             self._outgoing.clear()
+
+    def end_with_crash(self, in_step: bool = True) -> None:
+        """Send the last message, with the suspects of a step, and all unsent bytes. Raises OSError, ChannelClosed."""
+        self.send(Crashed(self.suspects() if in_step else ()))
+        self.drain()
 
     def close(self) -> None:
         """Close the socket; the frontend takes that as the engine's end."""

@@ -219,6 +219,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return cls(type(error).__name__ if isinstance(error, PdserveError) else "EngineDied", one_line(error))
 
 
+class Crashed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of an engine that ends with an error: the requests that may be its cause."""
+
+    rids: tuple[int, ...]
+
+
 class OutputTokens(msgspec.Struct, array_like=True):
     """Sampled tokens of all choices, in parallel columns with an entry per token.
 
@@ -419,4 +425,4 @@ class WeightsAnswer(msgspec.Struct, frozen=True, tag=True):
     has_weights: bool  # the new ones, or after an error the old ones; without weights, no request can be served
 
 
-FromEngine = Progress | Ready | Failed | Batch | Heartbeat | WeightsAnswer
+FromEngine = Progress | Ready | Failed | Crashed | Batch | Heartbeat | WeightsAnswer

@@ -61,6 +61,7 @@ class StepsInFlight:
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._steps: deque[tuple[int, StepSequences]] = deque()  # with the number of the step
+        self._applied = StepSequences((), ())  # the latest
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -72,7 +73,14 @@ class StepsInFlight:
 
     def pop(self) -> StepSequences:
         """Remove the oldest step, which is being applied."""
-        return self._steps.popleft()[1]
+        self._applied = self._steps.popleft()[1]
+        return self._applied
+
+    @property
+    def suspects(self) -> set[Sequence]:
+        """The live sequences of the steps that an exception may come from: in flight, or being applied."""
+        steps = [self._applied, *(sequences for _, sequences in self._steps)]
+        return {each for step in steps for each in (*step.decodes, *step.prompts) if not each.ended}
 
     def compute_other_prompts(self, sequence: Sequence) -> bool:
         """Return whether a step computes prompts, and not that of ``sequence``."""

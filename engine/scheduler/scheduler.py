@@ -195,6 +195,11 @@ class Scheduler:
             self.events.refused.append(Refused(rid, "NodeError", why))
             self.cancel(rid)
 
+    def suspects(self, planning: bool) -> set[int]:
+        """Return the requests that an exception may come from, while a step is planned or later."""
+        computed = {sequence.rid for sequence in self._in_flight.suspects}
+        return set(self._live.requests) if planning or not computed else computed
+
     # ------------------------------------------------------------ a step
 
     @property

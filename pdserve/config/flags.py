@@ -244,6 +244,7 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
         ),
         _Flag("sim_costs", "NAME=S,…", f"costs in seconds that replace {SimulatedCosts()}", _words),
         _Flag("sim_speed", "F", "divides all costs; inf: no delay (default %(default)g)", _float),
+        _Flag("sim_crash_token", "ID", "a step with this token ends the engine, for tests", _natural),
     ),
     "ranks": (
         _Flag("pp", "N", "pipeline stages (default %(default)s)", positive_int, alias="--pipeline-parallel-size"),

@@ -29,6 +29,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "device"  # device, or simulated: a cost model
     sim_costs: tuple[str, ...] = ()  # "name=seconds" with the fields of SimulatedCosts
     sim_speed: float = 1.0  # divides the costs
+    sim_crash_token: int | None = None  # a step that computes a sequence with this token fails, and so the engine
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: the checkpoint's
     load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
@@ -120,6 +121,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     peer_timing: PeerTiming
     costs: SimulatedCosts | None = None  # None unless simulated
+    sim_crash_token: int | None = None
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # of this host, whose digests are in compat_fields; empty before they are known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
@@ -203,8 +205,9 @@ def check_options(options: NodeOptions) -> None:
         raise ConfigError(f"gpu_memory_utilization {options.gpu_memory_utilization} is not within 0 … 1")
     if options.simulated:
         _check_simulated(options)
-    elif options.sim_costs or options.sim_speed != 1.0:
-        raise ConfigError("sim_costs and sim_speed need a simulated node; add --engine simulated or remove them")
+    elif options.sim_costs or options.sim_speed != 1.0 or options.sim_crash_token is not None:
+        names = "sim_costs, sim_speed and sim_crash_token"
+        raise ConfigError(f"{names} need a simulated node; add --engine simulated or remove them")
 
 
 def _check_simulated(options: NodeOptions) -> None:

@@ -114,6 +114,7 @@ def resolve(
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
         costs=_choose_costs(options, choices),
+        sim_crash_token=options.sim_crash_token,
         compat_fields=_compat_fields(compat_model, options, layout, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},
         choices=tuple(choices),

@@ -1047,6 +1047,10 @@ class Failure(_message.Message):
         NODE_FAILED: Failure._Code.ValueType  # 4
         DRAINING: Failure._Code.ValueType  # 6
         """the node shuts down; the request continues on another node"""
+        CRASHED: Failure._Code.ValueType  # 7
+        """the node's engine has ended in a step with this request, which may be the cause"""
+        PREFILL_CRASHED: Failure._Code.ValueType  # 8
+        """the same of the request's P, reported by D"""
 
     class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
     UNSPECIFIED: Failure.Code.ValueType  # 0
@@ -1058,6 +1062,10 @@ class Failure(_message.Message):
     NODE_FAILED: Failure.Code.ValueType  # 4
     DRAINING: Failure.Code.ValueType  # 6
     """the node shuts down; the request continues on another node"""
+    CRASHED: Failure.Code.ValueType  # 7
+    """the node's engine has ended in a step with this request, which may be the cause"""
+    PREFILL_CRASHED: Failure.Code.ValueType  # 8
+    """the same of the request's P, reported by D"""
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int

@@ -11,10 +11,12 @@ from pdserve.errors import (
     ConfigError,
     DeadlineExceeded,
     Draining,
+    EngineCrashed,
     NodeError,
     Overloaded,
     PdserveError,
     PeerError,
+    PrefillCrashed,
     RequestError,
     cut,
 )
@@ -31,6 +33,8 @@ _CODES: tuple[tuple[type[PdserveError], grpc.StatusCode, pb.Failure.Code.ValueTy
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED, pb.Failure.NODE_FAILED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, pb.Failure.DEADLINE),
     (PeerError, grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NODE_FAILED),
+    (PrefillCrashed, grpc.StatusCode.ABORTED, pb.Failure.PREFILL_CRASHED),
+    (EngineCrashed, grpc.StatusCode.ABORTED, pb.Failure.CRASHED),
     (NodeError, grpc.StatusCode.UNAVAILABLE, pb.Failure.NODE_FAILED),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NODE_FAILED),
     (PdserveError, grpc.StatusCode.INTERNAL, pb.Failure.NODE_FAILED),
@@ -39,11 +43,14 @@ _ERROR_OF_STATUS: dict[grpc.StatusCode, type[PdserveError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: RequestError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.ABORTED: EngineCrashed,
 }
 _ERROR_OF_FAILURE: dict[int, type[PdserveError]] = {
     pb.Failure.INVALID: RequestError,
     pb.Failure.DRAINING: Draining,
     pb.Failure.DEADLINE: DeadlineExceeded,
+    pb.Failure.CRASHED: EngineCrashed,
+    pb.Failure.PREFILL_CRASHED: PrefillCrashed,
 }
 
 
@@ -75,7 +82,8 @@ def failure_to_pb(error: PdserveError) -> pb.Failure:
 def failure_from_pb(failure: pb.Failure, peer: str = "") -> PdserveError:
     """Return the error of a failure that a node sent.
 
-    D names the ``peer``, whose own failures are PeerErrors. The router names none: its clients read the message.
+    D names the ``peer``, whose own failures are PeerErrors, except EngineCrashed. The router names none: its clients
+    read the message.
     """
     message = failure.message or "the node gave no reason"
     if peer:

@@ -82,6 +82,15 @@ class NodeCall:
     def set_paused(self, paused: bool) -> None:
         self._stream.set_paused(self._number, paused)
 
+    @property
+    def suspect(self) -> object | None:
+        """The request on trial at the node; after a crash, the one that was."""
+        return self._stream.suspect
+
+    @suspect.setter
+    def suspect(self, suspect: object | None) -> None:
+        self._stream.suspect = suspect
+
     def change_weights(self, new: pb.NewWeights) -> NodeView:
         """Return the node with the weights that it has changed to under the request."""
         self.node = msgspec.structs.replace(self.node, weights=new.weights, compat_hash=new.compat_hash)
@@ -103,6 +112,7 @@ class Fleet:
         self._members = _Members({}, model)
         self._typical = TYPICAL
         self._typical_until = 0.0  # time.monotonic
+        self.suspect_turn = asyncio.Lock()  # of prompts to pool whose node's engine has ended
 
     def snapshot(self) -> FleetSnapshot:
         return FleetSnapshot(self._model, self._nodes.views(), self._nodes.placement_counter)
@@ -148,8 +158,9 @@ class Fleet:
         handler: OutputHandler,
         accepts: Callable[[NodeView], bool] | None = None,
         prefix: PromptPrefix | None = None,
+        alone: bool = False,
     ) -> NodeCall:
-        """Choose nodes and send the request; ``accepts`` filters decode nodes.
+        """Choose nodes and send the request; ``accepts`` filters decode nodes. ``alone``: no P takes part.
 
         Raises Overloaded when no accepted decode node is ready.
         """
@@ -158,7 +169,7 @@ class Fleet:
         if accepts is not None:
             views = tuple(view for view in views if view.role == "prefill" or accepts(view))
         prefix = prefix or PromptPrefix(message.token_ids, message.cache_salt)
-        if worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
+        if not alone and worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
             request = self._policy_request(prefix)
         else:
             request = PolicyRequest(prefix.num_tokens, may_hand_off=False)

@@ -114,6 +114,7 @@ class NodeClient:
             hands_off_all=node.hands_off_all,
             in_flight=self.in_flight,
             stalled=node.stalled,
+            has_suspect=self.stream is not None and self.stream.suspect is not None,
             load=self._current_load(node.kv_layout.block_size),
             throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(age)),
             task=node.task or GENERATE,

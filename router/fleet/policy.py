@@ -36,6 +36,7 @@ class NodeView(msgspec.Struct, frozen=True):
     throughput: Throughput = Throughput()
     task: str = GENERATE
     hands_off_all: bool = False  # prompts of any length and cost
+    has_suspect: bool = False  # a request of this router is on trial there
     weights: str = ""  # short name of the weights: equal for nodes with equal weights
 
     @property

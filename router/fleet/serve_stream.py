@@ -59,7 +59,7 @@ class ServeStream:
     A message waits until the node reads it (gRPC's flow control). Beyond ``MAX_UNSENT`` bytes the stream takes no new
     request; only cancellations and pauses of requests in flight are added then.
 
-    ``on_change`` is called whenever ``open`` changes.
+    ``on_change`` is called whenever ``open`` or ``suspect`` changes.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class ServeStream:
         self.epoch = epoch  # changes with the node's weights, if its requests go on
         self._max_request = max_request
         self.draining = False
+        self._suspect: object | None = None
         self._on_change = on_change
         self._handlers: dict[int, OutputHandler] = {}
         self._next_number = 1
@@ -117,6 +118,16 @@ class ServeStream:
         for each in messages:
             self._put(each)
         return number
+
+    @property
+    def suspect(self) -> object | None:
+        """The request on trial here (router/generation/migration.py); it stays if the engine ends under it."""
+        return self._suspect
+
+    @suspect.setter
+    def suspect(self, suspect: object | None) -> None:
+        self._suspect = suspect
+        self._on_change(self)
 
     def cancel(self, number: int) -> None:
         """Abort a request at the node; its handler is not called again. Unknown and ended numbers are ignored."""

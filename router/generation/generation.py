@@ -146,15 +146,19 @@ class PromptRun:
         self.scores = PromptScores(job.prompt.unpacked()) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
         self._span = NO_SPAN  # of the present call
-        self._migration = Migration(options, generation.metrics, self._send, generation.fail)
+        self._migration = Migration(options, generation.metrics, self._send, generation.fail, len(self.choices))
+        self._suspicion = self._migration.suspicion
 
     def start(self, fleet: Fleet) -> None:
         """Raises PdserveError when no node takes the prompt."""
         self._fleet = fleet
         self._send(None)
 
-    def _send(self, to: Accepts | NodeChoice | None) -> None:
-        """Send the prompt with the tokens so far. Raises Overloaded when no accepted decode node is ready."""
+    def _send(self, to: Accepts | NodeChoice | None, on_trial: bool = False) -> None:
+        """Send the prompt with the tokens so far. Raises Overloaded when no accepted decode node is ready.
+
+        ``on_trial``: it is suspect, so no prefill node takes part.
+        """
         generation = self._generation
         options, sampling = generation.options, self.job.sampling
         if self._started:  # prompt log-probabilities arrive before the first token
@@ -178,7 +182,9 @@ class PromptRun:
             num_tokens = self.prefix.num_tokens + self._num_unfinished_tokens
             self._call = self._fleet.move(message, self, to, num_tokens)
         else:
-            self._call = self._fleet.generate(message, self, generation.weights.accepting(to), self.prefix)
+            self._call = self._fleet.generate(message, self, generation.weights.accepting(to), self.prefix, on_trial)
+            if on_trial and not generation.paused:
+                self._suspicion.begin_trial(self._call)
             if len(generation.runs) > 1:
                 generation.weights.settle(self._call.node)
         self._prefill_node = message.prefill_node
@@ -193,6 +199,8 @@ class PromptRun:
             self._end_call()
 
     def set_paused(self, paused: bool) -> None:
+        if paused:
+            self._suspicion.end_trial()  # it may last
         if self._call is not None:
             self._call.set_paused(paused)
         for choice in self.choices:
@@ -285,6 +293,8 @@ class PromptRun:
             self._observe_itl(now - choice.last_token_at)
         choice.last_token_at = now
         generation.usage.completion_tokens += 1
+        if self._suspicion.on_trial:
+            self._suspicion.count_token()
 
     def _on_first_token(self, now: float, output: pb.Output) -> None:
         """Handle the first token of a call; TTFT and cached tokens count for the first call only."""
@@ -307,6 +317,7 @@ class PromptRun:
     def _finish(self) -> None:
         """All choices have ended; abort at the node what only stop strings have ended."""
         assert self._call is not None
+        self._suspicion.end_trial()
         if self._stopped_early:
             self._call.cancel()
         else:

@@ -5,6 +5,8 @@
        │   └─ refused: any D, the first one included           ▼ accepts it in time
        └──moved──► another D, which reads the KV from the first one         an error
 
+If the engine of D, or of its P, ends in a step with the prompt, the prompt is suspect (suspicion.py).
+
 A drain is no failure and counts towards no limit, nor does a move. The call to the first node of a move ends before the
 second one begins, so that two nodes never produce tokens of one prompt. Its blocks stay in the first node's prefix
 cache, as the last ones to be evicted, until the second node has leased them.
@@ -21,11 +23,13 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
-from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
+from pdserve.errors import DeadlineExceeded, Draining, EngineCrashed, NodeError, Overloaded, PdserveError
+from router.errors import CrashingRequest
 from router.fleet.fleet import NodeCall
 from router.fleet.policy import NodeChoice, NodeView
 from router.fleet.serve_stream import NodeLost
 from router.generation.job import GenerationOptions
+from router.generation.suspicion import Suspicion
 from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = 10.0  # seconds from leaving a node until another one must have accepted the prompt
 _AVOID = 2.0  # seconds for which nodes that it left are avoided: a failing node is not reported at once
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
+_TURN_PAUSE = 0.05  # seconds between attempts of a suspect while others are on trial
 _REST = 5.0  # seconds between two moves of a stream
 _LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # of log lines, by reason
 
@@ -42,16 +47,17 @@ Accepts = Callable[[NodeView], bool]
 class Migration:
     """Moves one prompt. Failures are limited: a request that crashes nodes must not crash all of them.
 
-    ``send`` starts the prompt on an accepted decode node, or on a named pair, or raises PdserveError; ``give_up`` takes
-    the client's error.
+    ``send`` starts the prompt on an accepted decode node, or on a named pair, or raises PdserveError; with True, it is
+    on trial there. ``give_up`` takes the client's error.
     """
 
     def __init__(
         self,
         options: GenerationOptions,
         metrics: RouterMetrics,
-        send: Callable[[Accepts | NodeChoice], None],
+        send: Callable[[Accepts | NodeChoice, bool], None],
         give_up: Callable[[PdserveError], None],
+        num_choices: int,
     ) -> None:
         self._options = options
         self._metrics = metrics
@@ -59,7 +65,11 @@ class Migration:
         self._give_up = give_up
         self._left: set[str] = set()  # ids of decode nodes
         self._left_at = 0.0  # the latest
+        self._give_up_at = 0.0
+        self.suspicion = Suspicion(num_choices)
+        self._waits_for_turn = False  # only nodes with other suspects are ready
         self._num_failures = 0
+        self._left_stalled = False
         self._rerouted = False  # from a node without room
         self._moving = False  # the present call is a move, as far as is known
         self._moved_at = -_REST
@@ -72,6 +82,7 @@ class Migration:
     def cancel(self) -> None:
         """Stop, and drop the references to the prompt. Idempotent."""
         self._cancelled = True
+        self.suspicion.end_trial()
         self._send = self._give_up = _ignore
         if self._timer is not None:
             self._timer.cancel()
@@ -81,6 +92,10 @@ class Migration:
         if self._cancelled:
             return
         moving, self._moving = self._moving, False
+        if isinstance(error, EngineCrashed) and self._options.migrations:
+            self._on_crash(error, call, num_tokens)
+            return
+        self.suspicion.end_trial()
         if isinstance(error, Draining):
             self._leave(call.node, num_tokens, error, "drained")
         elif isinstance(error, NodeError) and self._options.migrations:
@@ -93,33 +108,38 @@ class Migration:
             self._give_up(error)
 
     def may_leave(self, node: NodeView, num_tokens: int, exists: Callable[[Accepts], bool]) -> bool:
-        """Return whether a prompt may go on elsewhere although its node has not failed.
+        """Return whether a prompt may go on elsewhere although its node has not failed: once, as it may be the cause.
 
         ``exists`` returns whether a decode node that is accepted could take it.
         """
-        if self._cancelled or not self._options.migrations:
+        if self._cancelled or not self._options.migrations or self._left_stalled:
             return False
         self._computed_by = node if num_tokens else None
         return exists(lambda other: other.node_id != node.node_id and self._accepts(other))
 
     @property
     def may_move(self) -> bool:
-        return not self._cancelled and self._options.migrations > 0 and perf_counter() > self._moved_at + _REST
+        if self._cancelled or not self._options.migrations or self.suspicion.crashed:
+            return False
+        return perf_counter() > self._moved_at + _REST
 
     def move(self, node: NodeView, num_tokens: int, to: NodeChoice) -> None:
         """Continue on ``to.decode``, which reads the KV from ``node``; if that is refused, anywhere."""
         self._count(node, num_tokens, f"to {to.decode}", "moved")
         self._computed_by, self._moving = node, True
         self._left_at = self._moved_at = perf_counter()
+        self._give_up_at = self._left_at + _TIMEOUT
         self._reason, self._pause = Overloaded(f"{to.decode} did not take it"), _FIRST_PAUSE
         try:
-            self._send(to)
+            self._send(to, False)
         except PdserveError:
             self._moving = False
             self._try()
 
     def leave_stalled(self, node: NodeView, num_tokens: int) -> None:
         """Continue elsewhere, since a step of the node may never end. It is no failure and counts towards no limit."""
+        self.suspicion.end_trial()
+        self._left_stalled = True
         self._leave(node, num_tokens, NodeError(f"decode node {node.node_id} is stalled in a step"), "stalled")
 
     def _reroute(self, full: NodeView) -> bool:
@@ -128,10 +148,19 @@ class Migration:
             return False
         self._rerouted = True
         try:
-            self._send(lambda node: node.node_id != full.node_id)
+            self._send(lambda node: node.node_id != full.node_id, False)
         except PdserveError:  # the client gets the first node's error
             return False
         return True
+
+    def _on_crash(self, error: EngineCrashed, call: NodeCall, num_tokens: int) -> None:
+        """Go on elsewhere, on trial unless another request explains the crash; fail after the second one."""
+        try:
+            self.suspicion.add_crash(call, error)
+        except CrashingRequest as exc:
+            self._give_up(exc)
+        else:
+            self._on_node_failure(error, call.node, num_tokens)
 
     def _on_node_failure(self, error: NodeError, node: NodeView, num_tokens: int) -> None:
         self._num_failures += 1
@@ -140,7 +169,8 @@ class Migration:
             text = f"{self._num_failures} decode nodes failed under this request, the limit is {limit + 1}"
             self._give_up(NodeError(f"{text}; the last one: {error}"))
             return
-        self._leave(node, num_tokens, error, "lost" if isinstance(error, NodeLost) else "failed")
+        why = "crashed" if isinstance(error, EngineCrashed) else "lost" if isinstance(error, NodeLost) else "failed"
+        self._leave(node, num_tokens, error, why)
 
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
         self._count(node, num_tokens, str(error), why)
@@ -160,6 +190,7 @@ class Migration:
     def _go_elsewhere(self, node: NodeView, error: PdserveError) -> None:
         self._left.add(node.node_id)
         self._left_at = perf_counter()
+        self._give_up_at = self._left_at + _TIMEOUT
         self._reason, self._pause = error, _FIRST_PAUSE
         self._try()
 
@@ -167,22 +198,31 @@ class Migration:
         before = self._computed_by
         if before is not None and (node.compat_hash, node.version) != (before.compat_hash, before.version):
             return False
-        return node.node_id not in self._left or perf_counter() > self._left_at + _AVOID
+        if node.node_id in self._left and perf_counter() < self._left_at + _AVOID:
+            return False
+        self._waits_for_turn |= node.has_suspect
+        return self.suspicion.accepts(node)
 
     def _try(self) -> None:
+        self._waits_for_turn = False
         try:
-            self._send(self._accepts)
+            self._send(self._accepts, self.suspicion.pending)
         except PdserveError:  # no such node is ready
             self._retry_later()
 
     def _retry_later(self) -> None:
-        if perf_counter() > self._left_at + _TIMEOUT:
+        if self._options.remaining <= 0:
+            self._give_up(DeadlineExceeded(f"no other decode node took the request in its time: {self._reason}"))
+            return
+        if self.suspicion.pending and self._waits_for_turn:
+            self._give_up_at = perf_counter() + _TIMEOUT
+        elif perf_counter() > self._give_up_at:
             kind = Overloaded if isinstance(self._reason, Draining | Overloaded) else NodeError
             self._give_up(kind(f"no other decode node took the request within {_TIMEOUT:g} s: {self._reason}"))
             return
         self._timer = asyncio.get_running_loop().call_later(self._pause, self._try)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, _TURN_PAUSE if self._waits_for_turn else _LONGEST_PAUSE)
 
 
-def _ignore(_: object) -> None:
+def _ignore(*_: object) -> None:
     """Replaces the callbacks of a cancelled prompt."""

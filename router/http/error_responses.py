@@ -7,7 +7,7 @@ import math
 from starlette.responses import Response
 
 from pdserve.errors import Overloaded, PdserveError
-from router.errors import RateLimitExceeded, Unauthorized, encode_error, error_body, status_and_type
+from router.errors import CrashingRequest, RateLimitExceeded, Unauthorized, encode_error, error_body, status_and_type
 from router.http.request_ids import request_id_headers, speaks_anthropic
 from router.messages_api.errors import encode_messages_error, messages_error_body
 
@@ -21,6 +21,8 @@ def error_response(error: PdserveError, path: str, request_id: str | None = None
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if isinstance(error, RateLimitExceeded):
         response.raw_headers += error.headers
+    if isinstance(error, CrashingRequest):
+        response.headers["x-should-retry"] = "false"  # the SDKs of OpenAI and Anthropic repeat a 500 otherwise
     if request_id is not None:
         response.raw_headers += request_id_headers(path, request_id)
     return response

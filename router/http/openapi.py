@@ -49,7 +49,7 @@ _STATUSES = {
     404: "The path, model or response does not exist.",
     413: "The body is too large.",
     429: "The client exceeds its own rate limit; retry after `Retry-After` seconds.",
-    500: "The router failed; see its log.",
+    500: "The router failed; see its log. Or two engines have ended with this request (`request_crashes_engines`).",
     502: "A node failed during the request.",
     503: "The server is overloaded; retry after `Retry-After` seconds.",
     504: "The request exceeded its time limit.",

@@ -16,10 +16,11 @@ from time import monotonic
 import msgspec
 import numpy as np
 
-from pdserve.errors import DeadlineExceeded, NodeError, Overloaded
+from pdserve.errors import DeadlineExceeded, EngineCrashed, NodeError, Overloaded
 from pdserve.logs import request_fields
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
+from router.errors import CrashingRequest
 from router.fleet.fleet import Fleet
 from router.fleet.serve_stream import NodeLost
 from router.generation.usage import Usage
@@ -122,6 +123,11 @@ class PoolingRun:
         while True:
             try:
                 return await self._call(batch)
+            except EngineCrashed as exc:
+                if not self._options.migrations:
+                    raise
+                self._count_move(batch, exc)
+                return await self._compute_alone(batch)
             except NodeError as exc:
                 num_failures += 1
                 if num_failures > self._options.migrations:
@@ -134,6 +140,21 @@ class PoolingRun:
             give_up_at = give_up_at or monotonic() + _TIMEOUT
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _compute_alone(self, batch: range) -> pb.PoolReply:
+        """Compute a batch whose node's engine ended in a step with it: once, while no other such batch runs."""
+        async with self._fleet.suspect_turn:
+            give_up_at = monotonic() + _TIMEOUT
+            while True:
+                try:
+                    return await self._call(batch)
+                except EngineCrashed as exc:
+                    text = "the engines of two prefill nodes have ended while they computed these texts"
+                    raise CrashingRequest(f"{text}; the last one: {exc}; report it with the nodes' logs") from exc
+                except (NodeError, Overloaded):
+                    if monotonic() > give_up_at:
+                        raise
+                await asyncio.sleep(_LONGEST_PAUSE)
 
     async def _call(self, batch: range) -> pb.PoolReply:
         """Call one node. Raises PdserveError; the node is then avoided for a while."""
@@ -172,7 +193,8 @@ class PoolingRun:
         return any(node.node_id != node_id and not node.stalled for node in nodes)
 
     def _count_move(self, batch: range, error: NodeError) -> None:
-        self._metrics.migrations.labels("lost" if isinstance(error, NodeLost) else "failed").inc(len(batch))
+        why = "crashed" if isinstance(error, EngineCrashed) else "lost" if isinstance(error, NodeLost) else "failed"
+        self._metrics.migrations.labels(why).inc(len(batch))
         fields = request_fields(self._options.request_id, self._options.span.trace_id)
         text = "request %s sends %d prompts to another node: %s"
         logger.warning(text, self._options.request_id, len(batch), error, extra=fields)

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from engine.executor.rank_messages import FromRank, RankOutput, Step, ToRank
-from engine.executor.rank_processes import RankChannel, RankProcesses
+from engine.executor.rank_processes import Failure, RankChannel, RankProcesses
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Failed
 from pdserve.config.parallel import ParallelConfig
@@ -46,8 +46,8 @@ class Ranks:
         for sock in (*self.sockets.values(), *(channel.socket for channel in self._channels)):
             sock.close()
 
-    def _on_failure(self, kind: str, text: str) -> NoReturn:
-        self.failures.put((kind, text))
+    def _on_failure(self, failure: Failure) -> NoReturn:
+        self.failures.put((failure.error, failure.message))
         raise SystemExit
 
 

@@ -9,19 +9,33 @@ from pdserve.errors import (
     CapacityError,
     DeadlineExceeded,
     Draining,
+    EngineCrashed,
     EngineDied,
     NodeError,
     Overloaded,
     PdserveError,
     PeerError,
+    PrefillCrashed,
     RequestError,
     RequestTooLong,
 )
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import error_from_rpc, failure_from_pb, failure_to_pb, status_code
 
-OWN_ERRORS = {"INVALID_ARGUMENT": RequestError, "RESOURCE_EXHAUSTED": Overloaded, "DEADLINE_EXCEEDED": DeadlineExceeded}
-FAILURES = {"INVALID": RequestError, "OVERLOADED": Overloaded, "DEADLINE": DeadlineExceeded, "DRAINING": Draining}
+OWN_ERRORS = {
+    "INVALID_ARGUMENT": RequestError,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "ABORTED": EngineCrashed,
+}
+FAILURES = {
+    "INVALID": RequestError,
+    "OVERLOADED": Overloaded,
+    "DEADLINE": DeadlineExceeded,
+    "DRAINING": Draining,
+    "CRASHED": EngineCrashed,
+    "PREFILL_CRASHED": PrefillCrashed,
+}
 
 
 def failed_call(code: grpc.StatusCode, details: str | None) -> grpc.aio.AioRpcError:

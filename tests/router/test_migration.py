@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,83 @@ def test_request_fails_after_the_limit_of_node_failures(nodes: Nodes, tokenizer:
     assert events[-1]["error"]["type"] == "node_error"
     assert "3 decode nodes failed" in events[-1]["error"]["message"]
     assert "the engine died" in events[-1]["error"]["message"]
+
+
+def crashing(token_ids: list[int], code: pb.Failure.Code.ValueType = pb.Failure.CRASHED) -> Script:
+    async def script(conversation: Conversation) -> None:
+        for token_id in token_ids:
+            conversation.token(token_id)
+        conversation.fail(code, "the engine ended")
+
+    return script
+
+
+@pytest.mark.parametrize("first", [pb.Failure.CRASHED, pb.Failure.PREFILL_CRASHED])
+def test_request_fails_with_an_error_of_its_own_after_the_second_crash(
+    tokenizer_dir: Path, tokenizer: Tokenizer, first: pb.Failure.Code.ValueType
+) -> None:
+    """It is resumed once, also if it was cleared in between."""
+    (a,) = tokenizer.encode("a")
+    with start_nodes(tokenizer_dir) as fleet:
+        body = fleet.play(crashing([a], first), crashing([a] * 20))  # a third script would be missing
+        answer = fleet.client.post("/v1/completions", json=body)
+        assert answer.status_code == 500
+        assert answer.headers["x-should-retry"] == "false"
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "request_crashes_engines")
+        assert "the engine ended" in error["message"]
+        assert fleet.metric('pdserve_migrations_total{reason="crashed"}') == 1
+
+
+def test_suspects_are_on_trial_one_at_a_time_on_a_node(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    """The next one begins once the last one is cleared by its tokens, or has ended."""
+    (a,) = tokenizer.encode("a")
+    on_trial: list[str] = []
+    most: list[int] = []
+
+    def trial(num_tokens: int) -> Script:
+        async def script(conversation: Conversation) -> None:
+            on_trial.append(conversation.message.prefill_node)
+            most.append(len(on_trial))
+            for number in range(num_tokens):
+                await asyncio.sleep(0.02)
+                if number == min(7, num_tokens - 1):  # eight tokens clear it
+                    on_trial.pop()
+                conversation.token(a, finish="length" if number == num_tokens - 1 else "")
+
+        return script
+
+    with start_nodes(tokenizer_dir, hashes=[""]) as fleet, ThreadPoolExecutor() as threads:
+        lengths = [12, 3, 30, 12]
+        bodies = [fleet.play(crashing([a]), trial(length)) for length in lengths]
+        answers = list(threads.map(lambda body: stream(fleet.client, body), bodies))
+        assert [text_of(events) for events in answers] == ["a" * (1 + length) for length in lengths]
+        assert most == [1] * len(lengths)
+
+
+def test_crash_is_blamed_on_the_suspect_on_trial_alone(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    """The other request in that step goes on."""
+    (a,) = tokenizer.encode("a")
+    both = asyncio.Event()
+
+    async def last_trial(conversation: Conversation) -> None:
+        conversation.token(a)
+        await both.wait()
+        conversation.fail(pb.Failure.CRASHED)
+
+    async def beside_it(conversation: Conversation) -> None:
+        conversation.token(a)
+        both.set()
+        conversation.fail(pb.Failure.CRASHED)
+
+    with start_nodes(tokenizer_dir, hashes=[""]) as fleet, ThreadPoolExecutor() as threads:
+        (node,) = fleet.all
+        guilty = fleet.play(crashing([a]), last_trial)
+        innocent = fleet.play(beside_it, saying([a, a]))
+        failing = threads.submit(stream, fleet.client, guilty)
+        wait_for(lambda: guilty["cache_salt"] in node.seen and bool(node.seen[guilty["cache_salt"]].message.resume))
+        assert text_of(stream(fleet.client, innocent)) == "aaa"
+        assert failing.result()[-1]["error"]["code"] == "request_crashes_engines"
 
 
 @pytest.mark.parametrize("code", [pb.Failure.INVALID, pb.Failure.DEADLINE, pb.Failure.OVERLOADED])
