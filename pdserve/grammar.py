@@ -26,6 +26,7 @@ SLOW_MASK = 1e-3  # seconds of CPU; usual masks take 30 – 400 µs, with a voca
 MAX_MASK = 10e-3  # on average; longer ones would keep an output waiting for most of the time
 _SURE_SECONDS = 1.0  # of masks, before a grammar that compiled is refused for its average
 
+_MAX_ADDED_TOKEN = 256  # bytes of the text of an added token
 _MAX_PROBLEM = 300  # characters of an llguidance message
 
 
@@ -115,6 +116,7 @@ class Grammar:
             raise RequestError(_one_line((lenient or words)[0]), "grammar")
         self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
         self.mask_bytes = TokenMask.num_bytes(vocabulary.tokenizer.vocab_size)  # llguidance's may have a word more
+        self.tokenize = vocabulary.tokenizer.tokenize_bytes
         self._num_masks = 0
         self._mask_seconds = 0.0  # of CPU, of all masks
         self.first_mask = self.matcher().mask()
@@ -154,19 +156,47 @@ class Matcher:
         """Advance by tokens. A token that the grammar forbids makes the next ``mask`` fail."""
         self._matcher.consume_tokens(list(token_ids))
 
+    def _compute_mask(self) -> bytes:
+        """Return llguidance's mask, in the length of TokenMask.
+
+        Where the text is forced, it allows the first token of that text alone. If the text begins with that of an added
+        token, this is the added token, which the matcher does not take for its text: the text's own tokens replace it.
+        """
+        words = self._matcher.compute_bitmask()[: self._grammar.mask_bytes]
+        if (token_id := _only_token(words)) is None or self._matcher.validate_tokens([token_id]):
+            return words
+        forced = self._matcher.compute_ff_bytes()[:_MAX_ADDED_TOKEN]
+        for end in range(len(forced) - 1, 0, -1):
+            token_ids = self._grammar.tokenize(forced[:end])
+            if token_ids and self._matcher.validate_tokens(token_ids[:1]):
+                return _mask_of(token_ids[0], self._grammar.mask_bytes)
+        return words
+
     def mask(self) -> bytes:
         """Return the mask for ``TokenMask.words``. At the grammar's end it allows only an end of sequence.
 
         Raises RequestError if the grammar takes too much time or memory, or allows no token.
         """
         begun = thread_time()
-        words = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()[: self._grammar.mask_bytes]
+        words = b"" if self._matcher.is_error() else self._compute_mask()
         if self._matcher.is_error():
             raise RequestError(f"the grammar cannot go on: {_one_line(self._matcher.get_error())}", "grammar")
         if words.count(0) == len(words):
             raise RequestError("the grammar allows no token of the vocabulary here; allow for another way", "grammar")
         self._grammar.count_mask(thread_time() - begun)
         return words
+
+
+def _only_token(mask: bytes) -> int | None:
+    """Return the only token that a mask allows; None if there are several or none."""
+    if mask.count(0) != len(mask) - 1:
+        return None
+    (at, byte) = next((at, byte) for at, byte in enumerate(mask) if byte)
+    return 8 * at + byte.bit_length() - 1 if byte.bit_count() == 1 else None
+
+
+def _mask_of(token_id: int, num_bytes: int) -> bytes:
+    return (1 << token_id).to_bytes(num_bytes, "little")
 
 
 def without(mask: bytes, token_ids: Collection[int]) -> bytes:

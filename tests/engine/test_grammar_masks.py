@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers, 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
 from pdserve.errors import RequestError
-from pdserve.grammar import Grammar, from_ebnf, from_regex
+from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, from_json_schema, from_regex
 from pdserve.records import FinishReason, SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
 
@@ -97,6 +99,34 @@ def results(grammars: GrammarWorkers) -> Iterator[Compiled | Masked]:
         yield from grammars.take_results()
         time.sleep(0.001)
     raise AssertionError("no result within 60 s")
+
+
+NOTATIONS: dict[str, Callable[[str], str]] = {
+    "regex": lambda text: from_regex(re.escape(text)),
+    "const": lambda text: from_json_schema(json.dumps({"const": text})),
+    "enum": lambda text: from_json_schema(json.dumps({"enum": [text, "other"]})),
+    "Lark": lambda text: f"start: {json.dumps(text)}",
+    "GBNF": lambda text: from_ebnf(f"root ::= {json.dumps(text)}"),
+}
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_grammars_give_the_text_of_added_tokens(notation: str) -> None:
+    """Ordinary tokens spell it, at the start and behind other text; the added token itself means something else."""
+    config = load_model_config(EMBEDDED_MODEL)
+    vocabulary = GrammarVocabulary(TOKENIZER.to_str(), config.vocab_size, config.eos_token_ids)
+    added = {token_id: token.content for token_id, token in TOKENIZER.get_added_tokens_decoder().items()}
+    for text in (f"{before}{content}y" for content in added.values() for before in ("", "x")):
+        matcher = Grammar(NOTATIONS[notation](text), vocabulary).matcher()
+        goal = json.dumps(text) if notation in ("const", "enum") else text
+        token_ids: list[int] = []
+        while (written := TOKENIZER.decode(token_ids)) != goal:
+            bits = int.from_bytes(matcher.mask(), "little")
+            allowed = [token_id for token_id in range(config.vocab_size) if bits >> token_id & 1]
+            assert not added.keys() & set(allowed), (text, written)
+            fitting = (each for each in allowed if goal.startswith(TOKENIZER.decode([*token_ids, each])))
+            token_ids.append(next(fitting))
+            matcher.consume(token_ids[-1:])
 
 
 def chain(depth: int) -> str:
