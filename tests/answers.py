@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -27,7 +28,9 @@ class ChoiceAnswer:
     finish_reason: str = ""
     tokens: list[str] = field(default_factory=list)  # this and the next two: only for requests with log-probabilities
     offsets: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)  # None: the first token of an echoed prompt
+    best: list[list[float]] = field(default_factory=list)  # log-probabilities of the best tokens at each position
+    stop_reason: str | int | None = None
 
     def add(self, choice: dict[str, Any]) -> None:
         """Append a chunk of the choice, or the whole choice."""
@@ -35,18 +38,39 @@ class ChoiceAnswer:
         self.token_ids += choice.get("token_ids") or []
         self.text += choice["text"]
         self.finish_reason = choice["finish_reason"] or ""
+        self.stop_reason = choice.get("stop_reason")
         if logprobs := choice["logprobs"]:
             self.tokens += logprobs["tokens"]
             self.offsets += logprobs["text_offset"]
             self.logprobs += logprobs["token_logprobs"]
+            self.best += [sorted((best or {}).values()) for best in logprobs["top_logprobs"] or ()]
+        for position in choice.get("prompt_logprobs") or ():
+            self.best.append(sorted(each["logprob"] for each in (position or {}).values()))
 
     def matches(self, other: ChoiceAnswer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
         mine, theirs = (
-            (each.token_ids, each.text, each.finish_reason, each.tokens, each.offsets, len(each.logprobs))
+            (each.token_ids, each.text, each.finish_reason, each.stop_reason, each.tokens, each.offsets)
             for each in (self, other)
         )
-        pairs = zip(self.logprobs, other.logprobs, strict=False)
-        return mine == theirs and all(abs(a - b) < tolerance for a, b in pairs)
+        return mine == theirs and self.logprob_error(other) < tolerance
+
+    def logprob_error(self, other: ChoiceAnswer) -> float:
+        """Return the largest difference of two log-probabilities at the same place; infinity if one has more.
+
+        The best tokens at a position are compared without their names: those of almost equal logits may swap places.
+        """
+        mine: list[Sequence[float | None]] = [self.logprobs, *self.best]
+        theirs: list[Sequence[float | None]] = [other.logprobs, *other.best]
+        if list(map(len, mine)) != list(map(len, theirs)):
+            return float("inf")
+        pairs = zip(chain.from_iterable(mine), chain.from_iterable(theirs), strict=True)
+        return max((_distance(a, b) for a, b in pairs), default=0.0)
+
+
+def _distance(a: float | None, b: float | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    return abs(a - b)
 
 
 @dataclass

@@ -1,0 +1,329 @@
+"""Random requests in four situations, whose answers must be equal: a differential fuzzer.
+
+    python bench/fuzz_requests.py --minutes 30 [--seed 1]
+    python bench/fuzz_requests.py --seed 1 --fleet 7                         one fleet again, as a difference names it
+
+Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine, on its CPU. Each fleet has a
+random tiny model and nodes of either runner with kernel pages of their own: P, two D, and a reference of runner V1.
+V2 runs in Triton's interpreter. Each request is sent
+
+    alone         to the reference: one request at a time, never handed off
+    handed off    to P and D, one request at a time
+    amid others   together with all others, and with requests whose clients leave
+    migrated      likewise, while a D that computes answers is killed or drained, or P is killed
+
+Tokens, texts, finish reasons and usage must be equal, log-probabilities within --tolerance. That bound lies between two
+measured figures: sums in another order move them by up to 5e-6 in float32, which each round reports, and one wrong
+token in a cache of 200 by 0.03 or more, in each of these families.
+
+The same --seed gives the same fleets, requests and faults.
+
+Exits with status 1 after the first fleet with a difference, an unexpected error or a lost block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from answers import Answer, ErrorAnswer, first_difference, send_completion
+from checkpoints import make_checkpoint
+from fault_injection import inject, is_ready, recover
+from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
+from random_requests import add_stops, new_request
+
+FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "gpt_oss", "mixtral")
+BLOCKS = (16, 32, 48, 64, 96, 128)  # tokens; equal on all nodes of a fleet
+PAGES = {"V1": (8, 16, 32, 64), "V2": (16, 32, 64)}  # tokens of a kernel page, where they divide a block
+CHUNK = 64  # tokens of a step at most
+LONGEST = 200  # tokens of a prompt
+COMMON = ("--max-batch-tokens", str(CHUNK), "--max-num-seqs", "8", "--max-model-len", "512", "--peer-timeout", "30")
+FAULTS = ("kill", "kill engine", "terminate")
+ANSWER_SECONDS = 900.0  # the longest wait for an answer
+NOISE = 2  # requests at a time whose clients leave
+REFUSED = "refused"  # the only choice's finish reason of a request that the router refuses
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    runner: str
+    page: int
+
+    @classmethod
+    def draw(cls, rng: random.Random, block: int, runners: list[str]) -> NodePlan:
+        runner = rng.choice(runners)
+        return cls(runner, rng.choice([page for page in PAGES[runner] if block % page == 0]))
+
+    def __str__(self) -> str:
+        return f"{self.runner} with pages of {self.page}"
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """What a fleet consists of."""
+
+    family: str
+    vocabulary: int
+    block: int
+    prefill: NodePlan
+    decode: tuple[NodePlan, NodePlan]
+
+    @classmethod
+    def draw(cls, rng: random.Random, vocabularies: list[int], runners: list[str]) -> FleetPlan:
+        block = rng.choice(BLOCKS)
+        nodes = [NodePlan.draw(rng, block, runners) for _ in range(3)]
+        return cls(rng.choice(FAMILIES), rng.choice(vocabularies), block, nodes[0], (nodes[1], nodes[2]))
+
+    def flags(self, node: NodePlan) -> list[str]:
+        return [*COMMON, "--block-size", str(self.block), "--kernel-block-size", str(node.page)]
+
+    @property
+    def edges(self) -> list[int]:
+        """Numbers of tokens at which a prompt needs one more block, page or step."""
+        return sorted({self.block, self.prefill.page, *(node.page for node in self.decode), CHUNK})
+
+    def __str__(self) -> str:
+        first, second = self.decode
+        model = f"{self.family}, vocabulary {self.vocabulary}, blocks of {self.block}"
+        return f"{model}, P {self.prefill}, D {first}, D {second}"
+
+
+@dataclass
+class World:
+    """The running processes of a fleet."""
+
+    nodes: Fleet
+    reference: Fleet
+
+    @contextmanager
+    @staticmethod
+    def start(plan: FleetPlan, directory: Path, seed: int) -> Iterator[World]:
+        model = add_tokenizer(
+            make_checkpoint(directory, plan.family, seed=seed, num_hidden_layers=2, vocab_size=plan.vocabulary)
+        )
+        with ExitStack() as stack:
+            nodes, reference = stack.enter_context(Fleet()), stack.enter_context(Fleet())
+            reference.start_decode(model, [*COMMON, "--block-size", "16"], RUNNER_ENVIRONMENTS["V1"])
+            reference.start_router(model)
+            flags = [*plan.flags(plan.prefill), "--lease-seconds", "3"]
+            nodes.start_prefill(model, flags, RUNNER_ENVIRONMENTS[plan.prefill.runner])
+            for node in plan.decode:
+                flags = [*plan.flags(node), "--handoff-min-tokens", "1", "--drain-timeout", "0"]
+                nodes.start_decode(model, flags, RUNNER_ENVIRONMENTS[node.runner])
+            nodes.start_router(model, ["--migrations", "50"])
+            nodes.wait_ready(300.0)
+            reference.wait_ready(300.0)
+            world = World(nodes, reference)
+            world.wait_served()
+            yield world
+
+    def wait_idle(self) -> None:
+        """Wait until no node holds a block; each adds up its blocks."""
+        for node in (*self.nodes.nodes, *self.reference.nodes):
+            node.wait_idle(60.0)
+
+    def wait_served(self) -> None:
+        """Wait until the router knows all nodes again."""
+        self.nodes.wait_until(lambda: all(is_ready(node) for node in self.nodes.nodes), 120.0)
+        self.nodes.wait_until(lambda: self.router_metric("pdserve_nodes_ready") == len(self.nodes.nodes), 60.0)
+        self.nodes.wait_until(lambda: all(node.describe().connected_peers for node in self.nodes.decode), 60.0)
+
+    def router_metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.nodes.url}/metrics", trust_env=False, timeout=30).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+@dataclass
+class Findings:
+    counts: Counter[str] = field(default_factory=Counter)
+    largest: float = 0.0  # difference of two log-probabilities of the same token
+    failures: list[str] = field(default_factory=list)
+
+    def compare(self, way: str, body: Body, found: Answer, expected: Answer, tolerance: float) -> None:
+        self.counts[way] += 1
+        if found.matches(expected, tolerance):
+            errors = [choice.logprob_error(found.choices[index]) for index, choice in expected.choices.items()]
+            self.largest = max(self.largest, *errors)
+        else:
+            self.failures.append(f"{way}: {first_difference(found, expected)}\n    {json.dumps(body)}")
+            print(self.failures[-1], flush=True)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.most_common())
+        return f"{counts}; largest difference of log-probabilities {self.largest:.1e}"
+
+
+async def send(client: httpx.AsyncClient, body: Body, salt: str) -> Answer:
+    """Return the answer, or that of a refused request: its error as the text of one choice."""
+    try:
+        return await send_completion(client, {**body, "cache_salt": salt})
+    except httpx.HTTPError as exc:
+        raise AssertionError(f"no answer ({exc!r}) to {json.dumps(body)}") from exc
+    except ErrorAnswer as exc:
+        refused = Answer()
+        refused.add({"system_fingerprint": "", "choices": [{**_REFUSAL, "text": str(exc)}]})
+        return refused
+
+
+_REFUSAL = {"index": 0, "finish_reason": REFUSED, "logprobs": None, "token_ids": []}
+
+
+@dataclass
+class Round:
+    """Random requests to one fleet, in each situation."""
+
+    world: World
+    plan: FleetPlan
+    rng: random.Random
+    findings: Findings
+    args: argparse.Namespace
+    bodies: list[Body] = field(default_factory=list)
+    expected: list[Answer] = field(default_factory=list)
+    lasted: float = 0.0  # seconds from the first of these requests to the last answer, without faults
+
+    async def run(self) -> None:
+        async with self._client(self.world.reference) as alone, self._client(self.world.nodes) as client:
+            await self._record(alone)
+            for body, expected in zip(self.bodies, self.expected, strict=True):
+                self._compare("handed off", body, await send(client, body, self._salt()), expected)
+            began = time.monotonic()
+            await self._together("amid others", client)
+            self.lasted = time.monotonic() - began
+            fault = asyncio.create_task(asyncio.to_thread(self._inject_and_recover, self._draw_fault()))
+            await self._together("migrated", client)
+            await fault
+        await asyncio.to_thread(self.world.wait_idle)
+
+    async def _record(self, alone: httpx.AsyncClient) -> None:
+        """Draw the requests; record the answers of the reference. Some get a stop from their first answer."""
+        for _ in range(self.args.requests):
+            body = self._draw()
+            answer = await send(alone, body, self._salt())
+            if answer.choices[0].finish_reason != REFUSED and add_stops(self.rng, body, answer):
+                answer = await send(alone, body, self._salt())
+            self.findings.counts["alone"] += 1
+            self.findings.counts[answer.choices[0].finish_reason] += 1
+            self.bodies.append(body)
+            self.expected.append(answer)
+
+    async def _together(self, way: str, client: httpx.AsyncClient) -> None:
+        """Send all requests at the same time, beside neighbours whose clients leave."""
+        neighbours = [asyncio.create_task(self._neighbour(client, self.rng.getrandbits(60))) for _ in range(NOISE)]
+        salts = [self._salt() for _ in self.bodies]
+        answers = await asyncio.gather(
+            *(send(client, body, salt) for body, salt in zip(self.bodies, salts, strict=True))
+        )
+        for neighbour in neighbours:
+            neighbour.cancel()
+        await asyncio.gather(*neighbours, return_exceptions=True)
+        for body, answer, expected in zip(self.bodies, answers, self.expected, strict=True):
+            self._compare(way, body, answer, expected)
+
+    async def _neighbour(self, client: httpx.AsyncClient, seed: int) -> None:
+        """Send random requests without end; leave each one before its answer ends, or when it ends."""
+        rng = random.Random(seed)
+        while True:
+            body = new_request(rng, self.plan.edges, LONGEST, self.args.max_tokens, self.plan.vocabulary)
+            with suppress(ErrorAnswer, TimeoutError):
+                async with asyncio.timeout(rng.uniform(0.0, 4.0)):
+                    await send_completion(client, body, rng.randint(1, 10) if body["stream"] else float("inf"))
+            self.findings.counts["neighbours"] += 1
+
+    def _draw_fault(self) -> tuple[NodeProcess, str, float]:
+        """Return a node, its fault, and how long after a D began to compute answers it comes."""
+        node = self.world.nodes.prefill[0] if self.rng.random() < 0.2 else self.rng.choice(self.world.nodes.decode)
+        return node, self.rng.choice(FAULTS), self.rng.random() * self.lasted
+
+    def _inject_and_recover(self, fault: tuple[NodeProcess, str, float]) -> None:
+        node, kind, delay = fault
+        before = self.world.router_metric("pdserve_migrations_total")
+        with suppress(AssertionError):  # a node may get no request
+            self.world.nodes.wait_until(lambda: node.status().running > 0, 10.0)
+        time.sleep(delay)  # the fault may come at any point of the answers
+        inject(node, kind)
+        recover(node, kind)
+        self.world.nodes.wait_ready(300.0)
+        self.world.wait_served()
+        self.findings.counts[f"{node.name.partition('-')[0]}: {kind}"] += 1
+        self.findings.counts["migrations"] += int(self.world.router_metric("pdserve_migrations_total") - before)
+
+    def _compare(self, way: str, body: Body, found: Answer, expected: Answer) -> None:
+        self.findings.compare(way, body, found, expected, self.args.tolerance)
+
+    def _draw(self) -> Body:
+        return new_request(self.rng, self.plan.edges, LONGEST, self.args.max_tokens, self.plan.vocabulary)
+
+    def _salt(self) -> str:
+        """Return a salt: half of the requests find what earlier ones left in prefix caches."""
+        return "common" if self.rng.random() < 0.5 else str(self.rng.getrandbits(60))
+
+    def _client(self, fleet: Fleet) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=fleet.url, timeout=ANSWER_SECONDS, trust_env=False, limits=limits)
+
+
+def fuzz_fleet(number: int, args: argparse.Namespace, until: float) -> Findings:
+    """Run rounds on one fleet until one finds a difference."""
+    rng = random.Random(f"{args.seed}/{number}")
+    plan, findings = FleetPlan.draw(rng, args.vocabularies, args.runners), Findings()
+    print(f"fleet {number}: {plan}", flush=True)
+    with tempfile.TemporaryDirectory() as directory, World.start(plan, Path(directory) / "model", number) as world:
+        for index in range(args.rounds):
+            each = Round(world, plan, random.Random(f"{args.seed}/{number}/{index}"), findings, args)
+            asyncio.run(each.run())
+            print(f"  round {index}: {findings}", flush=True)
+            if findings.failures or time.monotonic() > until:
+                break
+        for node in world.nodes.decode:
+            findings.counts["handoffs"] += int(node.counter("handoffs"))  # since its last start
+    return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fleet", type=int, metavar="N", help="only this fleet")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of a fleet (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=12, metavar="N", help="of a round (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=12, metavar="N", help="of an answer (default %(default)s)")
+    parser.add_argument(
+        "--vocabularies", type=int, nargs="+", default=[4096, 4099, 4128, 4133], metavar="N", help="sizes to draw from"
+    )
+    parser.add_argument("--runners", nargs="+", choices=("V1", "V2"), default=["V1", "V2"], help="to draw from")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of log-probabilities (default %(default)s)")
+    args = parser.parse_args()
+    until = time.monotonic() + 60 * args.minutes
+    total = Findings()
+    for number in range(10**6) if args.fleet is None else [args.fleet]:
+        found = fuzz_fleet(number, args, until)
+        total.counts += found.counts
+        total.largest = max(total.largest, found.largest)
+        if found.failures:
+            print(f"--seed {args.seed} --fleet {number}: {len(found.failures)} differences")
+            return 1
+        if time.monotonic() > until:
+            break
+    print(f"no difference: {total}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
