@@ -16,10 +16,10 @@ class Engine:
     """Carries out the frontend's commands between steps and sends the events of each step. Single-threaded."""
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel) -> None:
-        self.loop_timer = LoopTimer()
+        self.loop_timer = LoopTimer(lambda: self._pipeline.expected)
         self._scheduler = scheduler
         self._ranks = ranks
-        self._pipeline = StepPipeline(ranks)
+        self._pipeline = StepPipeline(ranks, scheduler.meter.expected)
         self._channel = channel
         self._stopped = False
         self._command: messages.ToEngine | None = None  # being carried out
@@ -50,9 +50,7 @@ class Engine:
         self._emit()  # reservations and refusals do not wait for the device
         if not self._looks_between_layers and self._pipeline.delays_results(plan):
             self._apply(self._pipeline.take_oldest())
-        expected = self._scheduler.expected_seconds(plan)
-        self.loop_timer.expected = self._pipeline.expected + expected
-        self._pipeline.launch(plan, expected)
+        self._pipeline.launch(plan)
         self._scheduler.prepare()
         self._apply(self._pipeline.take(plan))
 
@@ -98,12 +96,10 @@ class Engine:
                     scheduler.connector.disconnect(epoch)
                 case messages.ChangeWeights():
                     self._change_weights(command)
-                case messages.Ping():
-                    pass
                 case messages.Shutdown():
                     self._stopped = True
-                case messages.Configure():
-                    raise AssertionError("a running engine cannot be configured again")
+                case messages.Configure() | messages.Ping():
+                    raise AssertionError(f"a running engine cannot carry out {command}")
         self._command = None
 
     def _change_weights(self, command: messages.ChangeWeights) -> None:
@@ -111,12 +107,11 @@ class Engine:
             self._apply(self._pipeline.take_oldest())
         kind = message = ""
         try:
+            carry_out = self._ranks.check_weights if command.only_check else self._ranks.change_weights
             with self.loop_timer.other_work():
-                if command.only_check:
-                    self._ranks.check_weights(command.change)
-                else:
-                    self._ranks.change_weights(command.change)
-                    self._scheduler.weights_changed()
+                carry_out(command.change)
+            if not command.only_check:
+                self._scheduler.weights_changed()
         except PdserveError as exc:
             kind, message = type(exc).__name__, str(exc)
             if not self._ranks.has_weights:

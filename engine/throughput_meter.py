@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.records import StepPlan
 from pdserve.request_cost import LinearCost, Throughput
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
@@ -187,10 +188,13 @@ class ThroughputMeter:
             return ChunkCost(LinearCost(self._prompts.line.slope))
         return self._chunk
 
-    def expected(self, sequences: int, prompt_tokens: int) -> float:
-        """Return the seconds of a step, at most; inf while no step like it is measured."""
-        needed = self._prompts if prompt_tokens else self._decodes
-        if not needed:
+    def expected(self, plan: StepPlan) -> float:
+        """Return the seconds that a step takes by those measured so far; inf while none was like it."""
+        sequences = len(plan.scheduled)
+        if not sequences:
+            return 0.0
+        prompt_tokens = plan.num_tokens - sequences
+        if not (self._prompts if prompt_tokens else self._decodes):
             return math.inf
         return self._decodes.line.at(sequences) + (self._prompts.line.at(prompt_tokens) if prompt_tokens else 0.0)
 

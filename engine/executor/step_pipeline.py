@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from engine.executor.rank import Pending, Ranks
@@ -28,9 +29,12 @@ class _Step(NamedTuple):
 class StepPipeline:
     """The steps in flight, oldest first."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, expected: Callable[[StepPlan], float] = lambda plan: 0.0) -> None:
+        """``expected`` tells the seconds that a step takes."""
         self._ranks = ranks
+        self._expected = expected
         self._in_flight: deque[_Step] = deque()
+        self.expected = 0.0  # seconds that the steps in flight take when the latest one is launched
         self._last_result_at = 0.0
         self.waited = 0.0  # seconds spent waiting for results
         self.step_seconds = 0.0  # duration of the last step taken, without the time of the steps before it
@@ -39,18 +43,11 @@ class StepPipeline:
     def empty(self) -> bool:
         return not self._in_flight
 
-    @property
-    def expected(self) -> float:
-        """Seconds that the steps in flight are expected to take."""
-        return sum(step.expected for step in self._in_flight)
-
-    def launch(self, plan: StepPlan, expected: float = 0.0) -> None:
-        """Start a step that is expected to take so many seconds.
-
-        An empty one only polls the connector, and is dropped while another is in flight.
-        """
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. An empty one only polls the connector, and is dropped while another is in flight."""
         if not self._in_flight or plan.has_orders:
-            launched_at = time.perf_counter()
+            launched_at, expected = time.perf_counter(), self._expected(plan)
+            self.expected = expected + sum(step.expected for step in self._in_flight)
             self._in_flight.append(_Step(plan, self._ranks.launch(plan), launched_at, expected))
 
     def delays_results(self, plan: StepPlan) -> bool:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Crashed, FromEngine, ToEngine
+from engine.ipc.messages import Crashed, FromEngine, Ping, ToEngine
 
 _READ_BYTES = 1 << 18
 
@@ -42,6 +42,7 @@ class Channel:
     def receive(self, *, wait: bool) -> list[ToEngine]:
         """Return the messages that have arrived. With ``wait``, block until one arrives or ``wake`` is called.
 
+        A Ping is only counted.
         Raises ChannelClosed when the frontend has ended.
         """
         messages: list[ToEngine] = []
@@ -51,6 +52,7 @@ class Channel:
             elif events & selectors.EVENT_READ:
                 messages += self._read()
         self.num_received += len(messages)
+        messages = [message for message in messages if not isinstance(message, Ping)]
         with self._sending:
             self._flush()
         return messages

@@ -25,12 +25,16 @@ _INTERVALS_PER_HEARTBEAT = 5
 
 
 class LoopTimer:
-    """Times the iterations of the step loop. The loop writes, the heartbeat sender reads."""
+    """Times the iterations of the step loop. The loop writes, the heartbeat sender reads.
 
-    def __init__(self) -> None:
+    ``expected()`` is the time that the steps of the current iteration take, in seconds.
+    """
+
+    def __init__(self, expected: Callable[[], float] = lambda: 0.0) -> None:
         self.longest_gap = 0.0  # seconds of an iteration outside the runner
         self.iteration = 0  # number of the current one
-        self.expected = 0.0  # seconds of this iteration; inf if unknown
+        self._expected = expected
+        self._is_step = True  # else the iteration does work of unknown duration
         self._began = 0.0  # 0.0: between iterations
 
     @property
@@ -39,6 +43,11 @@ class LoopTimer:
         began = self._began  # read once: the step loop runs meanwhile
         return time.perf_counter() - began if began else 0.0
 
+    @property
+    def expected(self) -> float:
+        """Seconds that the current iteration takes; inf if unknown."""
+        return self._expected() if self._is_step else math.inf
+
     def begin(self) -> None:
         self.iteration += 1
         self._began = time.perf_counter()
@@ -46,10 +55,11 @@ class LoopTimer:
     @contextmanager
     def other_work(self) -> Iterator[None]:
         """Time work that is no step: no duration is expected, and the iteration begins anew after it."""
-        self.expected = math.inf
+        self._is_step = False
         try:
             yield
         finally:
+            self._is_step = True
             self.begin()
 
     def end(self, in_runner: float) -> float:

@@ -231,11 +231,6 @@ class Scheduler:
         for sequence in islice((s for s in self._live.waiting if s.cached_at_lookup < 0), _LOOKUPS_PER_STEP):
             self._kv.look_up(sequence)
 
-    def expected_seconds(self, plan: StepPlan) -> float:
-        """Return the time that a step takes by those measured so far; inf if none was like it."""
-        num_seqs = len(plan.scheduled)
-        return self.meter.expected(num_seqs, plan.num_tokens - num_seqs) if num_seqs else 0.0
-
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
         """Apply the results of a step that took ``seconds``."""
         self._results.apply(plan, output, seconds)

@@ -34,7 +34,10 @@ def unread_variables(parser: ArgumentParser, environ: Mapping[str, str] = os.env
     known = WITHOUT_FLAG | variables_of(parser)
     if not _others(environ, known):
         return {}
-    known |= _variables_of_all_commands()
+    of_others = _variables_of_all_commands()
+    if of_others is None:
+        return {}
+    known |= of_others
     return {name: next(iter(difflib.get_close_matches(name, known, n=1)), "") for name in _others(environ, known)}
 
 
@@ -59,12 +62,12 @@ def _others(environ: Mapping[str, str], known: Collection[str]) -> list[str]:
     )
 
 
-def _variables_of_all_commands() -> frozenset[str]:
-    """Ask the launcher, which may import all programs; this layer may not."""
+def _variables_of_all_commands() -> frozenset[str] | None:
+    """Ask the launcher, which may import all programs; this layer may not. None if that fails."""
     command = [sys.executable, "-P", "-m", "launcher.variables"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as exc:
-        _log.warning("the variables of other commands cannot be listed: %s", exc)
-        return frozenset()
+        _log.warning("variables are not checked for misspelled names, as commands cannot be listed: %s", exc)
+        return None
     return frozenset(done.stdout.split())

@@ -11,7 +11,7 @@ import pytest
 
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import FRAME_HEADER, framed
-from engine.ipc.messages import Batch, Cancel, FromEngine, Mode, OutputTokens, Status, Submit, Totals
+from engine.ipc.messages import Batch, Cancel, FromEngine, Mode, OutputTokens, Ping, Status, Submit, Totals
 from pdserve.records import SamplingParams
 
 STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())
@@ -52,6 +52,13 @@ def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, so
         end = 4 + FRAME_HEADER.unpack_from(received)[0]
         assert decoder.decode(received[4:end]) == Batch(STATUS, outputs=outputs)
         del received[:end]
+
+
+def test_a_ping_ends_a_wait_and_is_only_counted(ends: tuple[Channel, socket.socket]) -> None:
+    channel, frontend = ends
+    frontend.sendall(framed(Ping()) + framed(Cancel(7)) + framed(Ping()))
+    assert channel.receive(wait=True) == [Cancel(7)]
+    assert channel.num_received == 3
 
 
 def test_wake_ends_a_wait(ends: tuple[Channel, socket.socket]) -> None:
