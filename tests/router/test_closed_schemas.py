@@ -124,3 +124,41 @@ def test_schema_that_combines_too_much_is_refused() -> None:
     for schema, said in ((many, "simplify"), ({"$ref": "#/$defs/d0", "$defs": chain}, "simplify"), (deep, "flatten")):
         with pytest.raises(RequestError, match=said):
             closed(schema)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "allowed", "refused"),
+    [
+        ({"^a$": N}, [{"a": 1}], [{"a": "x"}, {"c": 1}]),
+        ({"^(a|b)$": {}, "^(?:no){0}b$": {}}, [{"a": "x", "b": 1}], [{"c": 1}]),
+        ({"^[ab]$": N}, [{"a": 1, "b": 2}], [{"b": "x"}]),
+        ({"^[ab]$": N, "^b{0}c$": N}, [{"a": 1, "c": 2}], [{"c": "x"}, {"d": 1}]),  # c is new
+        ({"b": N}, [{"a": "x", "abba": 1}], [{"abba": "x"}, {"c": 1}]),  # not anchored
+        ({r"^\d$": N}, [{"a": "x", "7": 1}], [{"x": 1}]),
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("ends", [{}, {"additionalProperties": False}], ids=["open", "closed"])
+def test_no_answer_ends_at_a_comma_because_patterns_match_only_declared_names(
+    vocabulary: GrammarVocabulary,
+    ends: dict[str, Any],
+    patterns: dict[str, Any],
+    allowed: list[Any],
+    refused: list[Any],
+) -> None:
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}, "patternProperties": patterns} | ends
+    grammar = json_schema_grammar(schema)
+    assert [allows(vocabulary, grammar, value) for value in allowed] == [True] * len(allowed)
+    assert [allows(vocabulary, grammar, value) for value in refused] == [False] * len(refused)
+    matcher = Grammar(grammar, vocabulary).matcher()
+    matcher.consume(BACKEND.encode('{"a": 1, "b": 2', add_special_tokens=False).ids)
+    (comma,) = BACKEND.encode(",", add_special_tokens=False).ids
+    if matcher.mask()[comma // 8] >> comma % 8 & 1:
+        matcher.consume(BACKEND.encode(', "', add_special_tokens=False).ids)
+        assert any(matcher.mask())
+
+
+def test_pattern_that_matches_no_name_leaves_an_empty_object(vocabulary: GrammarVocabulary) -> None:
+    schema = {"type": "object", "patternProperties": {"^$": N}, "properties": {"": N}, "additionalProperties": False}
+    assert allows(vocabulary, json_schema_grammar(schema), "{}")
+    assert allows(vocabulary, json_schema_grammar(schema), {"": 1})

@@ -87,6 +87,49 @@ def test_only_complete_choices_are_allowed(vocabulary: GrammarVocabulary, choice
         assert follows(vocabulary, grammar, choice[:-1]) == (choice[:-1] in choices)
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},  # llama.cpp, Together
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_schema", "schema": SCHEMA},  # llama.cpp
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}, "schema": SCHEMA},
+    ],
+    ids=json.dumps,
+)
+def test_schema_of_a_response_format_is_held_wherever_it_is(vocabulary: GrammarVocabulary, form: Any) -> None:
+    grammar = requested_grammar(form, None, {}).text
+    assert follows(vocabulary, grammar, '{"a": 1}')
+    assert not follows(vocabulary, grammar, '{"b": 1}')
+    assert not follows(vocabulary, grammar, "{}")
+
+
+@pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_object", "schema": None}], ids=json.dumps)
+def test_json_object_without_a_schema_allows_any_object(vocabulary: GrammarVocabulary, form: Any) -> None:
+    grammar = requested_grammar(form, None, {}).text
+    assert follows(vocabulary, grammar, '{"b": [1]}')
+    assert not follows(vocabulary, grammar, "[1]")
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ({"schema": SCHEMA}, "type is missing; use text"),
+        ({"type": "json_object", "schema": "{}"}, "the schema must be an object, not str"),
+        ({"type": "json_object", "json_schema": [SCHEMA]}, "json_schema must be an object, not list"),
+        ({"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": {}}}, "differ; give one of them"),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, "json_schema.schema is missing"),
+    ],
+)
+def test_response_format_with_an_unclear_schema_is_refused(form: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=f"response_format: .*{problem}"):
+        requested_grammar(form, None, {})
+
+
 def test_structural_tag_constrains_only_structures(vocabulary: GrammarVocabulary) -> None:
     structure = {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}
     grammar = structural_tag_grammar({"structures": [structure], "triggers": ["<f"], "type": "structural_tag"})

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import RequestError
+from router.text.structured.finite_patterns import matched_names
 
 _LISTS = ("allOf", "anyOf", "oneOf")  # of schemas for the same value
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
@@ -92,7 +93,7 @@ class _Closer:
             if declared.patterns:
                 result["patternProperties"] = {**declared.patterns, **result.get("patternProperties", {})}
             result["additionalProperties"] = False
-        return result
+        return _with_names_for_patterns(result)
 
     def _with_closed_children(self, schema: Schema) -> Schema:
         result = dict(schema)
@@ -166,6 +167,25 @@ def _own(schema: Schema) -> _Declared:
         patterns=dict.fromkeys(maps[1], True),
         decided=any(name in schema for name in _OTHERS),
     )
+
+
+def _with_names_for_patterns(schema: Schema) -> Schema:
+    """Apply patterns to the properties that they match, in place of ``patternProperties``, if they match no others."""
+    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    if schema.get("additionalProperties") is not False or not isinstance(properties, dict):
+        return schema
+    if not patterns or not isinstance(patterns, dict):
+        return schema
+    result = {**schema, "properties": dict(properties)}
+    del result["patternProperties"]
+    for pattern, part in patterns.items():
+        names = matched_names(pattern, properties.keys())
+        if names is None:
+            return schema
+        for name in names if part not in (True, {}) else ():
+            own = result["properties"][name]
+            result["properties"][name] = part if own in (True, {}) else {"allOf": [own, part]}
+    return result
 
 
 def _may_be_object(schema: Schema) -> bool:

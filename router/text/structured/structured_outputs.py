@@ -133,7 +133,7 @@ def requested_grammar(
     Raises RequestError that names the field: if two are given, or if one is malformed or unknown.
     """
     given: list[tuple[str, Callable[[], str], bool]] = []  # the last: whether it is EBNF
-    if response_format.get("type", "text") != "text":
+    if response_format and response_format.get("type") != "text":
         given.append(("response_format", partial(_response_format_grammar, response_format), False))
     fields = {name: StructuredOutputs(**value) for name, value in others.items()}
     if structured_outputs is not None:
@@ -155,16 +155,35 @@ def requested_grammar(
 
 def _response_format_grammar(value: dict[str, Any]) -> str:
     match value:
-        case {"type": "json_object"}:
-            return json_schema_grammar(ANY_OBJECT)
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            return json_schema_grammar(schema)
-        case {"type": "json_schema"}:
-            raise RequestError("json_schema.schema is missing; give the schema as an object there")
+        case {"type": "json_object" | "json_schema" as kind}:
+            schema = _schema_of(value)
+            if schema is None and kind == "json_schema":
+                raise RequestError("json_schema.schema is missing; give the schema as an object there")
+            if kind == "json_object" and not schema:
+                schema = ANY_OBJECT
+            return json_schema_grammar(schema or {})
         case {"type": "structural_tag"}:
             return structural_tag_grammar(value)
         case _:
-            raise RequestError(f"type {shown(value['type'])} is not known; use text, json_object or json_schema")
+            found = f"type {shown(value['type'])} is not known" if "type" in value else "type is missing"
+            raise RequestError(f"{found}; use text, json_object or json_schema")
+
+
+def _schema_of(value: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the schema of a response format, in OpenAI's place or beside the type, as in llama.cpp and Together.
+
+    None without a schema. Raises RequestError for one that is no object, and for two different ones.
+    """
+    wrapped = value.get("json_schema") or {}
+    if not isinstance(wrapped, dict):
+        raise RequestError(f"json_schema must be an object, not {type(wrapped).__name__}")
+    found = [schema for schema in (wrapped.get("schema"), value.get("schema")) if schema is not None]
+    for schema in found:
+        if not isinstance(schema, dict):
+            raise RequestError(f"the schema must be an object, not {type(schema).__name__}")
+        if schema != found[0]:
+            raise RequestError("schema and json_schema.schema differ; give one of them")
+    return found[0] if found else None
 
 
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
