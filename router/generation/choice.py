@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import SamplingParams
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopMatcher, StopStrings
 
@@ -18,6 +19,7 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_min_tokens",
         "_stop_included",
         "_stops",
         "finish_reason",
@@ -31,11 +33,10 @@ class Choice:
         "token_offset",
     )
 
-    def __init__(
-        self, index: int, detokenizer: Detokenizer, stops: StopStrings, stop_token_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopStrings, sampling: SamplingParams) -> None:
         self.index = index
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids = sampling.stop_token_ids
+        self._min_tokens = sampling.min_tokens
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self._stop_included = stops.included
@@ -50,7 +51,8 @@ class Choice:
     def feed(self, output: pb.Output) -> str:
         """Return the text that is safe to send; set ``finish_reason`` when the choice ends.
 
-        An EOS or stop token that ends the choice has no text, unless ``StopStrings.included``.
+        An EOS or stop token that ends the choice has no text, unless ``StopStrings.included``. A stop string counts if
+        its last character comes with token ``min_tokens`` or later.
         """
         reason = output.finish_reason
         text = ""
@@ -62,7 +64,7 @@ class Choice:
             text += self._detokenizer.flush()
         self.token_offset = self.text_length
         self.text_length += len(text)
-        text, stopped = self._stops.push(text)
+        text, stopped = self._stops.push(text, len(self.token_ids) >= self._min_tokens)
         if stopped:
             self.finish_reason = "stop"
             self.matched_stop = self.stop_string = self._stops.found

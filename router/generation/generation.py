@@ -138,9 +138,8 @@ class PromptRun:
         options = generation.options
         self.prefix = PromptPrefix(job.prompt.token_ids, options.cache_salt)
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
-        stops = (options.stops, job.sampling.stop_token_ids)
         self.choices = [
-            Choice(index, tokenizer.detokenizer(context, options.visible_special_tokens), *stops)
+            Choice(index, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops, job.sampling)
             for index in range(first_index, first_index + job.sampling.n)
         ]
         self.scores = PromptScores(job.prompt.unpacked()) if job.sampling.prompt_logprobs >= 0 else None

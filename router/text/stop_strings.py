@@ -8,6 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
+
+_NO_LETTER = "\ud800"  # of a state that no character continues: a surrogate, which no text has
+
+
+class Advanced(NamedTuple):
+    """The state after a text, or after the first complete stop string in it."""
+
+    state: int
+    end: int  # characters until there
+    stop_length: int  # characters of that stop string; 0: none
 
 
 class StopStrings:
@@ -26,10 +37,10 @@ class StopStrings:
         self.lengths = array("I", [0])  # characters of each state
         self.complete = array("I", [0])  # characters of the longest stop string at the end of a state; 0: none
         self._branches: dict[int, dict[str, int]] = {}
-        letters = [""]
+        letters = [_NO_LETTER]
         for stop in stops:
             self._add(stop, letters)
-        self._letters = "".join(letter or "\0" for letter in letters)
+        self._letters = "".join(letters)
         self._shorter = array("I", [0]) * len(letters)
         self._link()
 
@@ -39,37 +50,35 @@ class StopStrings:
         while at < len(stop):
             letter = stop[at]
             child = state + 1 if letters[state] == letter else self._branches.get(state, {}).get(letter, 0)
-            if not child or self.complete[state]:
+            if not child:
                 break
             state, at = child, at + 1
-        if self.complete[state]:  # by another stop string, which is always complete earlier
-            return
         if at == len(stop):
             self.complete[state] = at
             return
-        if letters[state]:
+        if letters[state] != _NO_LETTER:
             self._branches.setdefault(state, {})[stop[at]] = len(letters)
         else:
             letters[state] = stop[at]
-        letters += [*stop[at + 1 :], ""]
+        letters += [*stop[at + 1 :], _NO_LETTER]
         self.lengths.extend(range(at + 1, len(stop) + 1))
         self.complete.extend([0] * (len(stop) - at - 1) + [len(stop)])
 
     def _link(self) -> None:
-        """Find the next shorter state of each, from short to long ones. A text does not go on after a complete one."""
+        """Find the next shorter state of each, from short to long ones."""
         states = [0]
         for state in states:
-            if self.complete[state] or len(self._letters) == 1:
-                continue
-            children = {self._letters[state]: state + 1, **self._branches.get(state, {})}
+            children = dict(self._branches.get(state, {}))
+            if self._letters[state] != _NO_LETTER:
+                children[self._letters[state]] = state + 1
             for letter, child in children.items():
                 if state:
-                    self._shorter[child], _ = self.advance(self._shorter[state], letter)
+                    self._shorter[child] = self.advance(self._shorter[state], letter).state
                 self.complete[child] = self.complete[child] or self.complete[self._shorter[child]]
                 states.append(child)
 
-    def advance(self, state: int, text: str) -> tuple[int, int]:
-        """Return the state after ``text``, or after its first complete stop string, and the characters until there."""
+    def advance(self, state: int, text: str, may_stop: bool = True) -> Advanced:
+        """Read ``text`` in ``state``, up to the first complete stop string if the text ``may_stop``."""
         letters, branches, shorter, complete = self._letters, self._branches, self._shorter, self.complete
         for end, letter in enumerate(text, 1):
             while letters[state] != letter:
@@ -81,9 +90,11 @@ class StopStrings:
                 state = shorter[state]
             else:
                 state += 1
-            if complete[state]:
-                return state, end
-        return state, len(text)
+            if may_stop and complete[state]:
+                return Advanced(state, end, complete[state])
+        while letters[state] == _NO_LETTER and state:  # a whole stop string, which does not count
+            state = shorter[state]
+        return Advanced(state, len(text), 0)
 
 
 class StopMatcher:
@@ -100,17 +111,20 @@ class StopMatcher:
         self._held = ""
         self.found = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that is safe to send, and whether a stop string ended it; then no push may follow."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """Return the text that is safe to send, and whether a stop string ended it; then no push may follow.
+
+        Without ``may_stop``, stop strings that are complete in this text do not count.
+        """
         stops = self._stops
         if not self._held and stops.first_letters.isdisjoint(text):
             return text, False
-        self._state, end = stops.advance(self._state, text)
+        self._state, end, stop_length = stops.advance(self._state, text, may_stop)
         end += len(self._held)
         text = self._held + text
-        if length := stops.complete[self._state]:
-            self.found = text[end - length : end]
-            return text[: end if stops.included else end - length], True
+        if stop_length:
+            self.found = text[end - stop_length : end]
+            return text[: end if stops.included else end - stop_length], True
         end -= stops.lengths[self._state]
         self._held = text[end:]
         return text[:end], False

@@ -133,6 +133,18 @@ def test_stop_strings(sdk: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
 
 
+def test_min_tokens_holds_for_stop_strings(sdk: openai.OpenAI) -> None:
+    """An early stop string stays in the text; the next one that is complete later ends it."""
+    extra = {"return_token_ids": True}
+    text = complete(sdk).choices[0].text
+    stops = sorted({letter for letter in text if letter.isascii()})  # nearly every token completes one
+    (short,) = complete(sdk, stop=stops[:16], extra=extra).choices
+    (longer,) = complete(sdk, stop=stops[:16], extra={**extra, "min_tokens": 9}).choices
+    assert len(short.token_ids) < 9 <= len(longer.token_ids)
+    assert text.startswith(longer.text)
+    assert len(longer.text) > len(short.text)
+
+
 def test_stop_token_ids(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     ids = complete(sdk, extra={"return_token_ids": True}).choices[0].token_ids
     first = ids.index(ids[5])

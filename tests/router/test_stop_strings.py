@@ -46,6 +46,22 @@ def test_result_is_independent_of_the_split(stops: list[str], text: str, cuts: l
     assert ("".join(sent), found) == reference(stops, text)
 
 
+@given(stop_lists, letters, letters)
+def test_stop_strings_that_are_complete_too_early_do_not_count(stops: list[str], early: str, late: str) -> None:
+    """One that is complete later counts, also if it has begun before. All text before its beginning is sent."""
+    matcher = StopMatcher(StopStrings(stops))
+    sent, stopped = matcher.push(early, may_stop=False)
+    assert not stopped
+    text, stopped = matcher.push(late)
+    sent += text if stopped else text + matcher.flush()
+    whole = early + late
+    ends = (end for end in range(len(early) + 1, len(whole) + 1) if any(whole[:end].endswith(stop) for stop in stops))
+    end = next(ends, None)
+    assert stopped == (end is not None)
+    length = max((len(stop) for stop in stops if whole[:end].endswith(stop)), default=0)
+    assert sent == (whole if end is None else whole[: end - length])
+
+
 @given(stop_lists, letters)
 def test_longest_possible_beginning_of_a_stop_string_is_held_back(stops: list[str], text: str) -> None:
     matcher = StopMatcher(StopStrings(stops))
