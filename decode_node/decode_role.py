@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.decode_service import DecodeService
-from decode_node.handoff_driver import HandoffContext
+from decode_node.handoff_context import HandoffContext
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.settings import DecodeSettings, FailurePolicy
 from engine.frontend.drain import Drainable

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterable
 
 from decode_node.generation import NodeGeneration, RouterStream
-from decode_node.handoff_driver import HandoffContext, HandoffDriver
+from decode_node.handoff_context import HandoffContext
+from decode_node.handoff_driver import HandoffDriver
 from decode_node.request_trace import RequestTrace
 from engine.frontend.drain import Streams
 from engine.frontend.node_context import NodeContext

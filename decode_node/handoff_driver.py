@@ -13,60 +13,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
-from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import NodeGeneration
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
+from decode_node.handoff_context import HandoffContext
 from decode_node.prefill_peer import PrefillPeer
-from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefill_stream import PrefillStream
-from decode_node.settings import DecodeSettings, FailurePolicy
-from engine.frontend.engine_client import EngineClient
 from engine.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
-from pdserve.config.model_config import ModelConfig
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.request_cost import worth_handoff
 from pdserve.rpc.protobuf import logprobs_from_pb, sampling_to_pb
 from pdserve.tracing.spans import Span
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffContext:
-    engine: EngineClient
-    peers: PrefillPeers
-    settings: DecodeSettings
-    model: ModelConfig
-    metrics: DecodeMetrics
-
-    @property
-    def counters(self) -> dict[str, float]:
-        return self.metrics.counters
-
-    def worth(self, generation: NodeGeneration, uncached_tokens: int) -> bool:
-        """Return whether to hand off so many tokens; if not, count a local prefill."""
-        prompt_logprobs, min_tokens = generation.sampling.prompt_logprobs, self.settings.handoff_min_tokens
-        worth = worth_handoff(uncached_tokens, prompt_logprobs, min_tokens)
-        self.counters["pdserve_local_prefills_total"] += not worth
-        return worth
-
-    def recomputes(self, error: PdserveError, uncached_tokens: int) -> bool:
-        """Count a failed or refused handoff; return whether the failure policy is to prefill its prompt on D."""
-        refused = isinstance(error, Overloaded)
-        self.counters["pdserve_handoff_refusals_total" if refused else "pdserve_handoff_failures_total"] += 1
-        if self.settings.failure_policy is FailurePolicy.FAIL:
-            return False
-        if not refused:
-            self.counters["pdserve_handoff_recomputes_total"] += 1
-            self.counters["pdserve_handoff_recomputed_tokens_total"] += uncached_tokens
-        return True
 
 
 class HandoffDriver:
@@ -185,10 +148,6 @@ class HandoffDriver:
             return
         context, generation = self._context, self._generation
         generation.trace.on_handoff_failed(error)
-        if isinstance(error, PrefillCrashed):  # the prompt may end this engine, too
-            self.abandon()
-            generation.fail(error)
-            return
         announced = self._handoff is not None and self._handoff.announced
         if isinstance(error, Draining) and not announced and (other := context.peers.other()) is not None:
             generation.trace.restart()
@@ -200,8 +159,9 @@ class HandoffDriver:
         elif isinstance(error, PeerError):
             self._peer.check()
         if not context.recomputes(error, self._uncached_tokens):
-            # Only an overload is passed on: other errors between nodes are not the client's fault.
-            generation.fail(error if isinstance(error, Overloaded) else NodeError(f"the handoff failed: {error}"))
+            # Other errors between nodes are not the client's fault.
+            passed_on = isinstance(error, Overloaded | PrefillCrashed)
+            generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
             return
         generation.trace.restart()
         name = generation.message.request_id or generation.rid
