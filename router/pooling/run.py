@@ -73,6 +73,7 @@ class PoolingRun:
         self._vectors = [b""] * len(prompts)
         self._left: dict[str, float] = {}  # by id of a node that failed: the time, of time.monotonic
         self._error: Exception | None = None
+        self._suspect = False  # an engine has ended in a step with a batch
         metrics.prompt_tokens.inc(self.usage.prompt_tokens)
         self._task = asyncio.create_task(self._run(), name=f"pooling {options.request_id}")
 
@@ -120,14 +121,15 @@ class PoolingRun:
     async def _compute(self, batch: range) -> pb.PoolReply:
         """Call nodes until one computes the batch. Failures are limited: a prompt must not crash all nodes."""
         num_failures, pause, give_up_at = 0, _FIRST_PAUSE, 0.0
-        while True:
+        while not self._suspect:
             try:
                 return await self._call(batch)
             except EngineCrashed as exc:
                 if not self._options.migrations:
                     raise
                 self._count_move(batch, exc)
-                return await self._compute_alone(batch)
+                self._suspect = True
+                break
             except NodeError as exc:
                 num_failures += 1
                 if num_failures > self._options.migrations:
@@ -140,9 +142,13 @@ class PoolingRun:
             give_up_at = give_up_at or monotonic() + _TIMEOUT
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        return await self._compute_alone(batch)
 
     async def _compute_alone(self, batch: range) -> pb.PoolReply:
-        """Compute a batch whose node's engine ended in a step with it: once, while no other such batch runs."""
+        """Compute a batch of a request that an engine has ended with, while no other such batch runs.
+
+        Raises CrashingRequest when another engine ends.
+        """
         async with self._fleet.suspect_turn:
             give_up_at = monotonic() + _TIMEOUT
             while True:

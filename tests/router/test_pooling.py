@@ -314,6 +314,20 @@ def test_full_nodes_are_tried_again_and_errors_of_requests_are_final(
         node.failures.clear()
 
 
+def test_texts_that_end_two_engines_are_not_tried_again(http: httpx.Client, nodes: list[VectorNode]) -> None:
+    crash = (grpc.StatusCode.ABORTED, "the engine ended")
+    nodes[0].failures, nodes[1].failures = [crash], []
+    assert post(http, "/v1/embeddings", input=["a"] * 4)["data"]
+    for node in nodes:
+        node.failures = [crash, crash]
+    response = http.post("/v1/embeddings", json={"input": "a"})
+    assert response.json()["error"]["code"] == "request_crashes_engines"
+    assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+    assert sum(len(node.failures) for node in nodes) == 2
+    for node in nodes:
+        node.failures = []
+
+
 def test_disconnect_cancels_the_calls(http: httpx.Client, nodes: list[VectorNode]) -> None:
     for node in nodes:
         node.do(node.released.clear)
