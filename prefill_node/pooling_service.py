@@ -123,6 +123,7 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
             raise RequestError(f"dimensions {request.dimensions} must be at most {size}, of embeddings", "dimensions")
 
     async def _pool(self, request: pb.PoolRequest) -> pb.PoolReply:
+        weights = self._node.weights  # a change waits for open prompts, or fails them
         prompts = [
             PendingPrompt(self._node.engine, request, token_ids, self._salt(request)) for token_ids in request.prompts
         ]
@@ -137,6 +138,7 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
         return pb.PoolReply(
             vectors=self._shortened([vector for vector, _ in results], request.dimensions),
             cached_tokens=[cached for _, cached in results],
+            weights=weights,
         )
 
     def _salt(self, request: pb.PoolRequest) -> str:

@@ -1143,6 +1143,9 @@ class PoolReply(_message.Message):
 
     VECTORS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    weights: _builtins.str
+    """that computed the vectors; as in NodeDescription"""
     @_builtins.property
     def vectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """little-endian float32; one per prompt, in order"""
@@ -1156,10 +1159,11 @@ class PoolReply(_message.Message):
         *,
         vectors: _abc.Iterable[_builtins.bytes] | None = ...,
         cached_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "vectors", b"vectors", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

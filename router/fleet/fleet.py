@@ -135,9 +135,9 @@ class Fleet:
         """The ready nodes of a task."""
         return [node for node in self._nodes.views() if node.serves and node.task == task and node.model == self._model]
 
-    def pooling_node(self, task: str, num_tokens: int, left: Collection[str]) -> NodeClient:
-        """Choose a prefill node that is not in ``left``, for prompts of ``num_tokens``. Raises Overloaded."""
-        chosen = pooling_node(self._policy, self.snapshot(), task, num_tokens, left)
+    def pooling_node(self, task: str, num_tokens: int, left: Collection[str], weights: str | None) -> NodeClient:
+        """Choose a prefill node with these weights, or any, that is not in ``left``. Raises Overloaded."""
+        chosen = pooling_node(self._policy, self.snapshot(), task, num_tokens, left, weights)
         self._nodes.placement_counter += 1
         return self._nodes.find("prefill", chosen)
 

@@ -141,9 +141,19 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
     return NodeChoice(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
 
 
-def pooling_node(policy: str, snapshot: FleetSnapshot, task: str, num_tokens: int, left: Collection[str] = ()) -> str:
-    """Choose the P that pools prompts of ``num_tokens`` together, by id; none of ``left``. Raises Overloaded."""
-    usable = snapshot.usable("prefill")
+def pooling_node(
+    policy: str,
+    snapshot: FleetSnapshot,
+    task: str,
+    num_tokens: int,
+    left: Collection[str] = (),
+    weights: str | None = None,
+) -> str:
+    """Choose the P that pools prompts of ``num_tokens`` together, by id; none of ``left``. Raises Overloaded.
+
+    ``weights`` None: of any weights.
+    """
+    usable = [node for node in snapshot.usable("prefill") if weights in (None, node.weights)]
     nodes = [node for node in usable if node.task == task and node.node_id not in left]
     if not nodes:
         raise no_serving_node(snapshot, task)

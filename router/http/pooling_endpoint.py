@@ -65,7 +65,7 @@ class PoolingEndpoint(ModelEndpoint[PoolingBody]):
         finally:
             accounting.computed(run.usage, None)
             admission.record_output(0, run.usage.cached_tokens)
-        fields = AnswerFields(model.name, options.request_id, int(time.time()), limits.task)
+        fields = AnswerFields(model.name, options.request_id, int(time.time()), limits.task, run.weights or "")
         answer = await asyncio.to_thread(make_answer, body, vectors, run.usage, fields)
         async with delivery(options.remaining, options.request_id, request_fields(options.request_id)):
             await send_pieces(send, json_chunks(answer), headers, service.turns, disconnected.done)

@@ -30,20 +30,21 @@ class AnswerFields(msgspec.Struct, frozen=True):
     request_id: str
     created: int
     task: str
+    weights: str
 
 
 def make_answer(body: PoolingBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> msgspec.Struct:
     """Return the response object. Raises RequestError for scores of a classifier with several labels."""
-    counts, id = PoolingUsage.of(usage), fields.request_id
+    counts, id, weights = PoolingUsage.of(usage), fields.request_id, f"fp_{fields.weights}" if fields.weights else None
     if isinstance(body, EmbeddingBody):
         data = embeddings(vectors, body.encoding_format)
-        return EmbeddingList(f"embd-{id}", fields.created, fields.model, data, counts)
+        return EmbeddingList(f"embd-{id}", fields.created, fields.model, data, counts, weights)
     assert isinstance(body, PairBody)
     scores = _scores(body, vectors, fields.task)
     if isinstance(body, RerankBody):
-        return Ranking(f"rerank-{id}", fields.model, _ranked(body, scores), counts)
+        return Ranking(f"rerank-{id}", fields.model, _ranked(body, scores), counts, weights)
     scored = [Score(index, score) for index, score in enumerate(scores)]
-    return ScoreList(f"score-{id}", fields.created, fields.model, scored, counts)
+    return ScoreList(f"score-{id}", fields.created, fields.model, scored, counts, weights)
 
 
 def _scores(body: PairBody, vectors: Vectors, task: str) -> list[float]:

@@ -36,6 +36,7 @@ class EmbeddingList(Struct):
     model: str
     data: list[Embedding]
     usage: PoolingUsage
+    system_fingerprint: str | None  # of the weights
     object: Literal["list"] = "list"
 
 
@@ -51,6 +52,7 @@ class ScoreList(Struct):
     model: str
     data: list[Score]
     usage: PoolingUsage
+    system_fingerprint: str | None  # of the weights
     object: Literal["list"] = "list"
 
 
@@ -69,6 +71,7 @@ class Ranking(Struct):
     model: str
     results: list[RankedResult]  # the best first
     usage: PoolingUsage
+    system_fingerprint: str | None  # of the weights
 
 
 def embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[Embedding]:

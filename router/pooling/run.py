@@ -3,13 +3,16 @@
     batches ──► 2 calls per ready node at a time ──► vectors, in the order of the prompts
                  └── node lost, full or failed ──► the batch waits for another node
 
-A vector depends on its prompt only, so a repeated call changes nothing.
+All vectors are of one version of the weights: that of most nodes, or of the node that gets a small request. If no node
+has it any more, the run begins again with another one. A vector depends on its prompt and the weights, so a repeated
+call changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from time import monotonic
 
@@ -22,6 +25,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
 from router.errors import CrashingRequest
 from router.fleet.fleet import Fleet
+from router.fleet.policy import NodeView
 from router.fleet.serve_stream import NodeLost
 from router.generation.usage import Usage
 from router.metrics import RouterMetrics
@@ -34,6 +38,7 @@ _CALLS_PER_NODE = 2  # at a time: the node computes one while the other is on it
 _TIMEOUT = 10.0  # seconds from the first failure of a batch until a node must have computed it
 _AVOID = 2.0  # seconds for which a failed node gets no further call: a failing node is not reported at once
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
+_MAX_VERSIONS = 4  # of the weights that a request begins with
 _DEADLINE_GRACE = 0.5  # seconds by which a call may outlive the request: its own error says more
 _VALUE_BYTES = 4  # of float32
 
@@ -59,18 +64,24 @@ class PoolingOptions(msgspec.Struct, frozen=True):
         return self.timeout - (monotonic() - self.arrived)
 
 
+class _WeightsGone(Exception):
+    """No usable node has the weights of the vectors so far, but others are usable."""
+
+
 class PoolingRun:
-    """Starts at once. ``vectors`` returns its result."""
+    """Starts at once. ``vectors`` returns its result, and ``weights`` is the version that computed it."""
 
     def __init__(
         self, prompts: Sequence[Prompt], options: PoolingOptions, fleet: Fleet, metrics: RouterMetrics
     ) -> None:
         self.usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
+        self.weights: str | None = None  # None: until a node is chosen
         self._prompts = prompts
         self._options = options
         self._fleet = fleet
         self._metrics = metrics
         self._vectors = [b""] * len(prompts)
+        self._most_failures = self._failures_before = 0  # of a batch; before the present version of the weights
         self._left: dict[str, float] = {}  # by id of a node that failed: the time, of time.monotonic
         self._error: Exception | None = None
         self._suspect = False  # an engine has ended in a step with a batch
@@ -96,20 +107,44 @@ class PoolingRun:
             self._task.cancel()
 
     async def _run(self) -> None:
-        num_nodes = len(self._fleet.serving(self._options.task))
-        batches = split([prompt.num_tokens for prompt in self._prompts], num_nodes)
-        waiting = iter(batches)
-        num_workers = min(len(batches), _CALLS_PER_NODE * max(1, num_nodes))
-        workers = [asyncio.create_task(self._work(waiting)) for _ in range(num_workers)]
         try:
             async with asyncio.timeout(self._options.remaining):
-                await asyncio.gather(*workers)
+                await self._compute_all()
         except TimeoutError as exc:
             text = f"the request exceeded its time limit of {self._options.timeout:g} s; send fewer texts"
             raise DeadlineExceeded(text) from exc
+
+    async def _compute_all(self) -> None:
+        for _ in range(_MAX_VERSIONS):
+            try:
+                return await self._compute_one_version()
+            except _WeightsGone:
+                text = "request %s begins again: no usable node has the weights %s"
+                logger.info(text, self._options.request_id, self.weights)
+        text = f"the weights of the prefill nodes changed {_MAX_VERSIONS} times under the request; send it again"
+        raise NodeError(text)
+
+    async def _compute_one_version(self) -> None:
+        """Raises _WeightsGone."""
+        self._vectors, self.usage.cached_tokens = [b""] * len(self._prompts), 0
+        self._failures_before = self._most_failures
+        nodes, lengths = self._usable(), [prompt.num_tokens for prompt in self._prompts]
+        batches, self.weights = split(lengths, len(nodes)), None
+        if len(batches) > 1 and nodes:
+            self.weights, num_nodes = Counter(node.weights for node in nodes).most_common(1)[0]
+            batches = split(lengths, num_nodes)
+        waiting = iter(batches)
+        num_workers = min(len(batches), _CALLS_PER_NODE * max(1, len(nodes)))
+        workers = [asyncio.create_task(self._work(waiting)) for _ in range(num_workers)]
+        try:
+            await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    def _usable(self) -> list[NodeView]:
+        return [node for node in self._fleet.serving(self._options.task) if not node.stalled]
 
     async def _work(self, batches: Iterator[range]) -> None:
         for batch in batches:
@@ -120,7 +155,7 @@ class PoolingRun:
 
     async def _compute(self, batch: range) -> pb.PoolReply:
         """Call nodes until one computes the batch. Failures are limited: a prompt must not crash all nodes."""
-        num_failures, pause, give_up_at = 0, _FIRST_PAUSE, 0.0
+        num_failures, pause, give_up_at = self._failures_before, _FIRST_PAUSE, 0.0
         while not self._suspect:
             try:
                 return await self._call(batch)
@@ -132,6 +167,7 @@ class PoolingRun:
                 break
             except NodeError as exc:
                 num_failures += 1
+                self._most_failures = max(self._most_failures, num_failures)
                 if num_failures > self._options.migrations:
                     text = f"{num_failures} prefill nodes failed under this request; the last one: {exc}"
                     raise NodeError(text) from exc
@@ -163,13 +199,17 @@ class PoolingRun:
                 await asyncio.sleep(_LONGEST_PAUSE)
 
     async def _call(self, batch: range) -> pb.PoolReply:
-        """Call one node. Raises PdserveError; the node is then avoided for a while."""
+        """Call one node. Raises PdserveError; the node is then avoided for a while. Raises _WeightsGone."""
         options = self._options
         prompts = self._prompts[batch.start : batch.stop]
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         left = [node_id for node_id, at in self._left.items() if monotonic() < at + _AVOID]
-        node = self._fleet.pooling_node(options.task, num_tokens, left)
+        nodes = self._usable()
+        if self.weights is not None and nodes and self.weights not in {node.weights for node in nodes}:
+            raise _WeightsGone
+        node = self._fleet.pooling_node(options.task, num_tokens, left, self.weights)
         assert node.description is not None, "it was chosen by its view"
+        weights = self.weights = node.description.weights
         node_id = node.description.node_id
         span = options.span.child("pool", {"pdserve.prefill_node": node_id}, SpanKind.CLIENT)
         message = pb.PoolRequest(
@@ -185,6 +225,8 @@ class PoolingRun:
         try:
             timeout = options.remaining + _DEADLINE_GRACE
             reply = await node.pool(message, num_tokens, timeout, lambda: self._has_other(node_id))
+            if reply.weights != weights:
+                raise Overloaded(f"prefill node {node_id} has changed its weights; send the request again")
             _check(reply, len(batch), options.vector_size, node_id)
         except (NodeError, Overloaded) as exc:
             span.fail(exc)
@@ -195,8 +237,7 @@ class PoolingRun:
         return reply
 
     def _has_other(self, node_id: str) -> bool:
-        nodes = self._fleet.serving(self._options.task)
-        return any(node.node_id != node_id and not node.stalled for node in nodes)
+        return any(node.node_id != node_id for node in self._usable())
 
     def _count_move(self, batch: range, error: NodeError) -> None:
         why = "crashed" if isinstance(error, EngineCrashed) else "lost" if isinstance(error, NodeLost) else "failed"

@@ -94,8 +94,8 @@ def refused(client: httpx.Client, path: str, status: int = 400, **body: Any) -> 
     return error["message"], error["param"]
 
 
-def expected(tokenizer: Tokenizer, text: str, size: int = SIZE) -> list[float]:
-    values: list[float] = vector_of(tokenizer.encode(text), SIZE)[:size].tolist()
+def expected(tokenizer: Tokenizer, text: str, size: int = SIZE, weights: str = "") -> list[float]:
+    values: list[float] = vector_of(tokenizer.encode(text), SIZE, weights)[:size].tolist()
     return values
 
 
@@ -299,6 +299,72 @@ def test_stalled_node_gives_its_prompts_to_another(http: httpx.Client, nodes: li
     wait_for(lambda: node.cancelled > cancelled)
     node.description.stalled = False
     node.do(node.released.set)
+
+
+# ------------------------------------------------------------ changes of weights
+
+
+def set_weights(nodes: list[VectorNode], *weights: str) -> None:
+    for node, name in zip(nodes, weights, strict=True):
+        node.description.weights = name
+
+
+@pytest.fixture
+def versions(nodes: list[VectorNode]) -> Iterator[None]:
+    """The nodes have unlike weights until the end of the test."""
+    set_weights(nodes, "v1", "v2")
+    yield
+    set_weights(nodes, "", "")
+
+
+def test_answer_has_vectors_of_the_version_that_it_names(
+    versions: None, http: httpx.Client, tokenizer: Tokenizer
+) -> None:
+    texts = [f"text {index}" for index in range(200)]
+    for _ in range(5):
+        answer = post(http, "/v1/embeddings", input=texts)
+        weights = answer["system_fingerprint"].removeprefix("fp_")
+        assert weights in ("v1", "v2")
+        found = [each["embedding"] for each in answer["data"]]
+        assert found == [expected(tokenizer, text, weights=weights) for text in texts]
+    ranking = post(http, "/v1/rerank", query="text 1", documents=texts)
+    assert ranking["results"][0]["index"] == 1, "vectors of another version are unlike"
+    assert ranking["system_fingerprint"] in ("fp_v1", "fp_v2")
+    assert post(http, "/v1/score", text_1="a", text_2="a")["data"][0]["score"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_request_begins_again_when_its_version_is_gone(
+    versions: None, http: httpx.Client, nodes: list[VectorNode], tokenizer: Tokenizer, lost: bool
+) -> None:
+    """The nodes change their weights, or the only node with the version ends."""
+    texts = [f"text {index}" for index in range(400)]
+    for node in nodes:
+        node.do(node.released.clear)
+    seen = [len(node.calls) for node in nodes]
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(post, http, "/v1/embeddings", input=texts)
+        wait_for(lambda: [len(node.calls) for node in nodes] != seen)
+        begun = next(node for node, calls in zip(nodes, seen, strict=True) if len(node.calls) > calls)
+        if lost:
+            weights = "v2" if begun is nodes[0] else "v1"
+            begun.stop()
+        else:
+            weights = "v3"
+            set_weights(nodes, weights, weights)
+        for node in nodes:
+            node.do(node.released.set)
+        data = answer.result()
+    assert data["system_fingerprint"] == f"fp_{weights}"
+    assert [each["embedding"] for each in data["data"]] == [
+        expected(tokenizer, text, weights=weights) for text in texts
+    ]
+    if lost:
+        begun.start()
+        wait_for(lambda: num_ready(http) == 2)
+
+
+# ------------------------------------------------------------ failures of calls
 
 
 def test_full_nodes_are_tried_again_and_errors_of_requests_are_final(

@@ -45,16 +45,19 @@ class VectorNode(ScriptedNode, pb_grpc.PoolingNodeServicer):
             await context.abort(*self.failures.pop(0))
         size = request.dimensions or self.size
         return pb.PoolReply(
-            vectors=[vector_of(prompt, self.size)[:size].tobytes() for prompt in request.prompts],
+            vectors=[
+                vector_of(prompt, self.size, self.description.weights)[:size].tobytes() for prompt in request.prompts
+            ],
             cached_tokens=[1] * len(request.prompts),
+            weights=self.description.weights,
         )
 
     def num_prompts(self) -> int:
         return sum(len(call.prompts) for call in self.calls)
 
 
-def vector_of(prompt: bytes | Sequence[int], size: int) -> NDArray[np.float32]:
-    """Return values in -1 … 1 that depend on all token ids, little-endian."""
+def vector_of(prompt: bytes | Sequence[int], size: int, weights: str = "") -> NDArray[np.float32]:
+    """Return values in -1 … 1 that depend on all token ids and the weights, little-endian."""
     packed = prompt if isinstance(prompt, bytes) else pack_tokens(prompt)
-    drawn = hashlib.shake_128(packed).digest(4 * size)
+    drawn = hashlib.shake_128(packed + weights.encode()).digest(4 * size)
     return ((np.frombuffer(drawn, "<u4") / 2**31) - 1).astype("<f4")
