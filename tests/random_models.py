@@ -1,0 +1,272 @@
+"""Random models of all native families, each from one random generator: config, format of the checkpoint, and steps.
+
+numbers = random.Random("7:12")
+model = draw_model(numbers)                     # a family and fields of its config
+path = model.write(directory)                   # a random checkpoint, in the format of transformers 4 or 5
+options = draw_setup(numbers, model, "V2")      # of compare() in differential.py, and of node_config()
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from checkpoints import FAMILIES, make_checkpoint
+
+Fields = dict[str, Any]
+
+_BOOLEANS = (False, True)
+
+
+class RandomModel(NamedTuple):
+    family: str
+    fields: Fields  # of the family's transformers config
+    fused: bool  # experts of a layer in one tensor
+    legacy: bool  # config.json as transformers 4 writes it
+    other_head: bool  # a head is stored although config.json calls it tied
+    seed: int  # of the weights
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence: only dynamic frequencies have no end."""
+        dynamic = self.fields["rope_parameters"]["rope_type"] == "dynamic"
+        positions: int = self.fields["max_position_embeddings"]
+        return 3 * positions if dynamic else positions
+
+    def write(self, directory: Path, seed: int | None = None) -> Path:
+        path = make_checkpoint(
+            directory, self.family, seed=self.seed if seed is None else seed, fused=self.fused, **self.fields
+        )
+        config = json.loads((path / "config.json").read_text())
+        if self.legacy:
+            config = _as_transformers_4(config)
+        if self.other_head:
+            config["tie_word_embeddings"] = True
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    def __str__(self) -> str:
+        return json.dumps(self._asdict())
+
+
+def draw_model(numbers: random.Random, families: Sequence[str] = FAMILIES) -> RandomModel:
+    family = numbers.choice(families)
+    fields = _common(numbers, family)
+    fields |= _SPECIFIC[family](numbers, fields)
+    fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2"))
+    legacy = numbers.random() < 0.4
+    if legacy and family == "gpt_oss" and fields["rope_parameters"]["rope_type"] == "default":
+        legacy = False  # without rope_scaling it has YaRN
+    return RandomModel(
+        family,
+        fields,
+        fused=numbers.random() < 0.5,
+        legacy=legacy,
+        other_head=not fields["tie_word_embeddings"] and numbers.random() < 0.2,
+        seed=numbers.randrange(1 << 30),
+    )
+
+
+def draw_setup(numbers: random.Random, model: RandomModel, version: str = "V1") -> dict[str, Any]:
+    """Return the options of a runner, and how prompts are cut into steps. V2 has Triton's interpreter on CPUs."""
+    page = numbers.choice((8, 16, 16, 32) if version == "V1" else (16, 16, 32))
+    triton = version == "V2"
+    return {
+        "runner": version,
+        "attention_backend": "triton" if triton else "torch",
+        "kernel_block_size": page,
+        "block_size": page * numbers.choice((1, 1, 2, 3)),
+        "num_blocks": 4 * model.longest // page + 16,
+        "max_model_len": model.longest,
+        "chunk": numbers.choice((1 << 30, numbers.randrange(1, 60))),
+        "stagger": numbers.choice((0, 1, 2)),
+        "num_tokens": numbers.choice((2, 5) if triton else (2, 5, 12)),
+    }
+
+
+def draw_prompts(numbers: random.Random, model: RandomModel, num_tokens: int, most: int = 300) -> list[list[int]]:
+    """Return one to four prompts, with lengths around block sizes, windows and rope's trained length."""
+    edges = [16, 32, 48, model.fields.get("sliding_window") or 1, model.fields["max_position_embeddings"]]
+    longest = min(model.longest - num_tokens, most)
+    prompts = []
+    for _ in range(numbers.choice((1, 2, 4))):
+        near = numbers.choice(edges) + numbers.randrange(-2, 3)
+        length = numbers.choice((near, numbers.randrange(1, longest + 1)))
+        prompts.append(_tokens(numbers, model, min(max(length, 1), longest)))
+    return prompts
+
+
+def fits_v2(model: RandomModel) -> bool:
+    """Whether Triton has kernels for its head size, and V2 its rotary embeddings."""
+    head_dim = model.fields["head_dim"]
+    dynamic = model.fields["rope_parameters"]["rope_type"] == "dynamic"
+    return bool(head_dim >= 16 and head_dim & (head_dim - 1) == 0 and not dynamic)
+
+
+def _tokens(numbers: random.Random, model: RandomModel, length: int) -> list[int]:
+    return [numbers.randrange(model.fields["vocab_size"]) for _ in range(length)]
+
+
+def _common(numbers: random.Random, family: str) -> Fields:
+    kv_heads = numbers.choice((1, 2, 3))
+    heads = kv_heads * numbers.choice((1, 2, 4))
+    return {
+        "num_hidden_layers": numbers.choice((1, 2, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": numbers.choice((8, 12, 16, 16, 32, 32, 64)),
+        "hidden_size": heads * numbers.choice((4, 8, 12, 16)),
+        "intermediate_size": numbers.choice((16, 40, 96)),
+        "vocab_size": numbers.choice((32, 61, 128, 200)),
+        "max_position_embeddings": numbers.choice((32, 80, 256)),
+        "rms_norm_eps": numbers.choice((1e-6, 1e-5, 1e-2)),
+        "tie_word_embeddings": numbers.choice(_BOOLEANS),
+        "rope_theta": numbers.choice((100.0, 1e4, 1e6)),
+    }
+
+
+def _layer_types(numbers: random.Random, fields: Fields) -> list[str]:
+    return [numbers.choice(("full_attention", "sliding_attention")) for _ in range(fields["num_hidden_layers"])]
+
+
+def _llama(numbers: random.Random, fields: Fields) -> Fields:
+    return {"attention_bias": numbers.choice(_BOOLEANS), "mlp_bias": numbers.choice(_BOOLEANS)}
+
+
+def _mistral(numbers: random.Random, fields: Fields) -> Fields:
+    window = numbers.choice((None, 2, 7, 20, 40))  # the library's cache has a window of 1 wrong
+    if window is not None and numbers.random() < 0.5:
+        return {"sliding_window": window, "layer_types": _layer_types(numbers, fields)}
+    return {"sliding_window": window}
+
+
+def _qwen2(numbers: random.Random, fields: Fields) -> Fields:
+    found: Fields = {"use_sliding_window": numbers.choice(_BOOLEANS), "sliding_window": numbers.choice((2, 20, 40))}
+    found["max_window_layers"] = numbers.randrange(4)
+    if found["use_sliding_window"] and numbers.random() < 0.5:
+        found["layer_types"] = _layer_types(numbers, fields)
+    return found
+
+
+def _qwen3(numbers: random.Random, fields: Fields) -> Fields:
+    return _qwen2(numbers, fields) | {"attention_bias": numbers.choice(_BOOLEANS)}
+
+
+def _experts(numbers: random.Random, name: str) -> Fields:
+    experts = numbers.choice((2, 4, 5, 8))
+    return {name: experts, "num_experts_per_tok": numbers.randrange(1, min(experts, 4) + 1)}
+
+
+def _qwen3_moe(numbers: random.Random, fields: Fields) -> Fields:
+    layers = fields["num_hidden_layers"]
+    return {
+        **_experts(numbers, "num_experts"),
+        "use_sliding_window": numbers.choice(_BOOLEANS),
+        "sliding_window": numbers.choice((2, 20)),
+        "attention_bias": numbers.choice(_BOOLEANS),
+        "moe_intermediate_size": numbers.choice((16, 48)),
+        "norm_topk_prob": numbers.choice(_BOOLEANS),
+        "decoder_sparse_step": numbers.choice((1, 1, 2)),
+        "mlp_only_layers": [layer for layer in range(layers) if numbers.random() < 0.3],
+    }
+
+
+def _mixtral(numbers: random.Random, fields: Fields) -> Fields:
+    return {**_experts(numbers, "num_local_experts"), "sliding_window": numbers.choice((None, 2, 20))}
+
+
+def _gpt_oss(numbers: random.Random, fields: Fields) -> Fields:
+    found = {
+        **_experts(numbers, "num_local_experts"),
+        "sliding_window": numbers.choice((2, 20, 128)),
+        "attention_bias": numbers.choice(_BOOLEANS),
+        "swiglu_alpha": numbers.choice((1.0, 1.702)),
+        "swiglu_limit": numbers.choice((0.5, 7.0)),
+    }
+    return found if numbers.random() < 0.5 else found | {"layer_types": _layer_types(numbers, fields)}
+
+
+def _glm4_moe(numbers: random.Random, fields: Fields) -> Fields:
+    groups = numbers.choice((1, 1, 2, 4))
+    kept = numbers.randrange(1, groups + 1)
+    per_group = numbers.choice((2, 4))
+    return {
+        "use_qk_norm": numbers.choice(_BOOLEANS),
+        "attention_bias": numbers.choice(_BOOLEANS),
+        "n_routed_experts": groups * per_group,
+        "n_group": groups,
+        "topk_group": kept,
+        "num_experts_per_tok": numbers.randrange(1, min(kept * per_group, 4) + 1),
+        "moe_intermediate_size": numbers.choice((16, 48)),
+        "n_shared_experts": numbers.choice((1, 2)),
+        "first_k_dense_replace": numbers.randrange(3),
+        "norm_topk_prob": numbers.choice(_BOOLEANS),
+        "routed_scaling_factor": numbers.choice((1.0, 2.5)),
+        "num_mtp_layers": 0,
+    }
+
+
+def _minimax_m2(numbers: random.Random, fields: Fields) -> Fields:
+    return {**_experts(numbers, "num_local_experts"), "rotary_dim": None}
+
+
+_SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
+    "glm4_moe": _glm4_moe,
+    "minimax_m2": _minimax_m2,
+}
+
+
+def _rope(numbers: random.Random, fields: Fields, *, partial: bool) -> Fields:
+    """Return rope_parameters, and move the theta there."""
+    positions = fields["max_position_embeddings"]
+    kinds: dict[str, Fields] = {
+        "default": {},
+        "linear": {"factor": numbers.choice((1.0, 2.5))},
+        "dynamic": {"factor": numbers.choice((1.0, 3.0))},
+        "llama3": {
+            "factor": numbers.choice((2.0, 8.0)),
+            "low_freq_factor": numbers.choice((0.5, 1.0)),
+            "high_freq_factor": numbers.choice((2.0, 4.0)),
+            "original_max_position_embeddings": positions // 2,
+        },
+        "yarn": {"factor": numbers.choice((1.0, 2.0, 4.0)), "original_max_position_embeddings": positions // 2},
+    }
+    kind = numbers.choice(("default", "default", *kinds))
+    optional: Fields = {
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.8,
+        "attention_factor": 0.7,
+        "truncate": False,
+    }
+    rope = {"rope_type": kind, "rope_theta": fields.pop("rope_theta"), **kinds[kind]}
+    if kind == "yarn":
+        rope |= {name: value for name, value in optional.items() if numbers.random() < 0.3}
+    if partial:
+        rope["partial_rotary_factor"] = numbers.choice((0.5, 1.0))
+        if fields["head_dim"] * rope["partial_rotary_factor"] < 4 or fields["head_dim"] % 4:
+            rope["partial_rotary_factor"] = 1.0
+    return rope
+
+
+def _as_transformers_4(config: Fields) -> Fields:
+    """Return a config as transformers 4 writes it: theta beside rope_scaling, torch_dtype."""
+    found = dict(config)
+    rope = dict(found.pop("rope_parameters"))
+    found["torch_dtype"] = found.pop("dtype")
+    found["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        found["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    found["rope_scaling"] = None if rope["rope_type"] == "default" else rope | {"type": rope["rope_type"]}
+    return found
