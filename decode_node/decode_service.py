@@ -17,7 +17,7 @@ from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import failure_to_pb
-from pdserve.rpc.protobuf import sampling_from_pb, unpack_tokens
+from pdserve.rpc.protobuf import sampling_from_pb, unpack_resumed, unpack_tokens
 from pdserve.tracing.spans import Attributes
 
 RESUMED_LENGTHS = 128  # resumed tokens of a request, in lengths of the longest context: one per choice
@@ -95,9 +95,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             if message.epoch not in ("", node.epoch, *node.kept_epochs):
                 raise Draining(f"{node.name} has other weights than when it was chosen; send the request again")
             tokens, sampling = unpack_tokens(message.token_ids), sampling_from_pb(message.sampling)
-            resume = {choice.choice: unpack_tokens(choice.token_ids) for choice in message.resume}
-            if len(resume) < len(message.resume):
-                raise RequestError("resume has a choice twice; send all its tokens at once")
+            resume = unpack_resumed(message.resume)
             check_request(tokens, sampling, node.config)
             check_resume(resume, sampling, node.config)
         except PdserveError as exc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import asdict
@@ -34,6 +34,16 @@ def unpack_tokens(data: bytes) -> array[int]:
     if len(data) % TOKEN_BYTES:
         raise RequestError(f"token_ids has {len(data)} bytes, which is not a multiple of {TOKEN_BYTES}", "token_ids")
     return array("I", data)
+
+
+def unpack_resumed(choices: Iterable[pb.ResumedChoice]) -> dict[int, array[int]]:
+    """Return the output so far of each choice. Raises RequestError for a choice that is there twice."""
+    found: dict[int, array[int]] = {}
+    for each in choices:
+        if each.choice in found:
+            raise RequestError(f"resume has choice {each.choice} twice; send all its tokens at once", "resume")
+        found[each.choice] = unpack_tokens(each.token_ids)
+    return found
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
