@@ -33,10 +33,9 @@ from router.http.response_factory import (
 )
 from router.service import ServedModel
 from router.text.chat.output_parsing import OutputParsing
-from router.text.stop_strings import StopStrings
+from router.text.stop_strings import build_stop_strings
 
 _DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
-_MANY_STOP_CHARS = 4096  # an automaton of more is built on a thread; each takes about 1 µs
 
 
 class GenerateEndpoint(ModelEndpoint[GenerateBody]):
@@ -69,7 +68,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
             arrived=accounting.arrived,
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
-            stops=await _stop_strings(body),
+            stops=await build_stop_strings(body.stops, body.include_stop_str_in_output or body.no_stop_trim),
             cache_salt=admission.cache_salt(body.cache_salt),
             priority=admission.clamp_priority(body.priority),
             client_tag=admission.client_tag,
@@ -123,13 +122,6 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
                 return await send_stream(send, response, headers, turns)
             assert isinstance(response, BodyResponse)
             return await send_body(send, response, headers, turns)
-
-
-async def _stop_strings(body: GenerateBody) -> StopStrings:
-    included = body.include_stop_str_in_output or body.no_stop_trim
-    if sum(map(len, body.stops)) <= _MANY_STOP_CHARS:
-        return StopStrings(body.stops, included)
-    return await asyncio.to_thread(StopStrings, body.stops, included)
 
 
 def _expire(generation: RequestGeneration) -> None:

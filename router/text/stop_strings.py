@@ -6,10 +6,12 @@ whatever the number of stop strings.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_MANY_CHARS = 4096  # an automaton of more is built on a thread; each takes about 1 µs
 _NO_LETTER = "\ud800"  # of a state that no character continues: a surrogate, which no text has
 
 
@@ -95,6 +97,13 @@ class StopStrings:
         while letters[state] == _NO_LETTER and state:  # a whole stop string, which does not count
             state = shorter[state]
         return Advanced(state, len(text), 0)
+
+
+async def build_stop_strings(stops: Sequence[str], included: bool) -> StopStrings:
+    """Build the automaton without delaying other requests."""
+    if sum(map(len, stops)) <= _MANY_CHARS:
+        return StopStrings(stops, included)
+    return await asyncio.to_thread(StopStrings, stops, included)
 
 
 class StopMatcher:
