@@ -18,7 +18,7 @@ token in a cache of 200 by 0.03 or more, in each of these families.
 
 The same --seed gives the same fleets, requests and faults.
 
-Exits with status 1 after the first fleet with a difference, an unexpected error or a lost block.
+After the first fleet with a difference, an unexpected error or a lost block, prints the requests and exits with 1.
 """
 
 from __future__ import annotations
@@ -227,12 +227,14 @@ class Round:
         """Send all requests at the same time, beside neighbours whose clients leave."""
         neighbours = [asyncio.create_task(self._neighbour(client, self.rng.getrandbits(60))) for _ in range(NOISE)]
         salts = [self._salt() for _ in self.bodies]
-        answers = await asyncio.gather(
-            *(send(client, body, salt) for body, salt in zip(self.bodies, salts, strict=True))
-        )
-        for neighbour in neighbours:
-            neighbour.cancel()
-        await asyncio.gather(*neighbours, return_exceptions=True)
+        try:
+            answers = await asyncio.gather(
+                *(send(client, body, salt) for body, salt in zip(self.bodies, salts, strict=True))
+            )
+        finally:
+            for neighbour in neighbours:
+                neighbour.cancel()
+            await asyncio.gather(*neighbours, return_exceptions=True)
         for body, answer, expected in zip(self.bodies, answers, self.expected, strict=True):
             self._compare(way, body, answer, expected)
 
@@ -287,7 +289,12 @@ def fuzz_fleet(number: int, args: argparse.Namespace, until: float) -> Findings:
     with tempfile.TemporaryDirectory() as directory, World.start(plan, Path(directory) / "model", number) as world:
         for index in range(args.rounds):
             each = Round(world, plan, random.Random(f"{args.seed}/{number}/{index}"), findings, args)
-            asyncio.run(each.run())
+            try:
+                asyncio.run(each.run())
+            except AssertionError as exc:  # a node ended, holds blocks or serves no more
+                findings.failures.append(f"round {index}: {exc}")
+                print(f"{findings.failures[-1]}\n    while it computed some of:", flush=True)
+                print("\n".join(f"    {json.dumps(body)}" for body in each.bodies), flush=True)
             print(f"  round {index}: {findings}", flush=True)
             if findings.failures or time.monotonic() > until:
                 break

@@ -10,7 +10,7 @@ from typing import Any
 gc.disable()  # until all tests are collected
 
 import pytest  # noqa: E402
-import pytest_timeout  # noqa: E402
+import pytest_timeout  # type: ignore[import-untyped]  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from machine import patience  # noqa: E402
