@@ -164,7 +164,7 @@ def _open_store(service: Service) -> ResponseStore | None:
     options = service.options
     if options.response_store is None:
         return None
-    limits = StoreLimits(options.response_store_size, options.response_store_seconds)
+    limits = StoreLimits(options.response_store_size, options.response_store_seconds, options.max_body_bytes)
     path = ":memory:" if options.response_store == "memory" else options.response_store.removeprefix("sqlite:")
     return ResponseStore(path, limits, service.metrics)
 

@@ -20,7 +20,6 @@ from pdserve.errors import RequestError, shown
 from pdserve.rpc.websocket_connections import set_idle
 from router.completions_api.body_parsing import parse_json
 from router.completions_api.generate_body import GenerateBody
-from router.completions_api.json_pieces import json_pieces
 from router.errors import ClientDisconnected
 from router.generation.job import GenerationOptions, Job
 from router.http.error_responses import http_error, server_error
@@ -29,6 +28,7 @@ from router.responses_api.input_items import Item, input_items, reference_of
 from router.responses_api.output_objects import ResponseObject
 from router.responses_api.output_writers import OutputItemsResponse
 from router.responses_api.request import ResponsesBody, responses_body
+from router.responses_api.stored_items import ConversationBudget, StoredItems, encode_items, encode_output
 from router.service import ServedModel
 from router.text.chat.output_parsing import OutputParsing
 
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_SECONDS = 3600.0  # of a connection
 _KEPT_BYTES = 64 * 1024 * 1024  # of latest responses with their conversations, of all connections
-_TOKEN_BYTES = 16  # of an output token, roughly
 _END = b"\n\n"  # of an event
 
 
@@ -60,15 +59,14 @@ class KeptMemory:
 
 
 class _Kept(msgspec.Struct):
-    """The latest response of a connection. ``items``: the conversation before its output."""
+    """The latest response of a connection, with its conversation."""
 
     id: str
-    items: list[Item]
-    output: list[Any]
-    num_bytes: int
+    items: StoredItems
 
-    def conversation(self) -> list[Item]:
-        return [*self.items, *msgspec.json.decode(b"".join(json_pieces(self.output)))]
+    @property
+    def num_bytes(self) -> int:
+        return self.items.num_bytes
 
 
 class SocketTurns(ResponsesEndpoint):
@@ -79,23 +77,20 @@ class SocketTurns(ResponsesEndpoint):
         self._parse = parse_turn
         self._memory = memory
         self._latest: _Kept | None = None
-        self._next: _Kept | None = None
-        self._num_bytes = 0  # of the present message
+        self._final: tuple[ResponseObject, list[Item]] | None = None  # of the present turn, with the items before it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted() -> Message:
-            message = await receive()
-            self._num_bytes += len(message.get("body", b""))
-            return message
-
-        self._num_bytes, self._next = 0, None
+        self._final = None
         try:
-            await super().__call__(scope, counted, send)
+            await super().__call__(scope, receive, send)
         finally:
             self.forget()
-            if self._next is not None and self._memory.num_bytes + self._next.num_bytes <= _KEPT_BYTES:
-                self._latest = self._next
-                self._memory.num_bytes += self._next.num_bytes
+        final, self._final = self._final, None
+        if final is not None:
+            kept = await asyncio.to_thread(_kept, *final)
+            if self._memory.num_bytes + kept.num_bytes <= _KEPT_BYTES:
+                self._latest = kept
+                self._memory.num_bytes += kept.num_bytes
 
     def forget(self) -> None:
         """Drop the latest response. Idempotent."""
@@ -110,8 +105,7 @@ class SocketTurns(ResponsesEndpoint):
                 text = f"no response {shown(previous)} is kept on this connection; send the whole conversation"
                 raise RequestError(text, "previous_response_id", "previous_response_not_found")
             return await super()._with_named_items(body, owner)
-        self._num_bytes += latest.num_bytes
-        return await asyncio.to_thread(_continued, body, latest)
+        return await asyncio.to_thread(_continued, body, latest, self._service.options.max_body_bytes)
 
     def _make_response(
         self,
@@ -127,19 +121,31 @@ class SocketTurns(ResponsesEndpoint):
 
         def keep(final: ResponseObject) -> None:
             store(final)
-            if final.status in ("completed", "incomplete") and final.usage is not None:
-                num_bytes = self._num_bytes + _TOKEN_BYTES * final.usage.output_tokens
-                self._next = _Kept(final.id, items, final.output, num_bytes)
+            if final.status in ("completed", "incomplete"):
+                self._final = final, items
 
         response.on_final = keep
         return response
 
 
-def _continued(body: ResponsesBody, latest: _Kept) -> ResponsesBody:
-    before = latest.conversation()
-    by_id = {item["id"]: item for item in before if "id" in item}
-    own = input_items(body.request.input)
-    return body.with_items([*before, *(by_id.get(reference_of(item) or "", item) for item in own)])
+def _kept(final: ResponseObject, before: list[Item]) -> _Kept:
+    return _Kept(final.id, encode_items(before).followed_by(encode_output(final.output)))
+
+
+def _continued(body: ResponsesBody, latest: _Kept, max_bytes: int) -> ResponsesBody:
+    """Raises RequestError."""
+    places, own = latest.items.places, input_items(body.request.input)
+    budget = ConversationBudget(max_bytes)
+    budget.take(places, 0, len(places), "previous_response_id")
+    before = latest.items.decoded()
+    by_id = {place.id: at for at, place in enumerate(places)}
+    items = list(before)
+    for item in own:
+        at = by_id.get(reference_of(item) or "")
+        if at is not None:
+            budget.take(places, at, at + 1, "input")
+        items.append(item if at is None else before[at])
+    return body.with_items(items)
 
 
 class ResponsesSocket:

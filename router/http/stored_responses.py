@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -16,6 +17,7 @@ from router.http.authentication import client_of
 from router.http.delivery import STREAM_HEADERS
 from router.http.responses_endpoint import RunningResponses
 from router.responses_api.output_objects import DeletedResponse, InputItemList
+from router.responses_api.response_database import ResponseDatabase
 from router.responses_api.response_store import ResponseStore
 
 _CHUNK_BYTES = 64 * 1024
@@ -72,20 +74,18 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
         if going := running.get((owner, name)):
             going.cancel()
         data = await opened(name).response(owner, name)
-        if not msgspec.json.decode(data, type=_Background).background:
+        if not await opened(name).is_background(owner, name):
             text = f"response {shown(name)} cannot be cancelled: it was created without background"
             raise RequestError(text, "response_id")
         return _json(data)
 
     @app.get("/v1/responses/{name}/input_items")
     async def input_items(name: str, request: Request) -> Response:
-        query = _query(request, ItemsQuery)
-        items = await opened(name).input_items(client_of(request.scope).owner, name)
-        return _json(await asyncio.to_thread(_page, items, query))
-
-
-class _Background(msgspec.Struct):
-    background: bool
+        query, owner, store = _query(request, ItemsQuery), client_of(request.scope).owner, opened(name)
+        page = await store.run(partial(_page, owner=owner, response_id=name, query=query))
+        if page is None:
+            raise store.not_stored(name)
+        return _json(page)
 
 
 def _query(request: Request, kind: type[Query]) -> Query:
@@ -96,18 +96,25 @@ def _query(request: Request, kind: type[Query]) -> Query:
         raise RequestError(f"the query is not valid: {cut(str(exc))}", "query") from exc
 
 
-def _page(data: bytes, query: ItemsQuery) -> bytes:
-    items: list[dict[str, Any]] = msgspec.json.decode(data)
-    if query.order == "desc":
-        items.reverse()
-    if query.after:
-        ids = [item["id"] for item in items]
-        if query.after not in ids:
-            raise RequestError(f"after names {shown(query.after)}, which is not an item of this response", "after")
-        items = items[ids.index(query.after) + 1 :]
-    page = items[: query.limit]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
-    return msgspec.json.encode(InputItemList(page, first, last, len(items) > len(page)))
+def _page(database: ResponseDatabase, owner: str, response_id: str, query: ItemsQuery) -> bytes | None:
+    """Return the JSON of a page; None if there is no such response. Raises RequestError."""
+    index = database.index(owner, response_id)
+    if index is None:
+        return None
+    ids = [place.id for place in index.places[: index.num_inputs]]
+    if query.after and query.after not in ids:
+        raise RequestError(f"after names {shown(query.after)}, which is not an item of this response", "after")
+    if query.order == "asc":
+        first = ids.index(query.after) + 1 if query.after else 0
+        positions = range(first, min(first + query.limit, len(ids)))
+        has_more = positions.stop < len(ids)
+    else:
+        end = len(ids) - 1 - ids[::-1].index(query.after) if query.after else len(ids)
+        positions = range(end - 1, max(end - query.limit, 0) - 1, -1)
+        has_more = end > query.limit
+    items = [msgspec.Raw(database.read_items(index, at, at + 1)) for at in positions]
+    first_id, last_id = (ids[positions[0]], ids[positions[-1]]) if positions else ("", "")
+    return msgspec.json.encode(InputItemList(items, first_id, last_id, has_more))  # type: ignore[arg-type]
 
 
 def _events_after(events: bytes, number: int) -> bytes:

@@ -13,8 +13,6 @@ Message = dict[str, Any]
 Item = dict[str, Any]
 
 MAX_INPUT_ITEMS = 10_000
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-_ID_PREFIXES |= {"compaction": "cmp"}
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -24,20 +22,6 @@ def input_items(source: str | list[Item]) -> list[Item]:
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid4().hex}"
-
-
-def stored_item(item: Item) -> Item:
-    """Return an item as clients read it: with an id, a status, and content in parts."""
-    kind = item.get("type", "message")
-    given = item.get("id")
-    known = given if isinstance(given, str) else new_id(_ID_PREFIXES.get(kind, "item"))
-    stored = {"status": "completed", **item, "type": kind, "id": known}
-    if kind == "message" and isinstance(item.get("content"), str):
-        text = {"type": "input_text", "text": item["content"]}
-        if item.get("role") == "assistant":
-            text = {"type": "output_text", "text": item["content"], "annotations": []}
-        stored["content"] = [text]
-    return stored
 
 
 def reference_of(item: Item) -> str | None:

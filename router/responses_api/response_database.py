@@ -10,21 +10,25 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
 from pdserve.errors import ConfigError
+from router.responses_api.stored_items import PLACE_BYTES, Place, StoredItems, start_of
 
 StoreError = sqlite3.Error
 
-_VERSION = 1  # of the tables
+_VERSION = 2  # of the tables
 _MAX_ENTRIES = 100_000
 _ENTRY_SHARE = 4  # an entry may have this part of all bytes
-_OVERHEAD = 256  # bytes of an entry or item beside its content
+_IN_PROGRESS = "in_progress"
+_PLACES, _PLACES_DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Place])
 _TABLES = """
 CREATE TABLE responses (
   number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, bytes INTEGER NOT NULL,
-  done INTEGER NOT NULL, response BLOB NOT NULL, input BLOB NOT NULL, events BLOB NOT NULL, UNIQUE (owner, id));
+  status TEXT NOT NULL, background INTEGER NOT NULL, response BLOB NOT NULL, num_inputs INTEGER NOT NULL,
+  places BLOB NOT NULL, items BLOB NOT NULL, events BLOB NOT NULL, UNIQUE (owner, id));
 CREATE INDEX by_owner ON responses (owner, number);
 CREATE TABLE items (
   owner TEXT NOT NULL, id TEXT NOT NULL, response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
@@ -36,6 +40,7 @@ CREATE INDEX by_response ON items (response);
 class StoreLimits(msgspec.Struct, frozen=True):
     max_bytes: int
     max_seconds: float
+    max_conversation: int = 32 * 1024 * 1024  # bytes of stored items that a request may name
 
     def __str__(self) -> str:
         return (
@@ -45,11 +50,24 @@ class StoreLimits(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
+    """``items``: ``num_inputs`` of the input, and those of the output. A stored id keeps its response."""
+
     owner: str
     id: str
+    status: str
+    background: bool
     response: bytes  # JSON
-    input: bytes  # JSON, a list of items
-    item_ids: list[str]  # of both; an id that is stored already keeps its response
+    num_inputs: int
+    items: StoredItems
+
+
+class ItemIndex(msgspec.Struct, frozen=True):
+    """The items of a response: its input and its output."""
+
+    number: int  # of its row
+    status: str
+    num_inputs: int
+    places: list[Place]
 
 
 class ResponseDatabase:
@@ -70,42 +88,79 @@ class ResponseDatabase:
 
     def put(self, entry: Entry) -> None:
         """Add an entry, or replace it. Raises StoreError."""
-        done = msgspec.json.decode(entry.response, type=_Status).status != "in_progress"
-        size = len(entry.response) + len(entry.input) + _OVERHEAD * (1 + len(entry.item_ids))
+        size = len(entry.response) + entry.items.num_bytes + PLACE_BYTES
         self._check_size(size)
+        row = {
+            "owner": entry.owner,
+            "id": entry.id,
+            "created": time.time(),
+            "bytes": size,
+            "status": entry.status,
+            "background": entry.background,
+            "response": entry.response,
+            "num_inputs": entry.num_inputs,
+            "places": _PLACES.encode(entry.items.places),
+            "items": entry.items.data,
+            "events": b"",
+        }
         with self._transaction() as db:
             self._remove(entry.owner, entry.id)
-            row = (entry.owner, entry.id, time.time(), size, done, entry.response, entry.input, b"")
-            columns = "owner, id, created, bytes, done, response, input, events"
-            added = db.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-            self._add_items(entry.owner, entry.item_ids, added.lastrowid or 0)
+            columns, values = ", ".join(row), ", ".join("?" * len(row))
+            added = db.execute(f"INSERT INTO responses ({columns}) VALUES ({values})", tuple(row.values()))
+            self._add_items(entry.owner, entry.items.places, added.lastrowid or 0)
             self._count(entry.owner, 1, size)
             self._evict()
 
-    def finish(self, owner: str, response_id: str, response: bytes, item_ids: Sequence[str], events: bytes) -> None:
+    def finish(
+        self, owner: str, response_id: str, status: str, response: bytes, output: StoredItems, events: bytes
+    ) -> None:
         """Replace the response of an entry, unless it was deleted; one that is too large fails. Raises StoreError."""
         row = self._connection.execute(
-            "SELECT number, bytes, response FROM responses WHERE owner = ? AND id = ?", (owner, response_id)
+            "SELECT number, bytes, response, items, places FROM responses WHERE owner = ? AND id = ?",
+            (owner, response_id),
         ).fetchone()
         if row is None:
             return
-        number, size, started = row
-        added = len(response) + len(events) + _OVERHEAD * len(item_ids)
+        number, size, started, data, places = row
+        before = StoredItems(data, _PLACES_DECODER.decode(places))
+        added = len(response) + len(events) + output.num_bytes
         try:
             self._check_size(size + added)
         except StoreError as exc:
-            response, item_ids, events, added = _failed(started, f"the response is not stored: {exc}"), (), b"", 0
+            response, status = _failed(started, f"the response is not stored: {exc}"), "failed"
+            output, events, added = StoredItems(b"", []), b"", 0
+        items = before.followed_by(output)
+        values = (status, response, items.data, _PLACES.encode(items.places), events, added, number)
         with self._transaction() as db:
-            sql = "UPDATE responses SET response = ?, events = ?, bytes = bytes + ?, done = 1 WHERE number = ?"
-            db.execute(sql, (response, events, added, number))
-            self._add_items(owner, item_ids, number)
+            columns = "status = ?, response = ?, items = ?, places = ?, events = ?, bytes = bytes + ?"
+            db.execute(f"UPDATE responses SET {columns} WHERE number = ?", values)
+            self._add_items(owner, output.places, number)
             self._count(owner, 0, added)
             self._evict()
 
     def read(self, column: str, owner: str, response_id: str) -> bytes | None:
-        """Return one of the columns response, input and events; None if there is no such entry."""
+        """Return one of the columns response and events; None if there is no such entry."""
         row = self._row(column, owner, response_id)
         return None if row is None else bytes(row[0])
+
+    def is_background(self, owner: str, response_id: str) -> bool:
+        row = self._row("background", owner, response_id)
+        return row is not None and bool(row[0])
+
+    def index(self, owner: str, response_id: str) -> ItemIndex | None:
+        """Return where the items of a response are; None if there is no such entry."""
+        row = self._row("number, status, num_inputs, places", owner, response_id)
+        if row is None:
+            return None
+        number, status, num_inputs, places = row
+        return ItemIndex(number, status, num_inputs, _PLACES_DECODER.decode(places))
+
+    def read_items(self, index: ItemIndex, first: int, end: int) -> bytes:
+        """Return the JSON of items ``first`` … ``end`` - 1 of a response, and read no others."""
+        start, stop = start_of(index.places, first), start_of(index.places, end)
+        with self._connection.blobopen("responses", "items", index.number, readonly=True) as items:
+            items.seek(start)
+            return bytes(items.read(stop - start))
 
     def response_of(self, owner: str, item_id: str) -> str | None:
         """Return the id of the response that holds an item."""
@@ -167,22 +222,23 @@ class ResponseDatabase:
 
     def _fail_interrupted(self) -> None:
         db = self._connection
-        for number, data in db.execute("SELECT number, response FROM responses WHERE done = 0").fetchall():
-            sql = "UPDATE responses SET response = ?, done = 1 WHERE number = ?"
-            db.execute(sql, (_failed(data, "the router ended before the response was complete"), number))
+        sql = "SELECT number, response FROM responses WHERE status = ?"
+        for number, data in db.execute(sql, (_IN_PROGRESS,)).fetchall():
+            failed = _failed(data, "the router ended before the response was complete")
+            db.execute("UPDATE responses SET response = ?, status = 'failed' WHERE number = ?", (failed, number))
 
     def _check_size(self, size: int) -> None:
         limit = self.limits.max_bytes // _ENTRY_SHARE
         if size > limit:
             raise sqlite3.DataError(f"it has {size} bytes; --response-store-size allows {limit} per response")
 
-    def _row(self, columns: str, owner: str, response_id: str) -> tuple[int, int] | None:
+    def _row(self, columns: str, owner: str, response_id: str) -> tuple[Any, ...] | None:
         sql = f"SELECT {columns} FROM responses WHERE owner = ? AND id = ? AND created > ?"
-        found: tuple[int, int] | None = self._connection.execute(sql, (owner, response_id, self._oldest)).fetchone()
+        found: tuple[Any, ...] | None = self._connection.execute(sql, (owner, response_id, self._oldest)).fetchone()
         return found
 
-    def _add_items(self, owner: str, item_ids: Sequence[str], number: int) -> None:
-        rows = [(owner, item_id, number) for item_id in item_ids]
+    def _add_items(self, owner: str, places: Sequence[Place], number: int) -> None:
+        rows = [(owner, place.id, number) for place in places]
         self._connection.executemany("INSERT OR IGNORE INTO items VALUES (?, ?, ?)", rows)
 
     def _remove(self, owner: str, response_id: str) -> bool:
@@ -209,7 +265,3 @@ class ResponseDatabase:
 def _failed(response: bytes, message: str) -> bytes:
     error = {"code": "server_error", "message": message}
     return msgspec.json.encode({**msgspec.json.decode(response), "status": "failed", "error": error})
-
-
-class _Status(msgspec.Struct):
-    status: str

@@ -19,9 +19,10 @@ from pdserve.errors import RequestError, shown
 from router.completions_api.json_pieces import json_pieces
 from router.errors import ResponseNotStored, StoreFailed
 from router.metrics import RouterMetrics
-from router.responses_api.input_items import Item, stored_item
+from router.responses_api.input_items import Item
 from router.responses_api.output_objects import ResponseObject
-from router.responses_api.response_database import Entry, ResponseDatabase, StoreError, StoreLimits
+from router.responses_api.response_database import Entry, ItemIndex, ResponseDatabase, StoreError, StoreLimits
+from router.responses_api.stored_items import ConversationBudget, decode_items, encode_items, encode_output
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ class ResponseStore:
         """Replace the state of a response that is still stored, and add its events. What is too large has failed."""
 
         def write() -> None:
-            data = b"".join(json_pieces(response))
-            self._database.finish(owner, response.id, data, [item.id for item in response.output], b"".join(events))
+            data, output = b"".join(json_pieces(response)), encode_output(response.output)
+            self._database.finish(owner, response.id, response.status, data, output, b"".join(events))
 
         self._write(response.id, write)
 
@@ -78,9 +79,8 @@ class ResponseStore:
         """Return the events of a streamed background response; empty for others. Raises ResponseNotStored."""
         return await self._column("events", owner, response_id)
 
-    async def input_items(self, owner: str, response_id: str) -> bytes:
-        """Return the JSON of the conversation before a response. Raises ResponseNotStored."""
-        return await self._column("input", owner, response_id)
+    async def is_background(self, owner: str, response_id: str) -> bool:
+        return await self._run(self._database.is_background, owner, response_id)
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Raises ResponseNotStored."""
@@ -133,13 +133,14 @@ class ResponseStore:
 
 
 def _entry(owner: str, response: ResponseObject, items: Sequence[Item]) -> Entry:
-    with_ids = [stored_item(item) for item in items]
     return Entry(
         owner=owner,
         id=response.id,
+        status=response.status,
+        background=response.background,
         response=b"".join(json_pieces(response)),
-        input=b"[" + b",".join(map(msgspec.json.encode, with_ids)) + b"]",
-        item_ids=[*(item["id"] for item in with_ids), *(item.id for item in response.output)],
+        num_inputs=len(items),
+        items=encode_items(items).followed_by(encode_output(response.output)),
     )
 
 
@@ -148,33 +149,41 @@ def find_conversation(
 ) -> tuple[list[Item], dict[str, Item]]:
     """Return the items up to the end of the previous response, and items by id, with all references.
 
-    Raises RequestError for what is not stored.
+    Raises RequestError for what is not stored, and for more than a request may name.
     """
     items: list[Item] = []
+    budget = ConversationBudget(database.limits.max_conversation)
     if previous_id is not None:
-        found = _stored(database, owner, previous_id)
-        if found is None:
+        index = database.index(owner, previous_id)
+        if index is None:
             text = f"no response {shown(previous_id)} of this API key is stored; {database.limits}"
             raise RequestError(text, "previous_response_id", "previous_response_not_found")
-        status, items = found
-        if status == "in_progress":
+        if index.status == "in_progress":
             text = f"the response {shown(previous_id)} is still in progress; wait for its end"
             raise RequestError(text, "previous_response_id")
-    by_id: dict[str, Item] = {}
+        budget.take(index.places, 0, len(index.places), "previous_response_id")
+        items += decode_items(database.read_items(index, 0, len(index.places)), index.places)
+    return items, _find_items(database, owner, references, budget)
+
+
+def _find_items(
+    database: ResponseDatabase, owner: str, references: Sequence[str], budget: ConversationBudget
+) -> dict[str, Item]:
+    found: dict[str, Item] = {}
+    responses: dict[str, tuple[ItemIndex, dict[str, int]]] = {}  # by id, with the positions of items by their ids
+    response_of: dict[str, str] = {}  # by id of an item
     for name in references:
-        if name not in by_id and (response_id := database.response_of(owner, name)) is not None:
-            _, others = _stored(database, owner, response_id) or ("", [])
-            by_id |= {item["id"]: item for item in others}
-        if name not in by_id:
+        if name not in response_of:
+            response_of[name] = database.response_of(owner, name) or ""
+        response_id = response_of[name]
+        if response_id not in responses and (index := database.index(owner, response_id)) is not None:
+            responses[response_id] = index, {place.id: at for at, place in enumerate(index.places)}
+        if response_id not in responses:
             text = f"no item {shown(name)} of this API key is stored; send the item itself. {database.limits}"
             raise RequestError(text, "input", "item_not_found")
-    return items, by_id
-
-
-def _stored(database: ResponseDatabase, owner: str, response_id: str) -> tuple[str, list[Item]] | None:
-    """Return the status of a response, and its conversation with its output."""
-    response, before = (database.read(column, owner, response_id) for column in ("response", "input"))
-    if response is None or before is None:
-        return None
-    decoded = msgspec.json.decode(response)
-    return decoded["status"], [*msgspec.json.decode(before), *decoded["output"]]
+        index, positions = responses[response_id]
+        at = positions[name]
+        budget.take(index.places, at, at + 1, "input")
+        if name not in found:
+            found[name] = msgspec.json.decode(database.read_items(index, at, at + 1))
+    return found

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, RequestError
 from router.responses_api.response_database import Entry, ResponseDatabase, StoreLimits
+from router.responses_api.response_store import find_conversation
+from router.responses_api.stored_items import Place, StoredItems, encode_items
 
 
 def entry(name: str, owner: str = "a", num_bytes: int = 0, status: str = "completed") -> Entry:
     response = json.dumps({"status": status, "text": "x" * num_bytes}).encode()
-    return Entry(owner, name, response, b"[]", [f"item {name}"])
+    items = StoredItems(b"{}", [Place(f"item {name}", 2, 1)])
+    return Entry(owner, name, status, False, response, 0, items)
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def test_too_large_an_entry_is_refused(open_database: Callable[..., ResponseData
 def test_response_that_grows_too_large_has_failed(open_database: Callable[..., ResponseDatabase]) -> None:
     database = open_database(100_000)
     database.put(entry("1", status="in_progress"))
-    database.finish("a", "1", entry("1", num_bytes=30_000).response, ["item"], b"")
+    database.finish("a", "1", "completed", entry("1", num_bytes=30_000).response, StoredItems(b"", []), b"")
     failed = json.loads(database.read("response", "a", "1") or b"")
     assert failed["status"] == "failed"
     assert "allows 25000" in failed["error"]["message"]
@@ -85,3 +89,73 @@ def test_file_that_is_no_store_is_refused(open_database: Callable[..., ResponseD
     (tmp_path / "responses.db").write_bytes(b"something else" * 1000)
     with pytest.raises(ConfigError, match="not a database"):
         open_database()
+
+
+def put_items(database: ResponseDatabase, items: StoredItems, name: str = "1") -> None:
+    database.put(Entry("a", name, "completed", False, b"{}", len(items.places), items))
+
+
+def message(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **fields}
+
+
+def test_item_is_read_without_the_others(open_database: Callable[..., ResponseDatabase]) -> None:
+    database = open_database()
+    items = encode_items([message("one", id="1"), message("two", id="2"), message("three", id="3")])
+    damaged = b"#" * items.places[0].end + items.data[items.places[0].end : items.places[1].end]
+    put_items(database, StoredItems(damaged + b"#" * (len(items.data) - len(damaged)), items.places))
+    _, found = find_conversation(database, "a", None, ["2"])
+    assert found["2"]["content"] == [{"type": "input_text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("items", "references"),
+    [
+        ([message("x" * 600), message("x" * 600)], []),
+        ([message("x" * 300, id="1")], ["1", "1", "1"]),
+        ([message("x", id="1")], ["1"] * 11),
+    ],
+)
+def test_conversation_that_a_request_names_is_bounded(items: list[dict[str, Any]], references: list[str]) -> None:
+    database = ResponseDatabase(":memory:", StoreLimits(1_000_000, 100.0, 1000))
+    put_items(database, encode_items(items))
+    with pytest.raises(RequestError, match="more than 1000 bytes; compact"):
+        find_conversation(database, "a", None if references else "1", references)
+
+
+def test_values_of_a_conversation_are_bounded() -> None:
+    database = ResponseDatabase(":memory:", StoreLimits(100_000_000, 100.0))
+    part = {"type": "input_text", "text": ""}
+    put_items(database, encode_items([{"role": "user", "content": [part] * 5000}] * 9))
+    assert len(find_conversation(database, "a", "1", [])[0]) == 9
+    put_items(database, encode_items([{"role": "user", "content": [part] * 5000}] * 11), "2")
+    with pytest.raises(RequestError, match="more than 100000 values; compact the conversation"):
+        find_conversation(database, "a", "2", [])
+
+
+def test_unknown_fields_of_items_are_not_kept() -> None:
+    many: Any = [[]] * 10_000
+    part = {"type": "output_text", "text": "x", "annotations": many, "logprobs": many, "more": many}
+    call = {"type": "function_call", "id": "fc", "call_id": "c", "name": "f", "arguments": "{}", "status": many}
+    items = encode_items(
+        [
+            {"role": "assistant", "content": [part], "id": "msg", "name": "n", "more": many},
+            {**call, "more": many},
+            {"type": "function_call_output", "call_id": "c", "output": [part], "id": many, "more": {"a": many}},
+            {
+                "type": "reasoning",
+                "id": "rs",
+                "content": [{**part, "type": "reasoning_text"}],
+                "summary": [],
+                "x": many,
+            },
+        ]
+    )
+    assert items.num_bytes < 2000
+    first, second, third, fourth = items.decoded()
+    text = {"type": "output_text", "text": "x", "annotations": []}
+    common = {"status": "completed", "type": "message"}
+    assert first == {**common, "id": "msg", "role": "assistant", "content": [text]}
+    assert second == {**call, "status": "completed"}
+    assert (third["output"], third["id"][:4]) == ([text], "fco_")
+    assert (fourth["content"], fourth["summary"]) == ([{"type": "reasoning_text", "text": "x"}], [])

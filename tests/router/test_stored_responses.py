@@ -148,12 +148,14 @@ def test_previous_response_is_continued(alice: openai.OpenAI, node: Speech) -> N
 
 
 def test_input_items_are_listed_in_pages(alice: openai.OpenAI, node: Speech) -> None:
-    first = alice.responses.create(input="One", **node.say("Two"))
+    one: Any = {"role": "user", "content": "One", "unknown": [[]] * 10_000}
+    first = alice.responses.create(input=[one], **node.say("Two"))
     second = alice.responses.create(input="Three", previous_response_id=first.id, **node.fields)
     items: Any = list(alice.responses.input_items.list(second.id, limit=2, order="asc"))
     assert [(item.role, item.content[0].text) for item in items] == [
         *(("user", "One"), ("assistant", "Two"), ("user", "Three"))
     ]
+    assert "unknown" not in items[0].model_dump()
     backwards: Any = alice.responses.input_items.list(second.id, limit=1)
     assert [item.id for item in backwards] == [item.id for item in reversed(items)]
 
@@ -161,7 +163,12 @@ def test_input_items_are_listed_in_pages(alice: openai.OpenAI, node: Speech) -> 
 def test_item_references_are_replaced(alice: openai.OpenAI, node: Speech) -> None:
     first = alice.responses.create(input="One", **node.say("Two"))
     reference: Any = {"type": "item_reference", "id": first.output[0].id}
-    alice.responses.create(input=[reference, {"role": "user", "content": "Three"}, reference], **node.fields)
+    three: Any = {"role": "user", "content": "Three"}
+    last = alice.responses.create(input=[reference, three, reference], **node.fields)
+    items: Any = list(alice.responses.input_items.list(last.id, limit=1, order="asc"))
+    assert [item.content[0].text for item in items] == ["Two", "Three", "Two"], (
+        "an item that is there twice ends no page"
+    )
     turns = ["assistant\nTwo", "user\nThree", "assistant\nTwo"]
     assert node.prompt.startswith("".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns))
     with pytest.raises(openai.BadRequestError, match="'msg_1'"):

@@ -1,0 +1,138 @@
+"""The items of a conversation as JSON, one behind the other, and an index: each is read and decoded alone.
+
+Only fields that mean something here are kept, so a conversation takes little more memory decoded than as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import RequestError
+from router.responses_api.input_items import Item, new_id
+from router.responses_api.output_objects import ItemStatus, OutputItem, OutputMessage
+from router.text.json_bounds import MAX_ITEMS
+
+PLACE_BYTES = 256  # of an item beside its JSON, roughly
+
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_ID_PREFIXES |= {"compaction": "cmp"}
+_TEXTS = {  # fields of items, by type
+    "message": ("role",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id",),
+    "compaction": ("encrypted_content",),
+}
+# Fields with a text or a list of parts.
+_PARTS = {"message": ("content",), "reasoning": ("content", "summary"), "function_call_output": ("output",)}
+_TEXTS_OF_PARTS = ("type", "text", "refusal")
+_STATUSES = ItemStatus.__args__  # type: ignore[attr-defined]
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """The place of an item: its JSON begins at the end of the one before."""
+
+    id: str
+    end: int
+    num_values: int  # fields of the item and its parts
+
+
+class StoredItems(msgspec.Struct, frozen=True):
+    data: bytes
+    places: list[Place]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) + PLACE_BYTES * len(self.places)
+
+    def decoded(self) -> list[Item]:
+        return list(decode_items(self.data, self.places))
+
+    def followed_by(self, items: StoredItems) -> StoredItems:
+        start = len(self.data)
+        moved = [msgspec.structs.replace(place, end=start + place.end) for place in items.places]
+        return StoredItems(self.data + items.data, self.places + moved)
+
+
+def start_of(places: Sequence[Place], at: int) -> int:
+    """Return where the JSON of item ``at`` begins, or where all end."""
+    return places[at - 1].end if at else 0
+
+
+class ConversationBudget:
+    """Bounds the conversation that a request names. An item counts as often as it is named."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = self._num_values = 0
+
+    def take(self, places: Sequence[Place], first: int, end: int, field: str) -> None:
+        """Count items ``first`` … ``end`` - 1. Raises RequestError."""
+        self._num_bytes += start_of(places, end) - start_of(places, first)
+        self._num_values += sum(place.num_values for place in places[first:end])
+        if self._num_bytes > self._max_bytes:
+            text = f"the named items have more than {self._max_bytes} bytes; compact the conversation, or begin another"
+            raise RequestError(text, field)
+        if self._num_values > MAX_ITEMS:
+            text = f"the named items have more than {MAX_ITEMS} values; compact the conversation, or begin another"
+            raise RequestError(text, field)
+
+
+def encode_items(items: Iterable[Item]) -> StoredItems:
+    """An id that comes again is replaced, since pages of items begin behind an id."""
+    data, places, ids = bytearray(), list[Place](), set[str]()
+    for item in map(stored_item, items):
+        if item["id"] in ids:
+            item["id"] = new_id(_ID_PREFIXES.get(item["type"], "item"))
+        ids.add(item["id"])
+        data += msgspec.json.encode(item)
+        parts = [part for value in item.values() if isinstance(value, list) for part in value]
+        places.append(Place(item["id"], len(data), len(item) + sum(map(len, parts))))
+    return StoredItems(bytes(data), places)
+
+
+def encode_output(output: Iterable[OutputItem]) -> StoredItems:
+    """Encode output items without log-probabilities, which no later response reads."""
+    return encode_items(msgspec.to_builtins(_without_logprobs(item)) for item in output)
+
+
+def decode_items(data: bytes, places: Iterable[Place], start: int = 0) -> Iterator[Item]:
+    """Decode items one by one, so that other threads run in between. ``data`` begins at ``start`` of the items."""
+    view, at = memoryview(data), start
+    for place in places:
+        yield msgspec.json.decode(view[at - start : place.end - start])
+        at = place.end
+
+
+def stored_item(item: Item) -> Item:
+    """Return an item as clients read it: with an id, a status, content in parts, and no unknown fields."""
+    kind = item.get("type", "message")
+    given, status = item.get("id"), item.get("status")
+    known = given if isinstance(given, str) else new_id(_ID_PREFIXES.get(kind, "item"))
+    stored: Item = {"type": kind, "id": known, "status": status if status in _STATUSES else "completed"}
+    stored |= {name: item[name] for name in _TEXTS.get(kind, ()) if isinstance(item.get(name), str)}
+    for name in _PARTS.get(kind, ()):
+        value = item.get(name)
+        if isinstance(value, list):
+            stored[name] = [_stored_part(part) for part in value if isinstance(part, dict)]
+        elif isinstance(value, str):
+            stored[name] = value
+    if kind == "function_call" and isinstance(item.get("arguments"), dict):
+        stored["arguments"] = msgspec.json.encode(item["arguments"]).decode()
+    if kind == "message" and isinstance(stored.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        stored["content"] = [_stored_part({"type": part, "text": stored["content"]})]
+    return stored
+
+
+def _stored_part(part: dict[str, Any]) -> dict[str, Any]:
+    stored: dict[str, Any] = {name: part[name] for name in _TEXTS_OF_PARTS if isinstance(part.get(name), str)}
+    return {**stored, "annotations": []} if stored.get("type") == "output_text" else stored
+
+
+def _without_logprobs(item: OutputItem) -> OutputItem:
+    if not isinstance(item, OutputMessage):
+        return item
+    return msgspec.structs.replace(item, content=[msgspec.structs.replace(part, logprobs=[]) for part in item.content])
