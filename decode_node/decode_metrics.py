@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from engine.ipc.messages import ReadChecked, ReadEnded
+from pdserve.ipc.messages import ReadChecked, ReadEnded
 from pdserve.metrics import FastHistogram, LabeledHistogram
 
 _log = logging.getLogger(__name__)

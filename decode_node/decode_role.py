@@ -13,8 +13,8 @@ from decode_node.decode_service import DecodeService
 from decode_node.handoff_context import HandoffContext
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.settings import DecodeSettings, FailurePolicy
-from engine.frontend.drain import Drainable
-from engine.frontend.node_context import NodeContext
+from node.context import NodeContext
+from node.drain import Drainable
 from pdserve.discovery.sources import check_source
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc

@@ -8,12 +8,12 @@ from decode_node.generation import NodeGeneration, RouterStream
 from decode_node.handoff_context import HandoffContext
 from decode_node.handoff_driver import HandoffDriver
 from decode_node.request_trace import RequestTrace
-from engine.frontend.drain import Streams
-from engine.frontend.node_context import NodeContext
-from engine.frontend.request_checks import check_request, check_resume
-from engine.frontend.stream_writer import Context, serve
-from engine.ipc.messages import Mode
+from node.context import NodeContext
+from node.drain import Streams
+from node.request_checks import check_request, check_resume
+from node.stream_writer import Context, serve
 from pdserve.errors import Draining, PdserveError, RequestError
+from pdserve.ipc.messages import Mode
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import failure_to_pb

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.frontend.engine_client import EngineClient
-from engine.ipc.messages import Connect, Disconnect
+from node.engine_client import EngineClient
 from pdserve.errors import PeerError
+from pdserve.ipc.messages import Connect, Disconnect
 from pdserve.records import Peer
 from pdserve.transports import Connected
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
-from engine.frontend.engine_client import EngineClient
-from engine.frontend.request_events import Event, error_of
-from engine.frontend.stream_writer import StreamWriter
-from engine.ipc.messages import (
+from node.engine_client import EngineClient
+from node.request_events import Event, error_of
+from node.stream_writer import StreamWriter
+from pdserve.errors import DeadlineExceeded, PdserveError, RequestError
+from pdserve.ipc.finish_reason import finish_reason
+from pdserve.ipc.messages import (
     Cancel,
     Mode,
     Pause,
@@ -24,8 +26,6 @@ from engine.ipc.messages import (
     Scored,
     Submit,
 )
-from engine.request import finish_reason
-from pdserve.errors import DeadlineExceeded, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, FinishReason, Sample, SamplingParams, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb

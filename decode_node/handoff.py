@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from engine.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
+from pdserve.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.timeouts import PeerTiming

@@ -21,8 +21,8 @@ from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFaile
 from decode_node.handoff_context import HandoffContext
 from decode_node.prefill_peer import PrefillPeer
 from decode_node.prefill_stream import PrefillStream
-from engine.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
+from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
 from pdserve.rpc.protobuf import logprobs_from_pb, sampling_to_pb

@@ -29,8 +29,8 @@ from decode_node.decode_metrics import PeerMetrics
 from decode_node.engine_peers import EnginePeers
 from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
-from engine.frontend.health import State
-from engine.frontend.node_context import NodeContext
+from node.context import NodeContext
+from node.health import State
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb

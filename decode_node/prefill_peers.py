@@ -13,7 +13,7 @@ from decode_node.decode_metrics import DecodeMetrics
 from decode_node.engine_peers import EnginePeers
 from decode_node.prefill_peer import PrefillPeer, TransportTooSlow
 from decode_node.settings import DecodeSettings
-from engine.frontend.node_context import NodeContext
+from node.context import NodeContext
 from pdserve.discovery.sources import Directory
 from pdserve.errors import ConfigError, Draining, PeerError
 

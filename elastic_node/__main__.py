@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from elastic_node.elastic_role import add_flags, make_role
-from engine.frontend.node_command import role_parser, run_role
+from engine.executor.remote_ranks import run_ranks
+from node.command import role_parser, run_role
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_role(make_parser(), argv, make_role)
+    return run_role(make_parser(), argv, make_role, run_ranks)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -12,8 +12,8 @@ from prometheus_client.metrics_core import Metric
 
 from decode_node import decode_role
 from decode_node.decode_role import DecodeRole
-from engine.frontend.drain import Drainable
-from engine.frontend.node_context import NodeContext
+from node.context import NodeContext
+from node.drain import Drainable
 from pdserve.errors import Draining
 from prefill_node import prefill_role
 from prefill_node.prefill_role import PrefillRole

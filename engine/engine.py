@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from engine.channel import Channel
 from engine.executor.rank import Ranks
 from engine.executor.step_pipeline import StepPipeline
-from engine.ipc import messages
-from engine.ipc.channel import Channel
-from engine.liveness.heartbeat_sender import LoopTimer
+from engine.heartbeat_sender import LoopTimer
 from engine.scheduler.scheduler import Scheduler
 from pdserve.errors import PdserveError
+from pdserve.ipc import messages
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 

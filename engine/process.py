@@ -16,20 +16,20 @@ import sys
 import time
 from functools import partial
 
+from engine.channel import Channel, ChannelClosed
 from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
-from engine.ipc.channel import Channel, ChannelClosed
-from engine.ipc.frames import framed
-from engine.ipc.messages import Configure, Failed, Heartbeat, Shutdown
+from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
-from engine.liveness.heartbeat_sender import HeartbeatSender
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
+from pdserve.ipc.frames import framed
+from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_FAILED, end_with_parent, log_failure
 

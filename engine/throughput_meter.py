@@ -12,7 +12,6 @@ from pdserve.records import StepPlan
 from pdserve.request_cost import LinearCost, Throughput
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
-_SHARE_SECONDS = 1.0  # time constant of PromptShare
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
 _ODD = 1.5  # times what is expected
@@ -201,19 +200,3 @@ class ThroughputMeter:
     def throughput(self, read: LinearCost) -> Throughput:
         """Return the measured costs of steps, with those of KV reads."""
         return Throughput(self._prompts.line, self._decodes.line, read)
-
-
-class PromptShare:
-    """The share of recent time that a node's steps spent on prompts: an exponential mean over a second."""
-
-    def __init__(self, now: float) -> None:
-        self._share, self._at, self._total = 0.0, now, 0.0
-
-    def update(self, prompt_seconds: float, now: float) -> float:
-        """Return the share, 0 … 1, given the seconds spent on prompts since the node's start."""
-        if (passed := now - self._at) > 0.0:
-            keep = math.exp(-passed / _SHARE_SECONDS)
-            spent = (prompt_seconds - self._total) / passed
-            self._share = keep * self._share + (1.0 - keep) * spent
-            self._at, self._total = now, prompt_seconds
-        return min(self._share, 1.0)

@@ -19,8 +19,7 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from engine.executor.multi_host import add_host_flags, local_ranks_from
-from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
+from node.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
 from pdserve import __version__
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.config_with_weights import with_weight_digests
@@ -28,6 +27,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.generation_defaults import load_generation_defaults
+from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

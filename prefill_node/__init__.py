@@ -1,1 +1,1 @@
-import engine  # noqa: F401  # sets gRPC's environment, which must precede the first import of grpc
+import node  # noqa: F401  # sets gRPC's environment, which must precede the first import of grpc

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterable, Callable
 from functools import partial
 from typing import Any
 
-from engine.frontend.node_context import NodeContext
-from engine.frontend.request_checks import check_request, check_skip
-from engine.frontend.stream_writer import StreamWriter
+from node.context import NodeContext
+from node.request_checks import check_request, check_skip
+from node.stream_writer import StreamWriter
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_to_pb

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.frontend.engine_client import EngineClient
-from engine.ipc.messages import FreeLease
+from node.engine_client import EngineClient
+from pdserve.ipc.messages import FreeLease
 from prefill_node.leases import LeaseId, LeaseState, LeaseTable
 from prefill_node.prefill_trace import PrefillTrace
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.frontend.engine_client import EngineClient
-from engine.frontend.request_events import Event, error_of
-from engine.ipc.messages import Cancel, DecodeAheadEnded, LastChunk, Leased, Mode, Prefilled, Refused, Submit
+from node.engine_client import EngineClient
+from node.request_events import Event, error_of
 from pdserve.errors import DeadlineExceeded, EngineCrashed, PdserveError, PeerError
+from pdserve.ipc.messages import Cancel, DecodeAheadEnded, LastChunk, Leased, Mode, Prefilled, Refused, Submit
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.rpc.protobuf import logprobs_to_pb

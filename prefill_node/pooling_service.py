@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.frontend.drain import Drainable
-from engine.frontend.engine_client import EngineClient
-from engine.frontend.node_context import NodeContext
-from engine.frontend.request_checks import check_request
-from engine.frontend.request_events import Event, error_of
-from engine.frontend.stream_writer import Context
-from engine.ipc.messages import Cancel, Mode, Pooled, Prefilled, Refused, Submit
+from node.context import NodeContext
+from node.drain import Drainable
+from node.engine_client import EngineClient
+from node.request_checks import check_request
+from node.request_events import Event, error_of
+from node.stream_writer import Context
 from pdserve.config.pooling import EMBED, MEAN, PoolingConfig
 from pdserve.errors import Draining, NodeError, PdserveError, RequestError
+from pdserve.ipc.messages import Cancel, Mode, Pooled, Prefilled, Refused, Submit
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs

@@ -9,8 +9,8 @@ import grpc
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from engine.frontend.drain import Drainable
-from engine.frontend.node_context import NodeContext
+from node.context import NodeContext
+from node.drain import Drainable
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from prefill_node.lease_manager import LeaseManager

@@ -6,9 +6,9 @@ import logging
 from collections.abc import AsyncIterable
 from itertools import count
 
-from engine.frontend.drain import Drainable, Streams
-from engine.frontend.node_context import NodeContext
-from engine.frontend.stream_writer import Context, serve
+from node.context import NodeContext
+from node.drain import Drainable, Streams
+from node.stream_writer import Context, serve
 from pdserve.config.compatibility import PROTOCOL_VERSION, differences
 from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb

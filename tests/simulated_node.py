@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.scheduler.itl_target import ARRIVAL, BURST, MANY_PROMPTS, PAUSE
-from engine.throughput_meter import PromptShare
+from node.reports import PromptShare
 from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, Throughput, auto_itl_target
 
 BLOCK = 16  # tokens

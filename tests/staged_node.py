@@ -27,11 +27,11 @@ import torch
 import runner
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import StepPipeline
-from engine.ipc.messages import Mode, Submit
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_builder import FULL_STEP
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
+from pdserve.ipc.messages import Mode, Submit
 from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import ModelRunnerOutput, Sample, SamplingParams, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens

@@ -12,18 +12,18 @@ from typing import NoReturn
 
 import msgspec
 
+from engine.channel import Channel, ChannelClosed
 from engine.executor.aggregator import OutputAggregator
 from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
 from engine.executor.rank_messages import Assign
 from engine.executor.rank_processes import Failure, RankChannel, RankProcesses, start_rank
 from engine.executor.rendezvous import RENDEZVOUS_TIMEOUT, JoinedRank, Rendezvous, listen
-from engine.ipc.channel import Channel, ChannelClosed
-from engine.ipc.frames import framed
-from engine.ipc.messages import Configure, Failed, Progress, Ready
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.triton_hosts import without_triton
 from pdserve.errors import CapacityError
+from pdserve.ipc.frames import framed
+from pdserve.ipc.messages import Configure, Failed, Progress, Ready
 from pdserve.process import EXIT_FAILED
 from pdserve.protocols import ModelRunner, WeightSource
 from pdserve.records import RankKV

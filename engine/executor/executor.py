@@ -16,8 +16,8 @@ from engine.executor.aggregator import OutputAggregator
 from engine.executor.rank import Pending, Rank
 from engine.executor.rank_messages import ChangeRank, Step
 from engine.executor.rank_processes import RankProcesses
-from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.errors import CheckpointError
+from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
 from pdserve.weight_change import WeightChange
 

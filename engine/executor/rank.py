@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.liveness.heartbeat_monitor import HeartbeatMonitor
+from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan

@@ -1,6 +1,6 @@
 """Messages between a node's leader, rank 0 in the engine process, and its other ranks.
 
-They travel in frames (engine/ipc/frames.py): over a Unix socket pair where the leader has started the rank, else TCP.
+They travel in frames (pdserve/ipc/frames.py): over a Unix socket pair where the leader has started the rank, else TCP.
 
     leader                                  rank
                                    ◄──        Hello                 over TCP only: its configuration, to be compared
@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.ipc.messages import Failed, Heartbeat, Shutdown
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
+from pdserve.ipc.messages import Failed, Heartbeat, Shutdown
 from pdserve.kv import KVLayout
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
 from pdserve.weight_change import FileStates, WeightChange

@@ -22,10 +22,10 @@ from typing import NoReturn
 from engine.executor.build import build_rank
 from engine.executor.rank import Pending, Rank
 from engine.executor.rank_messages import Assign, ChangeRank, FromRank, RankOutput, RankReady, Step, ToRank
-from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Failed, Shutdown
-from engine.liveness.heartbeat_sender import HeartbeatSender, LoopTimer
+from engine.heartbeat_sender import HeartbeatSender, LoopTimer
 from pdserve.errors import CheckpointError
+from pdserve.ipc.frames import Frames, framed
+from pdserve.ipc.messages import Failed, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_ORPHANED, end_with_parent, exit_status, log_failure
 from pdserve.records import EMPTY_OUTPUT, StepPlan

@@ -26,10 +26,10 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from engine.executor.rank_messages import FromRank, RankOutput, RankReady, ToRank
-from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Failed, Heartbeat, Shutdown
-from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.config.parallel import RankPosition
+from pdserve.ipc.frames import Frames, framed
+from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
+from pdserve.ipc.messages import Failed, Heartbeat, Shutdown
 from pdserve.process import describe_exit, killed_from_outside, log_failure
 from pdserve.records import ModelRunnerOutput
 

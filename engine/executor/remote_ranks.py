@@ -15,11 +15,11 @@ import subprocess
 import time
 from types import FrameType
 
-from engine.executor.multi_host import LocalRanks
 from engine.executor.rank_processes import spawn_rank
 from engine.executor.rendezvous import connect_leader, join, make_hello
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
+from pdserve.config.multi_host import LocalRanks
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.parallel import RankPosition
 from pdserve.config.resolve import resolve

@@ -17,13 +17,13 @@ import time
 import msgspec
 
 from engine.executor.rank_messages import MAX_HELLO_BYTES, Hello, Rejected, Welcome
-from engine.ipc.frames import FRAME_HEADER, Frames, framed
 from pdserve import __version__
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CapacityError, ConfigError, NodeError
+from pdserve.ipc.frames import FRAME_HEADER, Frames, framed
 from pdserve.rpc.address import split_address
 from pdserve.rpc.timeouts import PeerTiming
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from engine.kv_cache.free_runs import FreeRuns
-from engine.kv_cache.kv_events import KVEvents
+from pdserve.ipc.kv_events import KVEvents
 
 
 class Use(IntEnum):

@@ -28,10 +28,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.ipc.messages import Batch, LastChunk, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.throughput_meter import LineFit
+from pdserve.ipc.messages import Batch, LastChunk, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorPlan, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable
 
-from engine.ipc.messages import Batch, Outputs, Prefilled
-from engine.request import Request, Sequence, finish_reason
+from engine.request import Request, Sequence
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from pdserve.hashing import BlockHashes
+from pdserve.ipc.finish_reason import finish_reason
+from pdserve.ipc.messages import Batch, Outputs, Prefilled
 from pdserve.records import FinishReason, Sample
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from engine.ipc.messages import Batch, Mode
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
 from engine.scheduler.waiting_queue import WaitingQueue
+from pdserve.ipc.messages import Batch, Mode
 
 
 class LiveSequences:

@@ -25,7 +25,6 @@ from itertools import chain, islice
 
 import msgspec
 
-from engine.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Status, Submit, Totals
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -40,6 +39,7 @@ from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.step_builder import CROWDING_PART, StepBuilder
 from engine.scheduler.step_results import StepResults
 from engine.throughput_meter import ThroughputMeter
+from pdserve.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 ConnectorFactory = Callable[[BlockPool, Batch, int], KVConnectorScheduler]  # the last is the block size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.ipc.messages import Batch, Pooled, Scored, Totals
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Sequence
@@ -12,6 +11,7 @@ from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import StepsInFlight
 from engine.throughput_meter import ThroughputMeter
+from pdserve.ipc.messages import Batch, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 
 

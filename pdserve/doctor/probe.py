@@ -1,6 +1,6 @@
 """``pdserve probe``: health of a node or router as an exit status. Kubernetes' own gRPC probes do not support TLS.
 
-Services (engine/frontend/health.py): live, loaded, and the empty name for readiness. Routers, which speak HTTP, have no
+Services (node/health.py): live, loaded, and the empty name for readiness. Routers, which speak HTTP, have no
 service ``loaded``.
 """
 

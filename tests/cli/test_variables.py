@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.frontend.node_command import role_parser
 from launcher.completion import parsers_by_command
+from node.command import role_parser
 from pdserve.config.flag_sources import variables_of
 from pdserve.config.variables import WITHOUT_FLAG, unread_variables
 

@@ -13,12 +13,12 @@ from decode_node.decode_role import add_flags as add_decode_flags
 from decode_node.decode_role import make_role as make_decode
 from elastic_node.elastic_role import add_flags as add_elastic_flags
 from elastic_node.elastic_role import make_role as make_elastic
-from engine.executor.multi_host import local_ranks_from
-from engine.frontend.frontend_flags import frontend_options_from
-from engine.frontend.node_command import role_parser
 from launcher.doctor import make_parser
 from launcher.up_flags import make_parser as make_up_parser
+from node.command import role_parser
+from node.frontend_flags import frontend_options_from
 from pdserve.config.flags import options_from
+from pdserve.config.multi_host import local_ranks_from
 from pdserve.discovery.sources import check_source
 from prefill_node.prefill_role import add_flags as add_prefill_flags
 from prefill_node.prefill_role import make_role as make_prefill

@@ -13,9 +13,9 @@ import pytest
 
 from decode_node.decode_role import add_flags as add_decode_flags
 from elastic_node.elastic_role import add_flags as add_elastic_flags
-from engine.frontend.node_command import role_parser
 from launcher.doctor import make_parser as make_doctor_parser
 from launcher.up_flags import make_parser as make_up_parser
+from node.command import role_parser
 from prefill_node.prefill_role import add_flags as add_prefill_flags
 from router.options import parse_options
 

@@ -54,6 +54,7 @@ def test_the_checkout_has_no_other_top_level_package() -> None:
     assert packages - {"tests", "bench", "deploy", "training"} == {
         "pdserve",
         "launcher",
+        "node",
         "engine",
         "runner",
         "connector",

@@ -12,7 +12,8 @@ from toy import reference
 from toy_node import BLOCK, Node
 
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, ToPeer
-from engine.ipc.messages import (
+from pdserve.errors import Overloaded, PeerError
+from pdserve.ipc.messages import (
     Batch,
     Cancel,
     Connect,
@@ -23,7 +24,6 @@ from engine.ipc.messages import (
     PrefillLocally,
     StartRead,
 )
-from pdserve.errors import Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, SamplingParams
 from pdserve.rpc.errors import failure_to_pb

@@ -16,8 +16,8 @@ from functools import partial
 from math import inf
 
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, Phase
-from engine.ipc.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.errors import PeerError
+from pdserve.ipc.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.timeouts import PeerTiming
 from prefill_node.leases import LeaseId, LeaseTable

@@ -12,7 +12,7 @@ from slow_connector import Transfer
 from toy_node import Node
 
 from decode_node.handoff import Event
-from engine.ipc.messages import ReadChecked, ReadEnded, StartRead
+from pdserve.ipc.messages import ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 
 STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", "read")

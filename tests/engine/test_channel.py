@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine.ipc.channel import Channel, ChannelClosed
-from engine.ipc.frames import FRAME_HEADER, framed
-from engine.ipc.messages import Batch, Cancel, FromEngine, Mode, OutputTokens, Ping, Status, Submit, Totals
+from engine.channel import Channel, ChannelClosed
+from pdserve.ipc.frames import FRAME_HEADER, framed
+from pdserve.ipc.messages import Batch, Cancel, FromEngine, Mode, OutputTokens, Ping, Status, Submit, Totals
 from pdserve.records import SamplingParams
 
 STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())

@@ -7,10 +7,10 @@ from array import array
 import pytest
 from toy_node import BLOCK, Node
 
-from engine.ipc.messages import Batch, Mode, StartRead, Submit
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.scheduler.scheduler import Scheduler
+from pdserve.ipc.messages import Batch, Mode, StartRead, Submit
 from pdserve.records import (
     NO_ORDERS,
     KVConnectorOutput,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lease_sides import Job
 from toy_node import BLOCK, DEPTHS
 
-from engine.ipc.messages import Mode
+from pdserve.ipc.messages import Mode
 from pdserve.records import SamplingParams
 
 Arrival = tuple[int, int, Job]  # step, index of the node, request

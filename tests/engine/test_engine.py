@@ -10,7 +10,7 @@ import pytest
 from toy import reference
 from toy_node import Node
 
-from engine.ipc.messages import Mode, Shutdown, StartRead, Submit
+from pdserve.ipc.messages import Mode, Shutdown, StartRead, Submit
 from pdserve.records import FinishReason, SamplingParams
 
 

@@ -8,7 +8,7 @@ import pytest
 from toy import reference
 from toy_node import BATCH_TOKENS, Make, Node
 
-from engine.ipc.messages import Cancel, Mode, Resume, Submit
+from pdserve.ipc.messages import Cancel, Mode, Resume, Submit
 from pdserve.records import SamplingParams
 
 BUSY, QUIET = 1, 2

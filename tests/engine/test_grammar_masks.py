@@ -16,13 +16,13 @@ from machine import patience
 from toy import reference
 from toy_node import Node
 
-from engine.ipc.messages import Mode, Shutdown, Submit
 from engine.request import Constraint
 from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers, Masked
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, from_json_schema, from_regex
+from pdserve.ipc.messages import Mode, Shutdown, Submit
 from pdserve.records import FinishReason, SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
 

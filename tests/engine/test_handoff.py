@@ -9,7 +9,7 @@ from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import DEPTHS
 
-from engine.ipc.messages import Mode
+from pdserve.ipc.messages import Mode
 from pdserve.records import SamplingParams
 
 each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)

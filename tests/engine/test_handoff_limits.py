@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decode_node.handoff import Event, Handoff, HandoffFailed, HandoffPeer, Phase
-from engine.ipc.messages import ReadEnded, StartRead
+from pdserve.ipc.messages import ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, Phase
-from engine.ipc.messages import KVConfirmed, ReadChecked, ReadEnded, StartRead
 from pdserve.errors import Draining, PeerError
+from pdserve.ipc.messages import KVConfirmed, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.timeouts import PeerTiming
 

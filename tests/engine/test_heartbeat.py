@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from engine.ipc.messages import Heartbeat
-from engine.liveness.heartbeat_monitor import HeartbeatMonitor
+from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
+from pdserve.ipc.messages import Heartbeat
 
 TIMEOUT = 2.0
 INTERVAL = 0.02

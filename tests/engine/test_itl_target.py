@@ -14,10 +14,10 @@ from toy import reference
 from toy_node import Node
 
 from engine.executor.idle_step import measure_idle_step
-from engine.ipc.messages import Cancel, HandoffEnds, KVConfirmed, LastChunk, Mode, PrefillLocally, StartRead
 from engine.scheduler.itl_target import ARRIVAL, MANY_PROMPTS, ItlTarget
 from engine.throughput_meter import ThroughputMeter
 from pdserve.config.simulated_costs import SimulatedCosts
+from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, LastChunk, Mode, PrefillLocally, StartRead
 from pdserve.records import SamplingParams, ScheduledSequence, StepPlan
 from pdserve.request_cost import AUTO_ITL_STEPS
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from toy import next_token
 from toy_node import DEPTHS, Make, Node
 
-from engine.ipc.messages import ChangeWeights, KVConfirmed, Mode, Pause, Resume
+from pdserve.ipc.messages import ChangeWeights, KVConfirmed, Mode, Pause, Resume
 from pdserve.records import SamplingParams
 from pdserve.weight_change import WeightChange
 

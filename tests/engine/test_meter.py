@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.throughput_meter import LineFit, PromptShare, ThroughputMeter
+from engine.throughput_meter import LineFit, ThroughputMeter
+from node.reports import PromptShare
 from pdserve.request_cost import LinearCost, Throughput
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.node_reports import NodeReports, sample_bits
-from engine.ipc.messages import Batch, Status, Totals
+from node.reports import NodeReports, sample_bits
 from pdserve.hashing import unpack_block_hashes
+from pdserve.ipc.messages import Batch, Status, Totals
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 
@@ -80,7 +80,7 @@ def test_reports_are_numbered_and_carry_only_changed_descriptions() -> None:
 @pytest.fixture
 def no_periodic_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only changes cause reports."""
-    monkeypatch.setattr("engine.frontend.node_reports._REPORT_INTERVAL", 3600.0)
+    monkeypatch.setattr("node.reports._REPORT_INTERVAL", 3600.0)
 
 
 async def settle() -> None:

@@ -13,7 +13,7 @@ from test_grammar_masks import LETTERS, workers
 from toy import reference, reference_ranks
 from toy_node import BLOCK, DEPTHS, Make, Node
 
-from engine.ipc.messages import Cancel, Mode, Pause, PrefillLocally, Resume, Submit
+from pdserve.ipc.messages import Cancel, Mode, Pause, PrefillLocally, Resume, Submit
 from pdserve.records import SamplingParams
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from engine.executor.rank_messages import FromRank, RankOutput, Step, ToRank
 from engine.executor.rank_processes import Failure, RankChannel, RankProcesses
-from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Failed
 from pdserve.config.parallel import ParallelConfig
+from pdserve.ipc.frames import Frames, framed
+from pdserve.ipc.messages import Failed
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, SamplingParams, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 

@@ -21,13 +21,13 @@ from engine.executor.rendezvous import (
     listen,
     make_hello,
 )
-from engine.ipc.frames import framed
 from pdserve.config.device import detect_device
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
+from pdserve.ipc.frames import framed
 
 TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), detect_device("cpu"), {}).peer_timing
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from toy import reference, reference_ranks
 from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
 
-from engine.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.config.simulated_costs import SimulatedCosts
+from pdserve.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.records import FinishReason, SamplingParams
 
 PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))

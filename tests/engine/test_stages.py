@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from toy import reference
 from toy_node import Node
 
-from engine.ipc.messages import Mode
 from engine.scheduler.step_builder import StepBuilder
+from pdserve.ipc.messages import Mode
 from pdserve.records import SamplingParams
 
 STAGED = [(2, 2), (3, 2), (3, 3), (4, 3)]  # steps in flight, stages

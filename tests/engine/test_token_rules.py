@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_node import Node
 
-from engine.ipc.messages import Mode
 from engine.token_rules import ChoiceRules, TokenRules
+from pdserve.ipc.messages import Mode
 from pdserve.records import SamplingParams
 
 VOCAB = 40  # not a multiple of 32

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ipc.messages import Mode
 from engine.request import Request, Sequence
 from engine.scheduler.waiting_queue import WaitingQueue
 from pdserve.hashing import BlockHashes
+from pdserve.ipc.messages import Mode
 from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.weight_peers import ReceivedOffer
+from node.weights.peers import ReceivedOffer
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.weight_sharing import StoredSize, cover, find_tensors

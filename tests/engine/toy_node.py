@@ -16,15 +16,15 @@ from typing import Any
 from toy import VOCAB, Slot, ToyRunner
 
 from connector.backends.local import LocalConnector
+from engine.channel import Channel
 from engine.engine import Engine
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import StepPipeline
-from engine.ipc.channel import Channel
-from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine, WeightsAnswer
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
+from pdserve.ipc.frames import Frames, framed
+from pdserve.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine, WeightsAnswer
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, ModelRunnerOutput, RankKV, SamplingParams, StepPlan
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import node_config
 
-from engine.frontend.request_checks import check_request, check_skip
+from node.request_checks import check_request, check_skip
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.records import SamplingParams

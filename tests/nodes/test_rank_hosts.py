@@ -21,9 +21,9 @@ from machine import patience
 from node_client import RouterClient, greedy
 from safetensors.torch import save_file
 
-from engine.executor.multi_host import LocalRanks, local_ranks_from
-from engine.frontend.node_command import role_parser
+from node.command import role_parser
 from pdserve.cli import main
+from pdserve.config.multi_host import LocalRanks, local_ranks_from
 from pdserve.errors import ConfigError
 
 FLAGS = (

@@ -27,7 +27,7 @@ def _patch_launch(trigger: Path) -> None:
 
 
 def _patch_receive(trigger: Path) -> None:
-    from engine.ipc.channel import Channel
+    from engine.channel import Channel
 
     receive = Channel.receive
 

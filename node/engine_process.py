@@ -1,7 +1,7 @@
 """The engine's process as its frontend has it: the start, messages from and to it, its output and its end.
 
     frontend (asyncio, gRPC)                       engine process (step loop)
-      EngineProcess ─── Unix socket pair, messages of engine/ipc/messages.py ──── Channel
+      EngineProcess ─── Unix socket pair, messages of pdserve/ipc/messages.py ──── Channel
                  ◄──── another one, for heartbeats
                  ◄──── stdout and stderr, passed through line by line
 
@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import FromEngine, Shutdown, ToEngine
 from pdserve.errors import EngineDied
+from pdserve.ipc.frames import Frames, framed
+from pdserve.ipc.messages import FromEngine, Shutdown, ToEngine
 from pdserve.logs import chosen_format, message_of, relayed_line
 from pdserve.process import describe_exit, killed_from_outside
 

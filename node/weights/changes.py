@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 import grpc
 import msgspec
 
-from engine.frontend.health import State
-from engine.frontend.node_context import NodeContext
+from node.context import NodeContext
+from node.health import State
 from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_checkpoint, with_patch, with_reload, without_digests
 from pdserve.config.node_config import NodeConfig

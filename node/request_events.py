@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from engine.ipc.messages import (
+from pdserve import errors
+from pdserve.errors import EngineDied, PdserveError
+from pdserve.ipc.messages import (
     Batch,
     DecodeAheadEnded,
     LastChunk,
@@ -19,8 +21,6 @@ from engine.ipc.messages import (
     Reserved,
     Scored,
 )
-from pdserve import errors
-from pdserve.errors import EngineDied, PdserveError
 from pdserve.records import FinishReason, TokenLogprobs
 
 Event = (

@@ -11,10 +11,10 @@ from typing import Protocol
 import grpc
 from prometheus_client.metrics_core import Metric
 
-from engine.frontend.drain import Drainable
-from engine.frontend.engine_client import EngineClient
-from engine.frontend.health import State
-from engine.frontend.violations import Violations
+from node.drain import Drainable
+from node.engine_client import EngineClient
+from node.health import State
+from node.stream_writer import Violations
 from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError

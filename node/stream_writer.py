@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from math import inf
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from engine.frontend.violations import Violations
 from pdserve.errors import RequestError
 from pdserve.rpc.errors import abort
 from pdserve.rpc.message_limits import BATCH_LIMIT, ENTRY_BYTES
@@ -19,6 +21,30 @@ M = TypeVar("M")
 _MOST_UNSENT = 4096  # entries; beyond, no messages are read that would produce more
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0  # between two lines, as a hostile peer may open streams without end
+
+
+class Violations:
+    """Protocol violations at one node since its start. ``count`` is exported as a metric."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._logged_count = 0
+        self._log_at = -inf  # earliest time of the next line
+
+    def add(self, peer: str, error: RequestError) -> None:
+        """Count a stream of ``peer``, a network address, that ``error`` ended."""
+        self.count += 1
+        now = time.monotonic()
+        if now < self._log_at:
+            return
+        more = self.count - self._logged_count - 1
+        others = f"; so did {more} more streams since the last such line" if more else ""
+        _log.warning("the stream of %s broke the protocol and was ended: %s%s", peer, error, others)
+        self._logged_count, self._log_at = self.count, now + _LOG_SECONDS
 
 
 class StreamWriter(Generic[M]):

@@ -9,11 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.frontend.health import State
-from engine.frontend.node_context import NodeContext
-from engine.ipc.messages import Heartbeat, Status, Totals
-from engine.liveness.heartbeat_monitor import LivenessWatch
+from node.context import NodeContext
+from node.health import State
 from pdserve import __version__
+from pdserve.ipc.heartbeat_monitor import LivenessWatch
+from pdserve.ipc.messages import Heartbeat, Status, Totals
 from pdserve.request_cost import TYPICAL
 
 _TOTALS = {  # by field

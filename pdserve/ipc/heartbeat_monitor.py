@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from engine.ipc.messages import Heartbeat
+from pdserve.ipc.messages import Heartbeat
 
 # Seconds, and times the seconds that a step is expected to take. A hung device or a deadlock exceeds both.
 _ENDLESS_SECONDS, _ENDLESS_FACTOR = 8.0, 20.0

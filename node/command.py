@@ -13,22 +13,21 @@ from collections.abc import Callable, Sequence
 import grpc
 import uvloop
 
-from engine.executor.multi_host import LocalRanks, add_host_flags, local_ranks_from
-from engine.executor.remote_ranks import run_ranks
-from engine.frontend.drain import ShutdownSignals
-from engine.frontend.engine_client import EngineClient
-from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
-from engine.frontend.node import Node
-from engine.frontend.node_context import NodeContext, Role, new_epoch
-from engine.frontend.node_metrics import exported_registry
-from engine.ipc.messages import RankPlacement
+from node.context import NodeContext, Role, new_epoch
+from node.drain import ShutdownSignals
+from node.engine_client import EngineClient
+from node.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
+from node.metrics import exported_registry
+from node.node import Node
 from pdserve.config.device import node_devices
 from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
+from pdserve.config.multi_host import LocalRanks, add_host_flags, local_ranks_from
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.variables import warn_of_unread_variables
 from pdserve.errors import ConfigError
+from pdserve.ipc.messages import RankPlacement
 from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
 from pdserve.rpc import channel as rpc
@@ -48,10 +47,15 @@ def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: Callable[..., Role]) -> int:
+def run_role(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    make: Callable[..., Role],
+    run_ranks: Callable[[NodeOptions, LocalRanks, StatusWriter], int],
+) -> int:
     """Run a node, or this host's ranks of it, until it is stopped; return the exit status.
 
-    ``make(args)`` builds the node's role.
+    ``make(args)`` builds the node's role. ``run_ranks`` runs the ranks of a host without a frontend.
     """
 
     def command() -> int:

@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 import msgspec
 
-from engine.frontend.health import State
-from engine.frontend.node_context import NodeContext
+from node.context import NodeContext
+from node.health import State
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_known_digests

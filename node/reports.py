@@ -9,14 +9,14 @@ A slow router delays no other: its unreported changes are merged, so they never 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from engine.ipc.messages import Batch, Status
-from engine.kv_cache.kv_events import KVEvents
-from engine.throughput_meter import PromptShare
 from pdserve.hashing import SHORT_HASH_BYTES
+from pdserve.ipc.kv_events import KVEvents
+from pdserve.ipc.messages import Batch, Status
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 from pdserve.rpc.protobuf import throughput_to_pb
@@ -27,6 +27,25 @@ _REPORT_INTERVAL = 1.0  # seconds between two reports at most
 def sample_bits(num_blocks: int) -> int:
     """Return how many low bits of a short block hash must be zero for the block to be reported."""
     return max(0, (num_blocks - 1).bit_length() - MAX_REPORTED_BLOCKS.bit_length() + 1)
+
+
+_SHARE_SECONDS = 1.0  # time constant of PromptShare
+
+
+class PromptShare:
+    """The share of recent time that a node's steps spent on prompts: an exponential mean over a second."""
+
+    def __init__(self, now: float) -> None:
+        self._share, self._at, self._total = 0.0, now, 0.0
+
+    def update(self, prompt_seconds: float, now: float) -> float:
+        """Return the share, 0 … 1, given the seconds spent on prompts since the node's start."""
+        if (passed := now - self._at) > 0.0:
+            keep = math.exp(-passed / _SHARE_SECONDS)
+            spent = (prompt_seconds - self._total) / passed
+            self._share = keep * self._share + (1.0 - keep) * spent
+            self._at, self._total = now, prompt_seconds
+        return min(self._share, 1.0)
 
 
 class ReportSubscriber:

@@ -8,8 +8,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Crashed, FromEngine, Ping, ToEngine
+from pdserve.ipc.frames import Frames, framed
+from pdserve.ipc.messages import Crashed, FromEngine, Ping, ToEngine
 
 _READ_BYTES = 1 << 18
 

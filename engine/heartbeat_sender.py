@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.ipc.messages import Heartbeat
-from engine.liveness.heartbeat_monitor import HeartbeatMonitor, poll_interval
+from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor, poll_interval
+from pdserve.ipc.messages import Heartbeat
 
 _INTERVALS_PER_HEARTBEAT = 5
 

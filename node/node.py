@@ -22,20 +22,20 @@ from typing import Any
 
 import grpc
 
-from engine.frontend.drain import Drainable, ShutdownSignals, drain
-from engine.frontend.health import Health, State
-from engine.frontend.node_context import NodeContext, Role
-from engine.frontend.node_metrics import NodeMetrics
-from engine.frontend.node_reports import NodeReports
-from engine.frontend.node_service import NODE_SERVICE, NodeService, add_node_service, describe
-from engine.frontend.weight_changes import CHANGES_SERVICE, Power, WeightChanges, WeightChangesService, WeightOrder
-from engine.frontend.weight_peers import WEIGHTS_SERVICE, WeightsService, find_weights
-from engine.ipc.messages import Ping, Progress
-from engine.liveness.heartbeat_monitor import LivenessWatch
+from node.context import NodeContext, Role
+from node.drain import Drainable, ShutdownSignals, drain
+from node.health import Health, State
+from node.metrics import NodeMetrics
+from node.reports import NodeReports
+from node.service import NODE_SERVICE, NodeService, add_node_service, describe
+from node.weights.changes import CHANGES_SERVICE, Power, WeightChanges, WeightChangesService, WeightOrder
+from node.weights.peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
+from pdserve.ipc.heartbeat_monitor import LivenessWatch
+from pdserve.ipc.messages import Ping, Progress
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter
 from pdserve.weight_change import ABORT, KEEP, WeightChange

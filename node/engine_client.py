@@ -1,6 +1,6 @@
 """The frontend's client of the engine: its start and end, its state, its weights, and commands to it.
 
-engine/frontend/engine_process.py has the process and its sockets, engine/frontend/request_events.py the events of
+node/engine_process.py has the process and its sockets, node/request_events.py the events of
 requests.
 """
 
@@ -10,9 +10,12 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from engine.frontend.engine_process import EngineProcess
-from engine.frontend.request_events import RequestEvents, RequestHandler, named_error
-from engine.ipc.messages import (
+from node.engine_process import EngineProcess
+from node.request_events import RequestEvents, RequestHandler, named_error
+from pdserve.config.node_config import NodeConfig
+from pdserve.errors import EngineCrashed, EngineDied, PdserveError
+from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
+from pdserve.ipc.messages import (
     Batch,
     ChangeWeights,
     Configure,
@@ -30,9 +33,6 @@ from engine.ipc.messages import (
     Totals,
     WeightsAnswer,
 )
-from engine.liveness.heartbeat_monitor import HeartbeatMonitor
-from pdserve.config.node_config import NodeConfig
-from pdserve.errors import EngineCrashed, EngineDied, PdserveError
 from pdserve.records import RankKV
 from pdserve.transports import Connected
 from pdserve.weight_change import FileStates, WeightChange

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from engine.frontend.stream_writer import StreamWriter
+from node.stream_writer import StreamWriter
 from pdserve.errors import Draining
 
 _log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.registry import Collector
 
-from engine.frontend.node_context import NodeContext, Role
-from engine.frontend.node_reports import NodeReports, sample_bits
-from engine.ipc.messages import Status
+from node.context import NodeContext, Role
+from node.reports import NodeReports, sample_bits
 from pdserve import __version__
 from pdserve.config.pooling import GENERATE, YES_OR_NO
+from pdserve.ipc.messages import Status
 from pdserve.metrics import flat
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc

@@ -1,6 +1,6 @@
 """Messages between a node's frontend process (gRPC) and its engine process (step loop).
 
-They travel as frames (engine/ipc/frames.py) on a Unix socket pair; the end of the stream means that the other process
+They travel as frames (pdserve/ipc/frames.py) on a Unix socket pair; the end of the stream means that the other process
 died. ``rid`` is the frontend's number of a request, never reused. Heartbeats have a socket pair of their own.
 
 A request with handoff on D:

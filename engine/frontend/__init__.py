@@ -1,1 +1,0 @@
-"""The frontend process of a node: gRPC, health, drain and metrics."""

@@ -1,1 +1,0 @@
-"""Heartbeats: detect an engine or rank that hangs."""

@@ -1,0 +1,1 @@
+"""Weights of a running node: changes that operators order, and peers that send and receive them."""
