@@ -121,7 +121,7 @@ def test_cancel_and_pause_of_another_stream_change_no_request(pair: Pair) -> Non
 
 
 def test_killed_engine_during_handoffs_leaves_no_traceback_in_the_log(pair: Pair) -> None:
-    """gRPC cancels the streams of P after P has closed its leases."""
+    """P fails its prompts and closes its leases, before gRPC cancels its streams."""
     with RouterClient(pair.decode.address) as client:
         pair.prefill.stop("engine")
         failures = pair.decode.counter("handoff_failures")
@@ -134,5 +134,5 @@ def test_killed_engine_during_handoffs_leaves_no_traceback_in_the_log(pair: Pair
             assert result.wait().tokens == pair.expected
         assert pair.decode.counter("handoff_failures") > failures
         assert "Traceback" not in pair.prefill.output
-        assert pair.prefill.output.count("prompts without a Release are cancelled") == 1
+        assert "prompts without a Release" not in pair.prefill.output  # all have failed before
     pair.prefill.restart()

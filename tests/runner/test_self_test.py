@@ -65,10 +65,21 @@ def test_a_state_of_two_percent_that_is_lost_refuses_the_model(dtype: str, leaky
         runner.build(node_config(directory, dtype=dtype), lambda stage, fraction: None)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("model_type", ["phi3", "qwen3_moe", "gpt2", "gemma3_text", "gpt_oss"])
-def test_an_exact_model_passes_in_sixteen_bits(model_type: str, tmp_path: Path) -> None:
+def test_an_exact_model_passes_in_sixteen_bits(model_type: str, device: str, tmp_path: Path) -> None:
     directory = make_any_checkpoint(tmp_path / "model", model_type)
-    built = runner.build(node_config(directory, dtype="bfloat16", impl="transformers"), lambda stage, fraction: None)
+    longest = 64  # positions that the embeddings of all have: on a GPU, warm-up uses every one
+    config = node_config(
+        directory,
+        device=device,
+        dtype="bfloat16",
+        impl="transformers",
+        max_model_len=longest,
+        max_batch_tokens=longest,
+        max_num_seqs=8,
+    )
+    built = runner.build(config, lambda stage, fraction: None)
     try:
         (sequence,) = Stepper(built).generate([list(range(3, 30))], 4)
         assert len(sequence.output) == 4
