@@ -163,6 +163,7 @@ class Scheduler:
         self._constraints.forget(rid)
         for sequence in self._live.of_request(rid):
             self._live.finish(sequence)
+        self.events.status_changed = True  # also for a request that waited for its grammar
 
     def pause(self, rid: int) -> None:
         """Leave a request out of steps until ``resume``. Unknown rids are ignored."""
@@ -180,7 +181,6 @@ class Scheduler:
         """Drop a request and the lease on its blocks."""
         self.cancel(rid)
         self.connector.free_lease(rid)
-        self.events.status_changed = True
 
     def weights_changed(self) -> None:
         """Empty the prefix cache, and continue open requests with other weights. No step may be in flight."""

@@ -22,7 +22,7 @@ from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, from_json_schema, from_regex
-from pdserve.ipc.messages import Mode, Shutdown, Submit
+from pdserve.ipc.messages import Cancel, Mode, Shutdown, Submit
 from pdserve.records import FinishReason, SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
 
@@ -136,6 +136,19 @@ def chain(depth: int) -> str:
 
 def compiled(grammars: GrammarWorkers) -> Iterator[Compiled]:
     return (result for result in results(grammars) if isinstance(result, Compiled))
+
+
+def test_status_drops_a_request_that_is_cancelled_while_its_grammar_compiles() -> None:
+    node = Node(64, 1, grammars=lambda wake: workers(lambda: None))
+    node.submit(0, [1, 2, 3], SamplingParams(max_tokens=5, grammar=chain(30_000)), Mode.LOCAL)
+    node.submit(1, [4, 5, 6], SamplingParams(max_tokens=5), Mode.LOCAL)
+    node.obey(Cancel(1))
+    node.engine.step()
+    assert node.received()[-1].status.waiting == 1
+    node.obey(Cancel(0))
+    node.engine.step()
+    assert node.received()[-1].status.waiting == 0
+    node.close()
 
 
 def test_grammars_of_a_client_do_not_delay_those_of_another() -> None:
