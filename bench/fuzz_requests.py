@@ -77,7 +77,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What a fleet consists of."""
+    """The random model and nodes of a fleet."""
 
     family: str
     vocabulary: int

@@ -65,13 +65,12 @@ def _constant(node: ast.expr) -> tuple[bool, Any]:
 def literal(found: ast.ClassDef, name: str) -> Any:
     """Return the value of a class attribute that is a literal; None without one."""
     for node in found.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            value = node.value  # type: ignore[attr-defined]
             try:
-                return None if value is None else ast.literal_eval(value)
+                return ast.literal_eval(node.value)
             except ValueError:  # it is computed
                 return None
     return None

@@ -24,7 +24,7 @@ _CLEARED_TOKENS = 8  # per choice: more than a node computes beyond what a route
 
 
 class Suspicion:
-    """Of one prompt with its choices."""
+    """The suspicion against one prompt with its choices, and its trial."""
 
     def __init__(self, num_choices: int) -> None:
         self.pending = False  # suspect, and not cleared

@@ -14,7 +14,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 #: Bytes outside of PyTorch's allocator if the driver does not tell: a CUDA context, kernels, workspaces of libraries.
-#: A node with FlashInfer and CUDA graphs was measured to hold less on an H100.
+#: A process with a context and cuBLAS held 0.66 GiB on an H100; the rest is for attention kernels, graphs and NCCL.
 ASSUMED_OUTSIDE = 2 << 30
 
 

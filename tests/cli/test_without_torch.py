@@ -1,4 +1,4 @@
-"""What the distribution pdserve-router promises: routers, tools and simulated nodes run without torch and NIXL."""
+"""The distribution pdserve-router: routers, tools and simulated nodes run without torch and NIXL."""
 
 from __future__ import annotations
 
