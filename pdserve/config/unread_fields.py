@@ -55,13 +55,17 @@ FIXED: Mapping[str, _Fixed] = {
 }
 
 
+#: Other model types for which transformers uses the layers of a family, by the family's type.
+_ALIASES: Mapping[str, tuple[str, ...]] = {"llama": ("internlm3", "iquestcoder")}
+
+
 def check_unread(fields: ConfigFields, model_type: str) -> None:
     """Raise CheckpointError if a field that native layers do not read asks for another computation.
 
     ``model_type`` is the family's. transformers chooses layers by this field, whatever ``architectures`` say.
     """
     found = fields.get("model_type")
-    if found is not None and found != model_type:
+    if found not in (None, model_type, *_ALIASES.get(model_type, ())):
         raise fields.error(
             f"has model_type = {shown(found)} beside architectures = {shown(fields.get('architectures'))}, which is "
             f"{model_type!r}. {REMEDY}"
