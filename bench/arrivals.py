@@ -20,9 +20,9 @@ import time
 from decode_client import connect, run_bench
 from loads import make_load, open_loop
 
-from pdserve.bench.http_load import Trace, percentiles
-from pdserve.bench.requests import random_prompt
-from pdserve.plan.workload import workload_of
+from cli.bench.http_load import Trace, percentiles
+from cli.bench.requests import random_prompt
+from cli.plan.workload import workload_of
 
 
 async def run(args: argparse.Namespace) -> None:

@@ -20,12 +20,12 @@ import httpx
 import psutil
 from fleet import MODEL_NAME, Fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.metrics import series
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel as rpc
-from pdserve.top.live import STATE_PATH
+from router.dashboard.live import STATE_PATH
 
 PEER_COUNTERS = ("reads", "read_failures", "read_bytes", "read_descriptors", "read_seconds", "checksum_failures")
 OTHER_COUNTERS = 40  # counters without a peer label

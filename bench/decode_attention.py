@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from engine_steps import numbers
 
-from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.model_config import ModelConfig
-from pdserve.config.rope import RopeConfig
 from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.model_config import ModelConfig
+from pdserve.model.rope import RopeConfig
 from runner.attention.build import build_backend
 from runner.batch import AttentionBatch
 from runner.kv_cache import KVCache

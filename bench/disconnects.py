@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from disconnects_fleet import STAGES, DisconnectFleet, Stage, start_disconnect_fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 
 def disconnect(fleet: DisconnectFleet, stage: Stage) -> float:

@@ -24,8 +24,8 @@ from plan_check import replay
 from replay import make_long_model
 from simulated_node import KV_TOKENS, Job, NodeCosts
 
-from pdserve.plan.queues import percentile
-from pdserve.plan.workload import Workload, workload_of
+from cli.plan.queues import percentile
+from cli.plan.workload import Workload, workload_of
 from pdserve.request_cost import TYPICAL, LinearCost, Throughput
 
 SHARES = (50, 90)

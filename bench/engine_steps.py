@@ -27,6 +27,7 @@ from array import array
 from pathlib import Path
 from typing import NamedTuple
 
+from cli.plan.costs import Costs, Shape, costs_as_toml, rising
 from node.engine_client import EngineClient
 from node.request_events import Event
 from pdserve.config.device import detect_devices
@@ -35,7 +36,6 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.ipc.messages import Mode, RankPlacement, Refused, Submit, Totals
-from pdserve.plan.costs import Costs, Shape, costs_as_toml, rising
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.request_cost import HANDOFF_SECONDS
 

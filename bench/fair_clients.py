@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 from fleet import Fleet, start_fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 NODE = ["--engine", "simulated"]
 _seeds = itertools.count()

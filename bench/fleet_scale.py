@@ -31,7 +31,7 @@ import psutil
 from fleet import Fleet
 from many_nodes import BLOCK_SIZE, MODEL, VOCABULARY, Behaviour, ManyNodes
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.hashing import short_block_hashes
 from pdserve.request_cost import TYPICAL, RequestLoad
 from router.fleet.nodes import REPORTS

@@ -33,8 +33,8 @@ import uvloop
 from loads import Load, add_load_flags, make_loads, open_loop, random_load
 from systems import VLLM_PD, System
 
-from pdserve.bench.http_load import PERCENTILES, ServerError, Trace, first_model, percentiles
-from pdserve.bench.requests import completion_body
+from cli.bench.http_load import PERCENTILES, ServerError, Trace, first_model, percentiles
+from cli.bench.requests import completion_body
 from pdserve.config.flags import positive_int
 from pdserve.errors import ConfigError, shown
 from pdserve.process import run_command

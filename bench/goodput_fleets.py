@@ -35,7 +35,7 @@ from goodput import Result, add_flags, load_text, measure, parse_objectives, tab
 from loads import make_loads
 from systems import System
 
-from pdserve.bench.http_load import ServerError
+from cli.bench.http_load import ServerError
 from pdserve.errors import ConfigError, shown
 from pdserve.process import run_command
 

@@ -18,7 +18,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from training.held_out import Case, cases
 
 PREFILL_NODE = "x-pdserve-prefill-node"

@@ -34,7 +34,7 @@ from fleet import Fleet, start_fleet
 from hostile_bodies import BODIES, UPLOADS_NAME, hold_uploads
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 INTERVAL = 0.005  # seconds between two questions of the honest client
 SETTLE = 0.5  # seconds before and after a row

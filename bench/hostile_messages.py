@@ -22,7 +22,7 @@ from fleet import NodeProcess, start_fleet
 from google.protobuf.internal.encoder import _VarintBytes  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 INTERVAL = 0.005  # seconds between two health calls
 SERVE = {"decode": "/pdserve.v1.DecodeNode/Serve", "prefill": "/pdserve.v1.PrefillNode/Serve"}

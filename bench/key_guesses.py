@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from router.gate.refused_keys import PER_MINUTE
 
 KEY = new_key()

@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdserve.bench.http_load import Trace
-from pdserve.bench.requests import Request, random_prompt
+from cli.bench.http_load import Trace
+from cli.bench.requests import Request, random_prompt
+from cli.plan.workload import BLOCK, LONGEST, TraceRequest, Workload, read_trace, workload_of, workload_of_trace
 from pdserve.config.flags import positive_int
 from pdserve.errors import shown
-from pdserve.plan.workload import BLOCK, LONGEST, TraceRequest, Workload, read_trace, workload_of, workload_of_trace
 
 
 class Load(NamedTuple):

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import detect_device
-from pdserve.config.hub import EMBEDDED_MODEL
-from pdserve.config.kept_weights import MXFP4_BLOCK
-from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config, num_parameters
+from pdserve.model.kept_weights import MXFP4_BLOCK
+from pdserve.model.model_config import load_model_config
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fault_injection import KINDS, inject, is_ready, recover
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 FAULT_AT, TOKENS = 100, 200  # output tokens

@@ -24,14 +24,14 @@ from fleet import MODEL_NAME, Fleet
 from loads import make_load, open_loop
 from replay import VOCABULARY, make_long_model
 
-from pdserve.bench.http_load import Endpoint, Trace, complete
-from pdserve.bench.requests import Request, completion_body, random_prompt
-from pdserve.config.model_config import load_model_config
+from cli.bench.http_load import Endpoint, Trace, complete
+from cli.bench.requests import Request, completion_body, random_prompt
+from cli.plan.costs import Costs, Shape, load_costs
+from cli.plan.node_load import LoadLimits, NodeLoad, Slo
+from cli.plan.queues import percentile
+from cli.plan.workload import Workload, workload_of
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
-from pdserve.plan.costs import Costs, Shape, load_costs
-from pdserve.plan.node_load import LoadLimits, NodeLoad, Slo
-from pdserve.plan.queues import percentile
-from pdserve.plan.workload import Workload, workload_of
+from pdserve.model.model_config import load_model_config
 
 WORKLOADS = (
     "p50=1500,p99=8000:p50=150,p99=600:2:2:28",

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python bench/replay.py --prefill 4 --decode 4 --requests 400
 
-``--trace`` replays a file in Mooncake's format (pdserve/plan/workload.py). Without it, a trace is generated: chat
+``--trace`` replays a file in Mooncake's format (cli/plan/workload.py). Without it, a trace is generated: chat
 sessions of several messages, whose prompts repeat the whole conversation after one of 20 system prompts with a Zipf
 distribution.
 
@@ -28,11 +28,11 @@ from pathlib import Path
 from fleet import MODEL_NAME, Fleet
 from loads import open_loop, trace_prompt
 
-from pdserve.bench.http_load import Endpoint, Trace, complete
-from pdserve.bench.requests import Request, completion_body
-from pdserve.config.hub import EMBEDDED_MODEL
+from cli.bench.http_load import Endpoint, Trace, complete
+from cli.bench.requests import Request, completion_body
+from cli.plan.workload import BLOCK, TraceRequest, read_trace
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
-from pdserve.plan.workload import BLOCK, TraceRequest, read_trace
 from router.fleet.policy import POLICIES
 
 VOCABULARY = 4000

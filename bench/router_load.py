@@ -32,7 +32,7 @@ from collector import Collector
 from decode_client import connect
 from fleet import Fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 CLIENT_PROCESSES = 4
 WARM_UP = 2.0  # seconds before a window opens

@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 import psutil
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel as rpc

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fleet import MODEL_NAME, Fleet, start_fleet
 from slow_clients import UNREAD, send_unread
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 _TOKENS = 100  # of an honest answer
 

@@ -40,7 +40,7 @@ from answers import ErrorAnswer, send_completion
 from client_load import DISCONNECT_SHARE, new_body
 from fleet import MODEL_NAME, Fleet, start_fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 FLAGS = ("--kv-cache-memory", "256MiB")
 MEBIBYTE = 2**20

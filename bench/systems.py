@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pdserve.bench.http_load import COMPLETIONS, Endpoint, ServerError, Trace, complete
+from cli.bench.http_load import COMPLETIONS, Endpoint, ServerError, Trace, complete
 from pdserve.errors import ConfigError, cut, shown
 
 VLLM_PD = "vllm-pd"

@@ -9,8 +9,8 @@ from decode_node.generation import NodeGeneration
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.settings import DecodeSettings, FailurePolicy
 from node.engine_client import EngineClient
-from pdserve.config.model_config import ModelConfig
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
+from pdserve.model.model_config import ModelConfig
 from pdserve.request_cost import worth_handoff
 
 

@@ -20,12 +20,10 @@ from node.frontend_flags import FrontendOptions, add_frontend_flags, frontend_op
 from node.metrics import exported_registry
 from node.node import Node
 from pdserve.config.device import node_devices
-from pdserve.config.flag_sources import add_config_flag
-from pdserve.config.flags import CommandParser, add_node_flags, options_from
+from pdserve.config.flags import add_node_flags, command_parser, options_from
 from pdserve.config.multi_host import LocalRanks, add_host_flags, local_ranks_from
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
-from pdserve.config.variables import warn_of_unread_variables
 from pdserve.errors import ConfigError
 from pdserve.ipc.messages import RankPlacement
 from pdserve.logs import set_process_fields, setup_logging
@@ -39,8 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    parser = CommandParser(prog=prog, description=description)
-    add_config_flag(parser)
+    parser = command_parser(prog, description)
     add_node_flags(parser)
     add_frontend_flags(parser)
     add_host_flags(parser)
@@ -64,8 +61,6 @@ def run_role(
         local = local_ranks_from(args, options.num_ranks)
         setup_logging(role.name, frontend.log_format, frontend.log_level)
         watch_lifeline(frontend.lifeline_fd)
-        if frontend.lifeline_fd is None:  # else `pdserve up` has started it, and looked itself
-            warn_of_unread_variables(parser)
         status = StatusWriter(frontend.status_fd)
         try:
             if not local.has_leader:
@@ -88,7 +83,7 @@ async def _serve(
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
     metrics_server = None
     if frontend.metrics_port is not None:
-        from pdserve.rpc.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
+        from pdserve.http.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
 
         metrics_server = MetricsServer(frontend.host, frontend.metrics_port)
     devices = node_devices(options, len(local.ranks))

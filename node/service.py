@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 from node.context import NodeContext, Role
 from node.reports import NodeReports, sample_bits
 from pdserve import __version__
-from pdserve.config.pooling import GENERATE, YES_OR_NO
 from pdserve.ipc.messages import Status
 from pdserve.metrics import flat
+from pdserve.model.pooling import GENERATE, YES_OR_NO
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.protobuf import layout_to_pb

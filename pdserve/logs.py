@@ -33,6 +33,7 @@ _TEXT_LINE = re.compile(
 )
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
+_early_warnings: list[str] = []  # found before ``setup_logging``
 _process_fields: dict[str, str] = {}  # JSON fields of every line of this process
 
 
@@ -76,6 +77,14 @@ def setup_logging(role: str, log_format: str, level: str = "", name: str = "") -
     faulthandler.register(signal.SIGUSR1, file=_STDERR)
     if not known:
         logging.warning("PDSERVE_LOG_LEVEL %r is not a log level; using INFO", level)
+    for message in _early_warnings:
+        logging.getLogger("pdserve").warning("%s", message)
+    _early_warnings.clear()
+
+
+def warn_early(message: str) -> None:
+    """Have ``setup_logging`` log a warning; the log format is not known before it."""
+    _early_warnings.append(message)
 
 
 def set_process_fields(**fields: str) -> None:

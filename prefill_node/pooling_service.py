@@ -13,9 +13,9 @@ from node.engine_client import EngineClient
 from node.request_checks import check_request
 from node.request_events import Event, error_of
 from node.stream_writer import Context
-from pdserve.config.pooling import EMBED, MEAN, PoolingConfig
 from pdserve.errors import Draining, NodeError, PdserveError, RequestError
 from pdserve.ipc.messages import Cancel, Mode, Pooled, Prefilled, Refused, Submit
+from pdserve.model.pooling import EMBED, MEAN, PoolingConfig
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs

@@ -7,16 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pdserve.config.variables import warn_of_unread_variables
 from pdserve.errors import PdserveError
 from pdserve.logs import setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
-from router.options import RouterOptions, make_parser, parse_options
+from router.options import RouterOptions, make_parser, router_options_from
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal. A failed start prints one line on stderr and returns a non-zero status."""
-    return run_command(lambda: run(parse_options(argv)))
+    return run_command(lambda: run(router_options_from(make_parser().parse_args(argv))))
 
 
 def run(options: RouterOptions) -> int:
@@ -24,8 +23,6 @@ def run(options: RouterOptions) -> int:
     status = StatusWriter(options.status_fd)
     watch_lifeline(options.lifeline_fd)
     setup_logging("router", options.log_format, options.log_level)
-    if options.lifeline_fd is None:  # else `pdserve up` has started it, and looked itself
-        warn_of_unread_variables(make_parser())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # gRPC reads this at start. The router's child processes exec at once; gRPC's fork handlers sometimes closed the
     # child's pipe (4 of 28 starts on busy cores).

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import (
     DRAIN_SECONDS,
     CommandParser,
     add_drain_flag,
     add_tls_flag,
+    command_parser,
     node_source,
     parse_size,
     port_number,
@@ -24,8 +24,8 @@ from pdserve.config.flags import (
 )
 from pdserve.config.resolve import model_name
 from pdserve.errors import ConfigError
+from pdserve.http.connections import UNREAD_SECONDS
 from pdserve.logs import add_log_flag
-from pdserve.rpc.http_connections import UNREAD_SECONDS
 from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 from router.fleet.policy import POLICIES, PREFIX_AWARE
 from router.text.chat.parsers import parser_name, parser_names
@@ -89,8 +89,7 @@ def parse_options(argv: Sequence[str] | None = None) -> RouterOptions:
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser(prog="pdserve router", description="Serve the OpenAI protocol to clients of decode nodes.")
-    add_config_flag(parser)
+    parser = command_parser("pdserve router", "Serve the OpenAI protocol to clients of decode nodes.")
     add_router_flags(parser)
     return parser
 

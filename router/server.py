@@ -17,25 +17,25 @@ from typing import Any
 import uvicorn
 
 from pdserve.checkpoint.files import read_text
-from pdserve.config.hub import resolve_model
+from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import CheckpointError, ConfigError
+from pdserve.http.connections import IDLE_SECONDS, BoundedConnection, ConnectionLimit, listen, raise_file_limit
+from pdserve.http.metrics_server import MetricsServer
 from pdserve.logs import set_process_fields
 from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
-from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, ConnectionLimit, listen, raise_file_limit
-from pdserve.rpc.https_server import HttpsServer
-from pdserve.rpc.metrics_server import MetricsServer
 from pdserve.rpc.tls import load_chain
-from pdserve.rpc.websocket_connections import MessageMemory, WebSocketConnection
 from pdserve.tracing.trace_flags import make_tracer
 from router.file_reload import FileReloader
 from router.http.app import create_app
 from router.http.body_reader import BODIES_IN_MEMORY
+from router.https_server import HttpsServer
 from router.options import RouterOptions
 from router.service import Service
 from router.text.chat.template import MAX_SOURCE
 from router.text.chat.template_renderer import check_template
 from router.text.tokenizer import Tokenizer
+from router.websocket_connections import MessageMemory, WebSocketConnection
 
 _log = logging.getLogger(__name__)
 

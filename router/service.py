@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from pdserve.config.generation_defaults import GenerationDefaults, load_generation_defaults
-from pdserve.config.hub import resolve_model
+from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import ModelNotFound, NodeError, Overloaded, PdserveError, RequestError, shown
+from pdserve.model.generation_defaults import GenerationDefaults, load_generation_defaults
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
 from router.dashboard.dashboard_state import DashboardState

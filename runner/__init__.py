@@ -12,8 +12,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 
-from pdserve.config.model_config import TRANSFORMERS
 from pdserve.config.node_config import NodeConfig
+from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner, WeightReader
 
 Progress = Callable[[str, float], None]

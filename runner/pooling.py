@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pdserve.config.pooling import MEAN, SCORE, YES_OR_NO, PoolingConfig
+from pdserve.model.pooling import MEAN, SCORE, YES_OR_NO, PoolingConfig
 from pdserve.records import NewSequence, Sample, ScheduledSequence, StepOutput, StepPlan
 from runner.pending_step import HostCopy
 from runner.step_parts import StepFeature, StepPart

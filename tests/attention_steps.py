@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.model_config import ModelConfig
-from pdserve.config.rope import RopeConfig
 from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
+from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.model_config import ModelConfig
+from pdserve.model.rope import RopeConfig
 from runner.attention import AttentionBackend
 from runner.attention.build import build_backend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin

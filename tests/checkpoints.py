@@ -15,12 +15,12 @@ import transformers
 from safetensors.torch import save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
-from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import choose_parallel_config, with_redundant_experts
 from pdserve.config.quantized_layers import keep_quantized
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
+from pdserve.model.model_config import load_model_config
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 _logging: Any = transformers.utils.logging

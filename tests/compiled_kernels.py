@@ -20,7 +20,7 @@ from sass import count_register_products, find_overwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pdserve.config.attention_spec import AttentionSpec
+from pdserve.model.attention_spec import AttentionSpec
 from runner.kernels import grouped_mxfp4, mxfp4_words, prefill_attention, tiles
 from runner.placement import TensorPlacement
 

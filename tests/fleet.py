@@ -29,8 +29,8 @@ import grpc
 import psutil
 from machine import patience
 
-from launcher.supervisor import Child, Supervisor
-from pdserve.config.hub import EMBEDDED_MODEL
+from cli.up.supervisor import Child, Supervisor
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 from simulated_node import BLOCK, Events, Job, NodeCosts, SimulatedNode
 
-from pdserve.plan.queues import percentile
+from cli.plan.queues import percentile
 from pdserve.request_cost import RequestLoad
 from router.fleet.moves import Move, moves
 from router.fleet.node_client import PAUSE, REPORTED

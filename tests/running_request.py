@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams

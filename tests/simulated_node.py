@@ -28,7 +28,7 @@ _FIRST_TOKEN = 2.5e-3  # seconds that a handoff adds to the first token
 
 
 class NodeCosts(NamedTuple):
-    """Seconds: of steps and reads, and of a step per token of context of its decodes (pdserve/plan/measured)."""
+    """Seconds: of steps and reads, and of a step per token of context of its decodes (cli/plan/measured)."""
 
     lines: Throughput = TYPICAL
     context: float = 34.5e-9

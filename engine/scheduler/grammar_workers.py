@@ -22,9 +22,9 @@ from typing import NamedTuple
 from engine.request import Constraint
 from engine.scheduler.fair_jobs import FairJobs
 from pdserve.checkpoint.files import MAX_TOKENIZER, read_text
-from pdserve.config.model_config import ModelConfig
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, intersection, start_thread, without
+from pdserve.model.model_config import ModelConfig
 
 COMPILE_SECONDS = 10.0  # after which requests that wait for a grammar fail
 _MASK_THREADS = 2

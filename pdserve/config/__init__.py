@@ -1,1 +1,1 @@
-"""Configuration: command-line flags, the checkpoint's config and the device, resolved to one frozen value."""
+"""Flags of nodes, and ``resolve``: from flags, the checkpoint and the device to one frozen configuration."""

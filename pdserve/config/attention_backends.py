@@ -8,9 +8,9 @@ from functools import reduce
 
 import msgspec
 
-from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import ConfigError
 from pdserve.kv import divisors
+from pdserve.model.attention_spec import AttentionSpec
 
 #: The backends with the page sizes, in tokens, that they can index; None is any size.
 ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {

@@ -15,13 +15,13 @@ import msgspec
 
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
 from pdserve.config.flag_meanings import describe_unknown
-from pdserve.config.flag_sources import FlagSources
-from pdserve.config.model_config import MODEL_IMPLS
+from pdserve.config.flag_sources import FlagSources, add_config_flag
 from pdserve.config.node_config import CUDA_GRAPHS, KV_CACHE_DTYPES, LOAD_FORMATS, LOAD_SOURCES, NodeOptions
-from pdserve.config.pooling import TASKS
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
 from pdserve.errors import ConfigError
+from pdserve.model.model_config import MODEL_IMPLS
+from pdserve.model.pooling import TASKS
 from pdserve.request_cost import AUTO_ITL_STEPS
 
 DRAIN_SECONDS = 30.0  # default of --drain-timeout
@@ -82,6 +82,13 @@ class CommandParser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             return f"unexpected argument {argument!r} (see {self.prog} --help)"
         return describe_unknown(argument.split("=", 1)[0], self._option_string_actions, self.prog)
+
+
+def command_parser(prog: str, description: str) -> CommandParser:
+    """Return a parser whose flags may also come from a file and the environment (flag_sources.py)."""
+    parser = CommandParser(prog=prog, description=description)
+    add_config_flag(parser)
+    return parser
 
 
 # ---------------------------------------------------------------- types of flags

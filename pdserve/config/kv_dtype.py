@@ -9,10 +9,10 @@ import msgspec
 
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.model_config import ModelConfig
 from pdserve.config.node_config import DeviceInfo, NodeOptions
 from pdserve.errors import ConfigError, shown
 from pdserve.kv import FP8_E4M3, UNSCALED, KVScales
+from pdserve.model.model_config import ModelConfig
 
 _LEAST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs that convert to and from E4M3
 #: The scheme of compressed-tensors that is an FP8 cache with static scales.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdserve.config.config_fields import ConfigFields
-from pdserve.config.library_configs import config_class, literal
 from pdserve.config.parallel import ParallelConfig
-from pdserve.config.text_part import text_kind
 from pdserve.errors import ConfigError, shown
+from pdserve.model.config_fields import ConfigFields
+from pdserve.model.library_configs import config_class, literal
+from pdserve.model.text_part import text_kind
 
 #: Styles of tensor-parallel plans that runner/models/from_transformers/tensor_shards.py knows.
 TENSOR_STYLES = frozenset(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import ParallelConfig, RankPosition
-from pdserve.config.pooling import PoolingConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.errors import ConfigError
 from pdserve.kv import FP8_E4M3, KVLayout, KVScales, KVShare
+from pdserve.model.model_config import ModelConfig
+from pdserve.model.pooling import PoolingConfig
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.weight_change import FileStates
 

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdserve.config.model_config import TRANSFORMERS, ModelConfig
-from pdserve.config.moe import MoEConfig
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
+from pdserve.model.model_config import TRANSFORMERS, ModelConfig
+from pdserve.model.moe import MoEConfig
 
 
 class DeferredMLPs(NamedTuple):

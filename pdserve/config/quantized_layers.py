@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from pdserve.config.kept_weights import MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
-from pdserve.config.model_config import ModelConfig
-from pdserve.config.moe import MoEConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import Decision
-from pdserve.config.weight_formats import UNQUANTIZED
+from pdserve.model.kept_weights import MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
+from pdserve.model.model_config import ModelConfig
+from pdserve.model.moe import MoEConfig
+from pdserve.model.weight_formats import UNQUANTIZED
 
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # as transformers 5 saves experts
 _MEASURED = (9, 0)  # compute capability for which docs/numbers.md has figures

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import (
@@ -20,10 +21,8 @@ from pdserve.config.attention_backends import (
     choose_page_size,
     find_platform,
 )
-from pdserve.config.hub import resolve_model
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
-from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import (
     ParallelConfig,
@@ -32,15 +31,16 @@ from pdserve.config.parallel import (
     weight_bytes,
     with_redundant_experts,
 )
-from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
-from pdserve.config.text_part import text_headers
 from pdserve.config.triton_hosts import try_triton
-from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales, group_layers
+from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
+from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
+from pdserve.model.text_part import text_headers
+from pdserve.model.weight_formats import storage_rules
 from pdserve.request_cost import AUTO_ITL_STEPS
 from pdserve.rpc.timeouts import PeerTiming
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.config.attention_backends import Platform, fits_triton
-from pdserve.config.families import FAMILIES
-from pdserve.config.model_config import NATIVE
 from pdserve.errors import ConfigError
+from pdserve.model.families import FAMILIES
+from pdserve.model.model_config import NATIVE
 
 VARIABLE = "PDSERVE_USE_V2_MODEL_RUNNER"
 

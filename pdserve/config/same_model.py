@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.pooling import EMBED
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv import UNSCALED
+from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.pooling import EMBED
 
 #: Fields that are the node's choice, not the checkpoint's, or that change nothing.
 _MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})

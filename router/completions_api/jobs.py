@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.config.generation_defaults import GenerationDefaults
 from pdserve.errors import RequestError, RequestTooLong, cut, shown
+from pdserve.model.generation_defaults import GenerationDefaults
 from pdserve.records import SamplingParams
 from router.completions_api.generate_body import GenerateBody
 from router.completions_api.request_bodies import ChatBody, CompletionBody

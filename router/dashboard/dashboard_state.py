@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import metrics as prometheus
 
 from pdserve import __version__
-from pdserve.top import live
+from router.dashboard import live
 from router.dashboard.node_rates import NodeHistory, sum_handoffs
 from router.dashboard.status_poller import Key, StatusPoller
 from router.dashboard.traffic_log import TrafficLog, TrafficSample

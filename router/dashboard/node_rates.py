@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.metrics import labels_of, quantile
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.top.live import LiveConnection, LiveHandoffs, LiveNodeStats, Quantiles
+from router.dashboard.live import LiveConnection, LiveHandoffs, LiveNodeStats, Quantiles
 
 _WINDOW = 10.0  # seconds of a rate, with a sample per second
 _MINUTE = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
-from pdserve.top.live import STATE_PATH
 from router.dashboard.dashboard_state import DashboardState
+from router.dashboard.live import STATE_PATH
 from router.page_files import HEADERS, add_page, read_page
 
 PAGE = read_page("router.dashboard", "/dashboard", "/dashboard")

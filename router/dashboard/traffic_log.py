@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pdserve.metrics import quantile
-from pdserve.top.live import LiveHistory, LiveTraffic, Quantiles
+from router.dashboard.live import LiveHistory, LiveTraffic, Quantiles
 
 # Outcomes that count as failures; client errors do not.
 FAILURES = ("overloaded_error", "timeout_error", "node_error", "server_error")

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import PdserveError
-from pdserve.rpc.http_connections import abort_connection
+from pdserve.http.connections import abort_connection
 from router.errors import ClientDisconnected
 from router.gate.admission import RequestAdmission
 from router.http.authentication import address_of, client_of

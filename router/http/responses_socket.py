@@ -17,7 +17,6 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.errors import RequestError, shown
-from pdserve.rpc.websocket_connections import set_idle
 from router.completions_api.body_parsing import parse_json
 from router.completions_api.generate_body import GenerateBody
 from router.errors import ClientDisconnected
@@ -31,6 +30,7 @@ from router.responses_api.request import ResponsesBody, responses_body
 from router.responses_api.stored_items import ConversationBudget, StoredItems, encode_items, encode_output
 from router.service import ServedModel
 from router.text.chat.output_parsing import OutputParsing
+from router.websocket_connections import set_idle
 
 logger = logging.getLogger(__name__)
 

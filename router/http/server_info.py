@@ -10,8 +10,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from pdserve.checkpoint.files import read_object
-from pdserve.config.generation_defaults import GenerationDefaults
-from pdserve.config.hub import resolve_model
+from pdserve.checkpoint.hub import resolve_model
+from pdserve.model.generation_defaults import GenerationDefaults
 from router.errors import EndpointDisabled
 from router.http.small_endpoints import VERSION, json_response
 from router.service import ServedModel, Service

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.config.model_config import ModelConfig
+from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement

@@ -15,7 +15,7 @@ from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout, determine_attention_backend, device_support_pdl
 from torch import Tensor
 
-from pdserve.config.attention_spec import AttentionSpec
+from pdserve.model.attention_spec import AttentionSpec
 
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for a plan
 _TILE = 128  # query rows

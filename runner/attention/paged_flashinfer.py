@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.config.model_config import ModelConfig
+from pdserve.model.model_config import ModelConfig
 from runner.attention.flashinfer import FlashInferPrefill, Pages, Rows, Sizes
 from runner.attention.paged_triton import PagedTritonAttention
 from runner.batch import AttentionBatch

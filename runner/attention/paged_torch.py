@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.model_config import ModelConfig
+from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kernels.reference import apply_rotary, dequantize_fp8, expand_cos_sin, quantize_fp8, rms_norm

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.attention_backends import fits_triton
-from pdserve.config.model_config import ModelConfig
+from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kernels.decode_attention import SplitDecode

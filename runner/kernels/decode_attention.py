@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.config.model_config import ModelConfig
 from pdserve.kv import KVScales
+from pdserve.model.model_config import ModelConfig
 from runner.batch import AttentionBatch
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.sinks import sinks_of_rows

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.config.attention_spec import AttentionSpec
 from pdserve.kv import UNSCALED, KVScales
+from pdserve.model.attention_spec import AttentionSpec
 from runner.batch import AttentionBatch
 from runner.kernels.sinks import sinks_of_rows
 from runner.kernels.tiles import AttentionTiles

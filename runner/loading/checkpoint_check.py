@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config.model_config import TRANSFORMERS
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
+from pdserve.model.model_config import TRANSFORMERS
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.fused_experts import split_experts
 from runner.loading.memory import check_room

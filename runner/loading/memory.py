@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from pdserve.config.model_config import ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import RankPosition, weight_bytes
 from pdserve.errors import CapacityError
 from pdserve.kv import MAX_BLOCKS, KVLayout
+from pdserve.model.model_config import ModelConfig
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.process_memory import process_memory
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.weight_digests import known_digests
-from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.protocols import WeightReader
 from pdserve.weight_change import FileStates
 from pdserve.weight_sharing import OfferedMemory

@@ -22,11 +22,11 @@ from pdserve.checkpoint.quantized_weights import MXFP4, find_weights
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import collect_headers, weight_files
-from pdserve.config.kept_weights import is_linear
-from pdserve.config.model_config import NATIVE, ModelConfig
-from pdserve.config.text_part import causal_name, text_headers
-from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
+from pdserve.model.kept_weights import is_linear
+from pdserve.model.model_config import NATIVE, ModelConfig
+from pdserve.model.text_part import causal_name, text_headers
+from pdserve.model.weight_formats import storage_rules
 from pdserve.weight_change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.peer_weights import PeerWeights

@@ -1,7 +1,7 @@
 """The base of decoder families: RMS norms, rotary attention and a gated MLP, with pre-norm residuals.
 
 A family is a subclass named after its architecture, in a file of its own, and an entry in
-``pdserve/config/families.py``; docs/adding-a-model.md shows one. It overrides how attention, MLPs or whole layers are
+``pdserve/model/families.py``; docs/adding-a-model.md shows one. It overrides how attention, MLPs or whole layers are
 made, and ``checkpoint_name`` where its tensors have other names.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
+from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.batch import Activations, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from pdserve.config.families import FAMILIES
+from pdserve.model.families import FAMILIES
 from runner.models.decoder import Decoder
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from openai_peer import Peer
 
-from pdserve.bench.report import bins
-from pdserve.cli import main
+from cli.bench.report import bins
+from cli.main import main
 
 FEW = ["--num-prompts", "3", "--num-warmups", "1", "--random-input-len", "5", "--random-output-len", "2-4"]
 

@@ -16,7 +16,7 @@ from loads import make_loads
 from openai_peer import TRANSFER, Peer
 from systems import System
 
-from pdserve.bench.http_load import EventReader, Trace
+from cli.bench.http_load import EventReader, Trace
 from pdserve.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 
 class Hostile(NamedTuple):

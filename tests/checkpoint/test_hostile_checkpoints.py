@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import runner
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import detect_device
-from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, PdserveError, RequestError

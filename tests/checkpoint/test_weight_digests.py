@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from pdserve.checkpoint import digest_cache, weight_digests
 from pdserve.checkpoint.digest_cache import NAME
+from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.checkpoint.weight_digests import Stopped, checkpoint_digests, fold_digests, group_of, known_digests
-from pdserve.config.hub import resolve_model
 from pdserve.errors import CheckpointError
 
 SETTLED = 0.03  # seconds; digests of a file that has just changed are not cached

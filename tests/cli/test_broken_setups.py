@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from launcher import doctor
-from launcher.__main__ import main as up_main
-from pdserve.config.hub import EMBEDDED_MODEL
+from cli.doctor import command as doctor
+from cli.up.command import main as up_main
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 Break = Callable[[Path], None]
 NOTHING: Break = lambda directory: None  # noqa: E731

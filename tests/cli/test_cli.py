@@ -14,15 +14,14 @@ import pytest
 from machine import patience
 from pooling_checkpoints import make_embedder
 
-from launcher.__main__ import main as up_main
-from pdserve.cli import main
-from pdserve.config.hub import EMBEDDED_MODEL
+from cli.main import main
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.process import run_command
 
 
 def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pdserve", *argv],
+        [sys.executable, "-m", "cli", *argv],
         capture_output=True,
         text=True,
         timeout=patience(60),
@@ -32,7 +31,7 @@ def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     """Return the exit status and the single stderr line of a failing command."""
-    status = up_main(argv[1:]) if argv[0] == "up" else main(argv)  # main would replace this process
+    status = main(argv)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("pdserve: error: ")
@@ -42,8 +41,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys, pdserve.cli\n"
-        "try: pdserve.cli.main(['--help'])\n"
+        "import sys, cli.main\n"
+        "try: cli.main.main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'triton', 'grpc', 'numpy', 'fastapi', 'rich', 'tokenizers', 'huggingface_hub'}\n"
         "heavy &= set(sys.modules)\n"

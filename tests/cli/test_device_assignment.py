@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.device_assignment import assign_devices, gpus_of, num_elastic, with_parallel_sizes
+from cli.up.device_assignment import assign_devices, gpus_of, num_elastic, with_parallel_sizes
 from pdserve.config.node_config import NodeOptions
 from pdserve.errors import ConfigError
 

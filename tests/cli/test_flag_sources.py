@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from launcher.up_flags import make_parser as up_parser
-from pdserve.cli import main
-from pdserve.config.hub import EMBEDDED_MODEL
+from cli.main import main
+from cli.up.flags import make_parser as up_parser
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import ConfigError
 from prefill_node.__main__ import make_parser as prefill_parser
 from router.options import make_parser, parse_options
@@ -166,5 +166,5 @@ def test_bash_completes(line: str, offered: str) -> None:
 
 
 def _completion(shell: str) -> str:
-    command = [sys.executable, "-m", "pdserve", "completion", shell]
+    command = [sys.executable, "-m", "cli", "completion", shell]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout

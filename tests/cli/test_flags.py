@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.up_flags import make_parser
+from cli.up.flags import make_parser
 from pdserve.config.flag_meanings import MEANINGS, OF_ROUTERS, REASONS
 from pdserve.config.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
 from pdserve.config.node_config import NodeOptions

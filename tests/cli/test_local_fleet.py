@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from launcher import local_fleet
-from launcher.local_fleet import FleetPlan, LocalFleet
-from launcher.restarts import STABLE, Restarts
-from launcher.supervisor import Child, Supervisor
-from launcher.up_flags import make_parser, role_words, router_options, settle_model
-from launcher.welcome import node_table, sampling_line
+from cli.up import local_fleet
+from cli.up.flags import make_parser, role_words, router_options, settle_model
+from cli.up.local_fleet import FleetPlan, LocalFleet
+from cli.up.restarts import STABLE, Restarts
+from cli.up.supervisor import Child, Supervisor
+from cli.up.welcome import node_table, sampling_line
 from pdserve.config.flags import CommandParser
 from pdserve.config.node_config import DeviceInfo
 from router.options import RouterOptions, add_router_flags, router_options_from

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from any_models import small_config
 
+from cli.explain import as_text
 from pdserve.config.attention_backends import Platform
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.parallel import weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.doctor.explain import as_text
 from pdserve.errors import CheckpointError, ConfigError
 
 GPU = DeviceInfo(kind="cuda", index=0, name="a GPU", memory=80 << 30)

@@ -11,9 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.model_config import ModelConfig, load_model_config
-from pdserve.config.moe import MoEConfig
 from pdserve.config.parallel import (
     ParallelConfig,
     active_parameters,
@@ -24,6 +21,9 @@ from pdserve.config.parallel import (
     with_redundant_experts,
 )
 from pdserve.errors import ConfigError
+from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.moe import MoEConfig
 
 TINY = load_model_config(Path(__file__).parents[2] / "models" / "tiny")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.config.pooling import CLASSIFY, EMBED, LAST, SCORE, YES_OR_NO, read_pooling
 from pdserve.errors import CheckpointError
+from pdserve.model.pooling import CLASSIFY, EMBED, LAST, SCORE, YES_OR_NO, read_pooling
 
 SEQUENCE_CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "score"}}
 TRANSFORMER = "sentence_transformers.models.Transformer"

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from cli.explain import as_text, describe
+from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import ATTENTION_BACKENDS, find_platform
-from pdserve.config.hub import resolve_model
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.parallel import num_parameters
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.doctor.explain import as_text, describe
 from pdserve.errors import CapacityError, CheckpointError, ConfigError
 
 H200 = DeviceInfo(kind="cuda", index=0, name="H200", memory=140 << 30)

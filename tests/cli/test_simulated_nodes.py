@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from cli.explain import as_text, describe
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.compatibility import differences
 from pdserve.config.device import detect_device, node_devices
-from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.simulated_costs import SimulatedCosts, choose_costs
-from pdserve.doctor.explain import as_text, describe
 from pdserve.errors import ConfigError
 from pdserve.records import ScheduledSequence
 

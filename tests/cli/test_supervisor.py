@@ -12,7 +12,7 @@ import psutil
 import pytest
 from machine import patience
 
-from launcher.supervisor import Changed, Child, Died, Event, Printed, Supervisor
+from cli.up.supervisor import Changed, Child, Died, Event, Printed, Supervisor
 
 CHILD = """
 import argparse, os, signal, subprocess, sys, time
@@ -112,7 +112,7 @@ def test_stop_kills_children_that_ignore_signals_and_their_children(supervisor: 
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "a_child.py").write_text(CHILD)
     parent = (
-        "from launcher.supervisor import Supervisor\n"
+        "from cli.up.supervisor import Supervisor\n"
         "s = Supervisor(); c = s.spawn('c', 'a_child', ['plain'])\n"
         "while c.state != 'ready': s.wait(0.1)\n"
         "print(c.process.pid, flush=True)\n"

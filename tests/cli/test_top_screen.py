@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pdserve.top.live import (
+from cli.top.screen import clean, fit, screen, sparkline
+from router.dashboard.live import (
     LiveConnection,
     LiveHistory,
     LiveModel,
@@ -18,7 +19,6 @@ from pdserve.top.live import (
     LiveTraffic,
     Quantiles,
 )
-from pdserve.top.screen import clean, fit, screen, sparkline
 
 TRAFFIC = LiveTraffic(0, 0, 0.0, 0.0, 0.0, 0.0, None, {}, Quantiles(), Quantiles())
 NO_HISTORY = LiveHistory(*([] for _ in LiveHistory.__struct_fields__))

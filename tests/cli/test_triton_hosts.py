@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.attention_backends import Platform
 from pdserve.config.device import detect_device
-from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

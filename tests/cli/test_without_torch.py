@@ -12,9 +12,10 @@ import sys
 
 for name in ("torch", "safetensors", "transformers", "triton", "nixl_cu12", "nixl_cu13"):
     sys.modules[name] = None  # importing it fails
-import router.server, launcher.up, launcher.doctor, elastic_node.__main__, prefill_node.__main__, decode_node.__main__
+import router.server, elastic_node.__main__, prefill_node.__main__, decode_node.__main__
+import cli.up.command, cli.doctor.command
 import engine.process, runner.simulated, connector.backends.simulated
-from pdserve.cli import main
+from cli.main import main
 
 assert main(["explain", "--engine", "simulated"]) == 0
 sys.exit(main(["explain"]))

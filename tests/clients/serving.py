@@ -10,7 +10,7 @@ from pathlib import Path
 from fleet import MODEL_NAME, Fleet
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 #: float32, because scores are compared with those of transformers.
 REAL_NODES = ("--dtype", "float32")

@@ -11,7 +11,7 @@ import pytest
 from environment import Environment
 from serving import REAL_NODES, Service, serve
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 

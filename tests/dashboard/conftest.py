@@ -16,7 +16,7 @@ from playwright.sync_api import Browser
 from watched_fleet import HOSTILE, Streams
 from web_pages import Watched, chromium
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ["--engine", "simulated"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fleet import Fleet
 
-from pdserve.cli import main
+from cli.main import main
 
 LOAD = ["--num-prompts", "6", "--random-input-len", "40", "--random-output-len", "4", "--random-prefix-len", "64"]
 

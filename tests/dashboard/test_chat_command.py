@@ -17,16 +17,16 @@ from machine import patience
 from rich.console import Console
 from terminal import PATIENCE, environ, terminal
 
-from pdserve.chat.client import Answer, ChatClient
-from pdserve.chat.conversation import Conversation
-from pdserve.chat.interrupts import Interrupts
-from pdserve.chat.screen import finished_length, markdown_screen
-from pdserve.chat.terminal import read_message
-from pdserve.cli import main
+from cli.chat.client import Answer, ChatClient
+from cli.chat.conversation import Conversation
+from cli.chat.interrupts import Interrupts
+from cli.chat.screen import finished_length, markdown_screen
+from cli.chat.terminal import read_message
+from cli.main import main
 
 
 def command(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "pdserve", "chat", *argv]
+    return [sys.executable, "-m", "cli", "chat", *argv]
 
 
 def run(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from watched_fleet import HOSTILE, Streams
 from web_pages import CONTRASTS, PATIENCE, Watched
 
+from cli import numbers
 from pdserve.api_keys import key_entry, new_key
-from pdserve.top import numbers
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from machine import patience
 from terminal import HOME, PATIENCE, environ, terminal
 from watched_fleet import Streams
 
-from pdserve.cli import main
-from pdserve.top.live import STATE_PATH
+from cli.main import main
+from router.dashboard.live import STATE_PATH
 
 
 def command(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "pdserve", "top", *argv]
+    return [sys.executable, "-m", "cli", "top", *argv]
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:

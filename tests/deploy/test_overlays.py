@@ -9,12 +9,12 @@ import kubernetes_validate
 import pytest
 from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kind, pods
 
+from cli.doctor.command import make_parser
+from cli.up.flags import make_parser as make_up_parser
 from decode_node.decode_role import add_flags as add_decode_flags
 from decode_node.decode_role import make_role as make_decode
 from elastic_node.elastic_role import add_flags as add_elastic_flags
 from elastic_node.elastic_role import make_role as make_elastic
-from launcher.doctor import make_parser
-from launcher.up_flags import make_parser as make_up_parser
 from node.command import role_parser
 from node.frontend_flags import frontend_options_from
 from pdserve.config.flags import options_from

@@ -62,7 +62,7 @@ def test_wheels_contain_the_same_files(wheels: dict[str, Path]) -> None:
         contents.append({name for name in names if ".dist-info/" not in name})
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert contents[0] == contents[1]
-    tracked = run("git", "-C", ROOT, "ls-files", "pdserve", "launcher", "router", "elastic_node", "models").split()
+    tracked = run("git", "-C", ROOT, "ls-files", "pdserve", "cli", "router", "elastic_node", "models").split()
     assert set(tracked) <= contents[0]
 
 

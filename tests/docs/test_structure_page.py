@@ -53,7 +53,7 @@ def test_the_checkout_has_no_other_top_level_package() -> None:
     packages = {path.split("/")[0] for path in tracked if path.endswith(".py") and "/" in path}
     assert packages - {"tests", "bench", "deploy", "training"} == {
         "pdserve",
-        "launcher",
+        "cli",
         "node",
         "engine",
         "runner",

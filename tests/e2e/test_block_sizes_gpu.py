@@ -17,7 +17,7 @@ import pytest
 import torch
 from fleet import MODEL_NAME, Fleet, NodeProcess
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.runner_oracle import VARIABLE
 from training.held_out import Case, cases
 

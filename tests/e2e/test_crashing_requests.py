@@ -15,8 +15,8 @@ from fleet import MODEL_NAME, Fleet, start_fleet
 from stepper import Stepper
 
 import runner
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import node_devices
-from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from disconnects_fleet import STAGES, DisconnectFleet, start_disconnect_fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from fleet import MODEL_NAME, Fleet, NodeProcess, copy_without_weights, start_fl
 from machine import patience
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 NODE = ["--engine", "simulated", "--metrics-port", "0"]
 SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a step takes one second

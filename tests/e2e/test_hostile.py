@@ -23,7 +23,7 @@ from google.protobuf.message_factory import GetMessageClass
 from machine import patience
 from slow_clients import send_unread
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 

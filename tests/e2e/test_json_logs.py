@@ -15,7 +15,7 @@ import pytest
 from fleet import MODEL_NAME, Process, start_fleet
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.logs import message_of, relayed_line
 
 FLAGS = ("--engine", "simulated", "--log-format", "json", "--log-requests")
@@ -72,7 +72,7 @@ def test_request_id_is_in_the_logs_of_all_processes(model: Path) -> None:
 
 
 def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pdserve", "up", str(EMBEDDED_MODEL), "--port", "0", "--device", "cpu", *FLAGS]
+    command = [sys.executable, "-m", "cli", "up", str(EMBEDDED_MODEL), "--port", "0", "--device", "cpu", *FLAGS]
     log = tmp_path / "log"
     with (
         log.open("w") as stderr,

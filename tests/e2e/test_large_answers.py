@@ -13,7 +13,7 @@ import pytest
 from fleet import Fleet, start_fleet
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 NODE = ("--engine", "simulated", "--sim-speed", "inf")
 

@@ -20,7 +20,7 @@ from checkpoints import make_checkpoint
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess
 from node_client import Generated, RouterClient, greedy
 
-from pdserve.config.model_config import ModelConfig, load_model_config
+from pdserve.model.model_config import ModelConfig, load_model_config
 from pdserve.records import SamplingParams
 
 BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts

@@ -19,7 +19,7 @@ from fleet import Fleet, NodeProcess, add_tokenizer, start_elastic
 from machine import patience
 from rolling import all_nodes_ready
 
-from pdserve.cli import main
+from cli.main import main
 
 SIMULATED = ("--engine", "simulated", "--sim-costs", "step=0.004")
 CLIENTS = 6

@@ -12,7 +12,7 @@ import pytest
 from fleet import MODEL_NAME, Fleet, start_fleet
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 PREFIX_AWARE = ("--policy", "prefix-aware")

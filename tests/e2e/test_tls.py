@@ -16,7 +16,7 @@ from certificates import tls_channel, write_https, write_identity
 from fleet import Fleet, NodeProcess, start_fleet
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc

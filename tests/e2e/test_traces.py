@@ -19,7 +19,7 @@ from collector import Collector, Span
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 FAST_EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds until spans are exported

@@ -29,7 +29,7 @@ from fleet import add_tokenizer
 from machine import patience
 from pooling_checkpoints import make_classifier
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from router.text.tokenizer import Tokenizer
 
 FLAGS = ["--port", "0", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "64MiB"]
@@ -42,7 +42,7 @@ class Up:
         self.out, self.err = directory / "out", directory / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve", "up", *FLAGS, *argv], stdout=out, stderr=err, start_new_session=True
+                [sys.executable, "-m", "cli", "up", *FLAGS, *argv], stdout=out, stderr=err, start_new_session=True
             )
 
     def wait_served(self) -> str:

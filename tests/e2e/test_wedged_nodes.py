@@ -23,7 +23,7 @@ from client_load import VOCABULARY, Load, new_body
 from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 PEER_TIMEOUT = patience(3.0)
 GO_ON = PEER_TIMEOUT + 5.0  # seconds until every request must run again

@@ -18,11 +18,11 @@ from toy_node import Node
 
 from engine.request import Constraint
 from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers, Masked
-from pdserve.config.hub import EMBEDDED_MODEL
-from pdserve.config.model_config import load_model_config
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, from_json_schema, from_regex
 from pdserve.ipc.messages import Cancel, Mode, Shutdown, Submit
+from pdserve.model.model_config import load_model_config
 from pdserve.records import FinishReason, SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
 

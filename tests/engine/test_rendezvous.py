@@ -21,8 +21,8 @@ from engine.executor.rendezvous import (
     listen,
     make_hello,
 )
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import detect_device
-from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

@@ -158,7 +158,7 @@ class Cluster:
             (account / "token").write_text("a token")
             self.ca.cert_pem.write_to_path(account / "ca.crt")
         self._write_hosts_files()
-        argv = [sys.executable, "-P", "-m", "pdserve", *self._arguments_here(pod.kind.arguments_in(environ))]
+        argv = [sys.executable, "-P", "-m", "cli", *self._arguments_here(pod.kind.arguments_in(environ))]
         with pod.log.open("ab") as log:
             pod.program = self.network.start(name, argv, environ, log)
 

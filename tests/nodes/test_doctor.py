@@ -15,16 +15,16 @@ import msgspec
 import pytest
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
-from pdserve.doctor.checks import check_requirement, check_ucx_ports
-from pdserve.doctor.findings import Finding, Level
+from cli.doctor.checks import check_requirement, check_ucx_ports
+from cli.doctor.findings import Finding, Level
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 Findings = dict[str, Finding]
 
 
 def doctor(*flags: str, model: str = str(EMBEDDED_MODEL), **environ: str) -> tuple[int, Findings]:
     """Return its exit status, and its findings by check."""
-    command = [sys.executable, "-m", "pdserve", "doctor", model, "--json", *flags]
+    command = [sys.executable, "-m", "cli", "doctor", model, "--json", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, timeout=patience(60))
     findings = msgspec.convert(json.loads(done.stdout), list[Finding])
     assert all(finding.remedy or finding.level is not Level.WARN for finding in findings), "a warning without a remedy"

@@ -13,7 +13,7 @@ from fleet import Fleet, NodeProcess, add_tokenizer
 from machine import patience
 from node_client import RouterClient, greedy
 
-from pdserve.cli import main
+from cli.main import main
 from pdserve.pb import pdserve_pb2 as pb
 
 FLAGS = ("--max-model-len", "512", "--kv-cache-memory", "1MiB", "--max-num-seqs", "4", "--pp", "2")

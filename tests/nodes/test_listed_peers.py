@@ -12,7 +12,7 @@ from fleet import Fleet
 from machine import patience
 from node_client import RouterClient, greedy
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 SLOW_PROMPTS = ("--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256")  # a second for each step

@@ -14,7 +14,7 @@ from google.protobuf.internal.encoder import _VarintBytes  # type: ignore[attr-d
 from machine import patience
 from node_client import RouterClient, greedy
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import PdserveError, RequestError
 from pdserve.grammar import MAX_BYTES
 from pdserve.pb import pdserve_pb2 as pb

@@ -18,7 +18,7 @@ import pytest
 from fleet import Fleet, NodeCalls, NodeProcess
 from machine import patience
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 

@@ -203,7 +203,7 @@ def listening(process: psutil.Process) -> list[int]:
 
 
 def probe(address: str, service: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pdserve", "probe", address, service], capture_output=True).returncode
+    return subprocess.run([sys.executable, "-m", "cli", "probe", address, service], capture_output=True).returncode
 
 
 def test_health_separates_live_loaded_and_ready(checkpoint: Path) -> None:

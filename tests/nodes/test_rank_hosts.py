@@ -21,8 +21,8 @@ from machine import patience
 from node_client import RouterClient, greedy
 from safetensors.torch import save_file
 
+from cli.main import main
 from node.command import role_parser
-from pdserve.cli import main
 from pdserve.config.multi_host import LocalRanks, local_ranks_from
 from pdserve.errors import ConfigError
 

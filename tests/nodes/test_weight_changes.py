@@ -16,7 +16,7 @@ from machine import patience
 from node_client import RouterClient, greedy
 from safetensors.torch import load_file, save_file
 
-from pdserve.cli import main
+from cli.main import main
 from pdserve.pb import pdserve_pb2 as pb
 
 SLOW_STEPS = ("--engine", "simulated", "--sim-costs", "step=0.02", "--drain-timeout", "20")

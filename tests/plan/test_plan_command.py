@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.cli import main
+from cli.main import main
+from cli.plan.costs import MEASURED, costs_as_toml, find_costs, load_costs, rising
 from pdserve.errors import ConfigError
-from pdserve.plan.costs import MEASURED, costs_as_toml, find_costs, load_costs, rising
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.plan.queues import occupancy, percentile, waits, weighted_percentile
-from pdserve.plan.workload import workload_of
+from cli.plan.queues import occupancy, percentile, waits, weighted_percentile
+from cli.plan.workload import workload_of
 
 times = st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 3.0)), min_size=1, max_size=40)
 

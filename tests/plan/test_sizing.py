@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.plan.costs import Costs, load_costs
+from cli.plan.node_load import LoadLimits, NodeLoad, Slo
+from cli.plan.sizing import plan_for_gpus, plan_for_rate
+from cli.plan.workload import Workload, workload_of
 from pdserve.errors import CapacityError
-from pdserve.plan.costs import Costs, load_costs
-from pdserve.plan.node_load import LoadLimits, NodeLoad, Slo
-from pdserve.plan.sizing import plan_for_gpus, plan_for_rate
-from pdserve.plan.workload import Workload, workload_of
 
 COSTS = load_costs("h200-llama-8b")
 CHAT = workload_of("p50=1500,p99=8000", "p50=250,p99=1000", 0.0, samples=400)

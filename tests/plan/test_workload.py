@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.plan.queues import percentile
+from cli.plan.workload import read_trace, workload_of, workload_of_trace
 from pdserve.errors import ConfigError
-from pdserve.plan.queues import percentile
-from pdserve.plan.workload import read_trace, workload_of, workload_of_trace
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from router_process import RouterProcess
 from scripted_node import Conversation, ScriptedNode
 from uvicorn.server import ServerState
 
-from pdserve.rpc import http_connections as connections
-from pdserve.rpc.http_connections import BoundedConnection, ConnectionLimit
+from pdserve.http import connections as connections
+from pdserve.http.connections import BoundedConnection, ConnectionLimit
 
 USER = {"role": "user", "content": "hi"}
 

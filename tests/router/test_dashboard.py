@@ -15,7 +15,7 @@ from scripted_node import Conversation, ScriptedNode
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.top.live import STATE_PATH, LiveNode, LiveReport
+from router.dashboard.live import STATE_PATH, LiveNode, LiveReport
 
 PAGE = ["/dashboard", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"]
 CHAT_PAGE = ["/", "/chat/main.js", "/chat/style.css", "/chat/dom.js"]

@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens

@@ -13,8 +13,8 @@ import pytest
 from router_process import router_process
 from scripted_node import Conversation, ScriptedNode
 
-from pdserve.config.generation_defaults import load_generation_defaults
 from pdserve.errors import CheckpointError
+from pdserve.model.generation_defaults import load_generation_defaults
 
 MODEL_DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 OTHERS = {"max_new_tokens": 32, "do_sample": True, "eos_token_id": 1, "transformers_version": "5.0.0"}

@@ -18,7 +18,7 @@ from machine import patience
 from router_process import MODEL, router_process
 from vector_node import VectorNode
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 # What fits the schema may be refused all the same: a schema cannot say, for one, what fits the model.
 FLAGS = ("--exclude-checks", "positive_data_acceptance", "--seed", "1", "--generation-database", "none")

@@ -23,7 +23,7 @@ from scripted_node import Conversation, Script, ScriptedNode
 from pdserve.errors import ConfigError
 from router.options import parse_options
 
-PROBE = [sys.executable, "-m", "pdserve", "probe"]
+PROBE = [sys.executable, "-m", "cli", "probe"]
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from fleet import MODEL_NAME, Fleet
 from machine import patience
 from tokenizers import AddedToken, Tokenizer
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_regex
 from router.completions_api.request_bodies import parse_chat

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, Gauge
 from router_process import RouterProcess
 from uvicorn.server import ServerState
 
-from pdserve.rpc.http_connections import BoundedConnection, ConnectionLimit
-from pdserve.rpc.https_server import HttpsServer
-from pdserve.rpc.metrics_server import MetricsServer
-from pdserve.rpc.websocket_connections import MessageMemory, WebSocketConnection
+from pdserve.http.connections import BoundedConnection, ConnectionLimit
+from pdserve.http.metrics_server import MetricsServer
+from router.https_server import HttpsServer
+from router.websocket_connections import MessageMemory, WebSocketConnection
 
 SECONDS = 20  # at most, for what must come
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"

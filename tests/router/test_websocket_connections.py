@@ -13,9 +13,9 @@ from uvicorn.server import ServerState
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from pdserve.rpc import websocket_connections
-from pdserve.rpc.http_connections import ConnectionLimit
-from pdserve.rpc.websocket_connections import MessageMemory, WebSocketConnection
+from pdserve.http.connections import ConnectionLimit
+from router import websocket_connections
+from router.websocket_connections import MessageMemory, WebSocketConnection
 
 SECONDS = 20  # at most, for what must come
 

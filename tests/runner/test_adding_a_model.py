@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pdserve.config.families import FAMILIES
+from pdserve.model.families import FAMILIES
 from runner.models.registry import decoder_class
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "adding-a-model.md").read_text()
 def test_code_blocks_are_in_the_files_they_name() -> None:
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
     assert [path for path, _ in blocks] == [
-        "pdserve/config/families.py",
+        "pdserve/model/families.py",
         "runner/models/qwen2.py",
         "tests/checkpoints.py",
         "tests/runner/test_against_transformers.py",

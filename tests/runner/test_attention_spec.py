@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdserve.config.attention_backends import Platform, check_backend, choose_backend
-from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import ConfigError
+from pdserve.model.attention_spec import AttentionSpec
 from runner.kernels.reference import apply_rotary, expand_cos_sin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,10 +13,10 @@ from differential import EQUAL, compare, edited
 from safetensors.torch import load_file, save_file
 
 import runner
+from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.hub import resolve_model
-from pdserve.config.model_config import load_model_config
 from pdserve.errors import CheckpointError
+from pdserve.model.model_config import load_model_config
 
 Tensors = dict[str, torch.Tensor]
 

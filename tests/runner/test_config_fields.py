@@ -19,9 +19,9 @@ import transformers
 from checkpoints import CONFIG_CLASSES, FAMILIES, make_checkpoint
 from differential import EQUAL, Library, LibraryError, compare, edited, random_prompts
 
-from pdserve.config.model_config import ModelConfig, load_model_config
-from pdserve.config.unread_fields import FIXED
 from pdserve.errors import PdserveError
+from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.unread_fields import FIXED
 
 NUM_LAYERS = 3
 PROMPTS = random_prompts(random.Random(1), 96, (40,))  # of all sizes of the vocabulary

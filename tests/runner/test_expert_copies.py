@@ -16,9 +16,9 @@ from torch import Tensor
 from weight_patches import patched, read_tensors, write_patch
 
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, with_redundant_experts
+from pdserve.model.model_config import load_model_config
 from pdserve.records import ScheduledSequence, StepPlan
 from runner.batch import Routing
 from runner.distributed.parallel_state import ParallelState

@@ -16,9 +16,9 @@ from stepper import Stepper
 from torch import Tensor
 
 import runner
-from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
+from pdserve.model.model_config import load_model_config
 from pdserve.protocols import ModelRunner
 from pdserve.records import SamplingParams
 from runner.batch import Routing

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import node_config
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
 from runner.distributed.parallel_state import ParallelState

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from checkpoints import FAMILIES, make_checkpoint
 
-from pdserve.config.model_config import ModelConfig, load_model_config
-from pdserve.config.rope import RopeConfig
 from pdserve.errors import CheckpointError
+from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

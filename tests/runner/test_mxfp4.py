@@ -16,11 +16,11 @@ from torch import Tensor
 from weight_patches import write_patch
 
 import runner
-from pdserve.config.model_config import load_model_config
-from pdserve.config.moe import MoEConfig
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
 from pdserve.errors import CheckpointError
+from pdserve.model.model_config import load_model_config
+from pdserve.model.moe import MoEConfig
 from pdserve.weight_change import WeightChange
 from runner.batch import Routing
 from runner.kernels import expert_reference, mxfp4_words

@@ -18,12 +18,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import runner
 from pdserve.checkpoint.weight_digests import checkpoint_digests, fold_digests
-from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeOptions
 from pdserve.config.parallel import weight_bytes
 from pdserve.config.resolve import resolve
-from pdserve.config.rope import RopeConfig
 from pdserve.errors import CheckpointError, ConfigError
+from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.rope import RopeConfig
 from runner.loading.weights import open_weights
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import RankPosition, choose_parallel_config, num_parameters
 from pdserve.errors import CheckpointError
+from pdserve.model.model_config import load_model_config
 from runner.loading.weights import check_weights, fill_random, fill_shard, open_weights
 from runner.models.decoder import Decoder
 from runner.models.layers.weight_shard import WeightShard

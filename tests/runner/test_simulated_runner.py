@@ -13,8 +13,8 @@ import pytest
 from stepper import Stepper
 
 import runner
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import node_devices
-from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.protocols import ModelRunner

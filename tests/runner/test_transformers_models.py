@@ -22,8 +22,8 @@ from stepper import Stepper, copy_to
 from torch import Tensor
 
 import runner
-from pdserve.config.model_config import load_model_config
 from pdserve.errors import CheckpointError, ConfigError, PdserveError
+from pdserve.model.model_config import load_model_config
 from runner.models.from_transformers.attention_calls import window_of
 from runner.models.from_transformers.loading import build_model
 from runner.models.from_transformers.part import ModelPart

@@ -16,11 +16,11 @@ from stepper import Stepper
 from torch import Tensor
 
 import runner
-from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeOptions
 from pdserve.config.parallel import choose_parallel_config, num_parameters, weight_bytes
 from pdserve.config.resolve import resolve
-from pdserve.config.weight_formats import WEIGHT_FORMATS, WeightFormat
+from pdserve.model.model_config import load_model_config
+from pdserve.model.weight_formats import WEIGHT_FORMATS, WeightFormat
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import LinearMethod
 from runner.placement import TensorPlacement

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fleet import start_fleet
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from training.checkpoint import CONFIG, random_weights, read_weights
 from training.held_out import CALLS, QUESTIONS, SCHEMAS, Case, cases
 

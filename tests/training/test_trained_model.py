@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from router.text.chat.template import RenderRequest
 from router.text.tokenizer import Tokenizer
 from training.batches import Generator, sections_at

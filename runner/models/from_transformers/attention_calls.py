@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import ConfigError
 from pdserve.kv import KVShare
+from pdserve.model.attention_spec import AttentionSpec
 from runner.attention import AttentionBackend
 from runner.distributed.parallel_state import ParallelState
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from pdserve.errors import CheckpointError, ConfigError, shown
+from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.distributed.parallel_state import ParallelState
 from runner.models.from_transformers.attention_calls import (

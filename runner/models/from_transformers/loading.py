@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from pdserve.config.pooling import CLASSIFIER
-from pdserve.config.text_part import MULTIMODAL
 from pdserve.errors import CheckpointError, ConfigError, shown
+from pdserve.model.pooling import CLASSIFIER
+from pdserve.model.text_part import MULTIMODAL
 from runner.models.from_transformers.part import ModelPart, take_part
 from runner.models.quantization.dequantize import is_padding_bias
 from runner.placement import TensorPlacement

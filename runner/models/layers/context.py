@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import RankPosition
+from pdserve.model.model_config import ModelConfig
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.pointwise_ops import PointwiseOps
 from runner.models.quantization import (

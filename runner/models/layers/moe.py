@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.config.moe import MoEConfig
+from pdserve.model.moe import MoEConfig
 from runner.batch import Activations, Routing
 from runner.kernels import expert_reference
 from runner.models.layers.context import ModelContext

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.config.rope import RopeConfig
+from pdserve.model.rope import RopeConfig
 from runner.batch import RotaryCosSin
 
 

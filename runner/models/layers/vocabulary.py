@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import RankPosition, vocabulary_of
+from pdserve.model.model_config import ModelConfig
 from runner.models.layers.context import ModelContext
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.unquantized import UnquantizedLinearMethod

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.config.moe import MoEConfig
+from pdserve.model.moe import MoEConfig
 from runner.batch import Routing
 from runner.kernels.expert_reference import sum_of_experts
 from runner.kernels.reference import clamped_swiglu

@@ -1,0 +1,1 @@
+"""The command ``pdserve``: the top floor, which may import all programs. ``commands.py`` lists the commands."""

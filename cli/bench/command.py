@@ -1,0 +1,117 @@
+"""``pdserve bench``: load on an OpenAI-compatible server; latencies, throughput and cached tokens."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import uvloop
+from rich.console import Console
+from rich.progress import Progress
+
+from cli.bench.flags import make_parser
+from cli.bench.http_load import Endpoint, ServerError, Trace, complete, first_model
+from cli.bench.report import Report, check_plot, draw, show
+from cli.bench.requests import Request, completion_body, random_prompt
+from cli.router_url import api_key, base_url
+from pdserve.errors import ConfigError, NodeError
+from pdserve.process import run_command
+
+_CONCURRENCY = 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(lambda: bench(make_parser().parse_args(argv)))
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure and report; the exit status is 1 if a request failed. Raises ConfigError or NodeError."""
+    if args.plot:
+        check_plot()
+    if args.vocab < 2:
+        raise ConfigError(f"--vocab {args.vocab} is too small; use 2 or more")
+    if args.seed is None:
+        args.seed = random.SystemRandom().randrange(1 << 31)
+    report = uvloop.run(_measure(args))
+    show(report, Console(highlight=False))
+    try:
+        if args.json:
+            args.json.write_text(json.dumps(report.figures(), indent=2) + "\n")
+        if args.plot:
+            draw(report, args.plot)
+    except OSError as exc:
+        raise ConfigError(f"{exc.filename} cannot be written: {exc.strerror}") from exc
+    return 1 if report.failed else 0
+
+
+async def _measure(args: argparse.Namespace) -> Report:
+    endpoint = Endpoint.of(base_url(args.url), api_key(args))
+    try:
+        model = args.model or await first_model(endpoint)
+    except ServerError as exc:
+        raise NodeError(str(exc)) from exc
+    rng = random.Random(args.seed)
+    prefix = random_prompt(rng, args.random_prefix_len, args.vocab)
+    requests = [_request(args, rng, prefix) for _ in range(args.num_warmups + args.num_prompts)]
+    bodies = [completion_body(model, request) for request in requests]
+    warm = await _send_all(endpoint, bodies[: args.num_warmups], args, lambda: None)
+    if warm and all(trace.error for trace in warm):
+        raise NodeError(f"every request of the warm-up failed, the first one with: {warm[0].error}")
+    arrivals = random.Random(f"arrivals {args.seed}")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("requests", total=args.num_prompts)
+        began = time.perf_counter()
+        traces = await _send_all(endpoint, bodies[args.num_warmups :], args, lambda: progress.advance(task), arrivals)
+        seconds = time.perf_counter() - began
+    return Report(
+        f"{model} at {endpoint.url}", _load_text(args), args.seed, seconds, traces, requests[args.num_warmups :]
+    )
+
+
+def _request(args: argparse.Namespace, rng: random.Random, prefix: list[int]) -> Request:
+    prompt = random_prompt(rng, rng.randint(*args.random_input_len), args.vocab)
+    return Request(0.0, prefix + prompt, rng.randint(*args.random_output_len))
+
+
+async def _send_all(
+    endpoint: Endpoint,
+    bodies: list[bytes],
+    args: argparse.Namespace,
+    ended: Callable[[], None],
+    arrivals: random.Random | None = None,
+) -> list[Trace]:
+    """Send each body when it is due and fewer than the limit are in flight; ``arrivals``: not all are due at once."""
+    rate = args.request_rate if arrivals else None
+    slots = asyncio.Semaphore(args.max_concurrency or (len(bodies) if rate else _CONCURRENCY))
+    due = time.perf_counter()
+    traces = []
+
+    async def send(body: bytes, trace: Trace) -> None:
+        try:
+            await complete(endpoint, body, None, trace, args.timeout)
+        finally:
+            slots.release()
+            ended()
+
+    async with asyncio.TaskGroup() as group:
+        for body in bodies:
+            if rate and arrivals:
+                due += arrivals.expovariate(rate)
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            await slots.acquire()
+            traces.append(trace := Trace(due))
+            group.create_task(send(body, trace))
+    return traces
+
+
+def _load_text(args: argparse.Namespace) -> str:
+    limit = args.max_concurrency or (None if args.request_rate else _CONCURRENCY)
+    pace = [f"{args.request_rate:g} per second"] if args.request_rate else []
+    pace += [f"{limit} at once"] if limit else []
+    prefix = f" after {args.random_prefix_len:,} shared ones" if args.random_prefix_len else ""
+    lengths = f"prompts of {args.random_input_len} tokens{prefix}, answers of {args.random_output_len}"
+    return f"{args.num_prompts:,} requests, {', at most '.join(pace)}; {lengths}; seed {args.seed}"

@@ -1,0 +1,188 @@
+"""Checks of ``pdserve doctor`` that need neither NIXL nor a device."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import socket
+import struct
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from cli.doctor.findings import Finding, fail, ok, warn
+from cli.variables import describe_unread, unread_variables
+from pdserve.checkpoint.hub import resolve_model
+from pdserve.checkpoint.weight_files import weight_files
+from pdserve.config.device import node_devices
+from pdserve.config.flag_sources import VARIABLE_PREFIX
+from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.rpc.address import probe_port
+from pdserve.rpc.tls import PeerTls
+from pdserve.transports import Connected
+
+_MIB = 1 << 20
+_SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that suffice for NCCL and UCX; tests of ranks need far less
+_FEW_PORTS = 16  # UCX takes one per rank, network address and peer
+_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
+_EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # older than pdserve: such a clock was never set
+
+
+def check_device(options: NodeOptions, ranks: int) -> Finding:
+    if options.simulated:
+        return ok("not needed: the node is simulated")
+    devices = node_devices(options, ranks)
+    if devices[0].kind == "cuda":
+        return ok(f"{len(devices)} × {devices[0].name}, {devices[0].memory / 2**30:.0f} GiB")
+    if options.device == "auto":
+        return warn("no GPU: the CPU is used", "check the driver (nvidia-smi), or give --device cpu")
+    return ok("the CPU, as --device says")
+
+
+def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding:
+    """``config`` is None for a checkpoint that is not local. Raises CheckpointError or OSError."""
+    if config is None:
+        return warn(f"{options.model} is not on this machine", "it is downloaded at the start, and was not checked")
+    if not options.reads_weights:
+        return ok(f"{config.model.architecture}; its weights are not read")
+    files = weight_files(resolve_model(options.model))
+    for file in files:
+        with file.open("rb") as opened:
+            opened.read(1)
+    size = sum(file.stat().st_size for file in files)
+    return ok(f"{config.model.architecture}, {size / 2**30:.2f} GiB in {len(files)} files")
+
+
+def check_runner(resolved: Callable[[], NodeConfig]) -> Finding:
+    """Check which runner a node gets, with the variable that forces one. Raises ConfigError."""
+    config = resolved()
+    decision = config.decision
+    text = f"{decision.runner}: {'; '.join(decision.reasons)}"
+    if decision.fallback and config.device.kind == "cuda":
+        return warn(text, "V2 is this model's default on a GPU; remove what keeps it from running")
+    return ok(text)
+
+
+def check_variables(parser: ArgumentParser) -> Finding:
+    """Check for variables that are misspelled."""
+    unread = unread_variables(parser)
+    if unread:
+        return warn("; ".join(describe_unread(*each) for each in unread.items()), "unset or rename it")
+    return ok(f"every {VARIABLE_PREFIX}… that is set is read")
+
+
+def is_local(options: NodeOptions) -> bool:
+    """Whether the checkpoint can be checked without a download."""
+    return os.path.exists(os.path.expanduser(options.model)) or options.model.startswith((".", "/", "~"))
+
+
+def check_port(host: str, port: int) -> Finding:
+    if port == 0:
+        return ok("any free port")
+    try:
+        probe_port(host, port)
+    except OSError as exc:
+        return fail(f"{host}:{port}: {(exc.strerror or str(exc)).lower()}", "choose another --port or --host")
+    return ok(f"{host}:{port} is free")
+
+
+def check_ucx_ports(ranks: int) -> Finding:
+    """Check that UCX listens on ports that a firewall can name."""
+    text = os.environ.get("UCX_TCP_PORT_RANGE", "")
+    if text in ("", "0"):
+        return warn(
+            "UCX listens on any port, and every host that reaches it can read and write this node's memory",
+            "set UCX_TCP_PORT_RANGE=20000-20255 and open it to peers alone in the firewall",
+        )
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if match is None or not 0 < int(match[1]) <= int(match[2]) <= 65535:
+        return fail(f"UCX_TCP_PORT_RANGE={text} is not a range of ports", "write it like 20000-20255")
+    ports = range(int(match[1]), int(match[2]) + 1)
+    needed = ranks * _FEW_PORTS
+    free = sum(map(_is_free, ports))
+    if free < needed:
+        return fail(f"{free} of {text} are free; {ranks} ranks may need {needed}", "widen UCX_TCP_PORT_RANGE")
+    return ok(f"{free} of {text} are free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("", port))
+        return True
+    return False
+
+
+def check_clock() -> Finding:
+    """Nodes never compare clocks, but certificates and logs depend on them."""
+    now = datetime.now(UTC)
+    if now < _EARLIEST:
+        return fail(f"the date is {now:%Y-%m-%d}", "set the clock: certificates are not valid otherwise")
+    wall, steady = time.time(), time.monotonic()
+    time.sleep(0.05)
+    if abs((time.time() - wall) - (time.monotonic() - steady)) > 0.05:
+        return warn("the clock changed during this check", "check chronyd or ntpd")
+    if _clock_status() & _UNSYNCHRONISED:
+        return warn(f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
+    return ok(f"{now:%Y-%m-%d %H:%M:%S} UTC, synchronised")
+
+
+def _clock_status() -> int:
+    """Return ``status`` of adjtimex(2), 0 if it cannot be read."""
+    timex = ctypes.create_string_buffer(512)  # larger than struct timex; modes 0: read only
+    if ctypes.CDLL(None).adjtimex(timex) < 0:
+        return 0
+    (status,) = struct.unpack_from("I4l i", timex)[-1:]  # after modes, offset, freq, maxerror and esterror
+    return int(status)
+
+
+def check_shared_memory(ranks: int, on_gpu: bool) -> Finding:
+    found = os.statvfs("/dev/shm")
+    size, wanted = found.f_frsize * found.f_blocks, _SHARED_PER_RANK * ranks if on_gpu else 64 * _MIB
+    text = f"/dev/shm has {size / 2**30:.2f} GiB"
+    if size < wanted:
+        return warn(
+            f"{text}, {wanted / 2**30:.2f} are recommended",
+            "mount a larger one: an emptyDir with medium: Memory, or --shm-size",
+        )
+    return ok(text)
+
+
+def check_locked_memory(options: NodeOptions, required: str, on_gpu: bool) -> Finding:
+    """Check the limit of locked memory, which RDMA needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return ok("unlimited")
+    text = f"at most {limit / 2**20:.0f} MiB may be locked"
+    remedy = "raise the limit (ulimit -l, LimitMEMLOCK of the container runtime) to unlimited"
+    if required == "rdma" and limit < (options.kv_cache_memory or 1 << 30) and not on_gpu:
+        return fail(text, remedy)
+    if on_gpu or required == "rdma":
+        return warn(text, remedy)
+    return ok(f"{text}; only RDMA needs more")
+
+
+def check_tls(directory: str | None) -> Finding:
+    if directory is None:
+        return warn(
+            "gRPC is neither encrypted nor authenticated",
+            "give --grpc-tls DIR, or use a network that only nodes can reach",
+        )
+    PeerTls(directory)
+    return ok(f"ca.pem, cert.pem and key.pem in {directory} match")
+
+
+def check_requirement(required: str, kind: str, lanes: str) -> Finding:
+    """``kind`` is the transport that UCX chooses on this machine among TCP and the required one."""
+    if not lanes:
+        return warn("UCX does not report its lanes", "unset UCX_LOG_LEVEL and UCX_LOG_FILE")
+    text = f"{kind} ({lanes})"
+    if required and not Connected("", kind).meets(required):
+        remedy = "check UCX_TLS, UCX_NET_DEVICES, and that this container has the device"
+        return fail(f"{required} is required, UCX falls back to {text}", remedy)
+    if kind == "tcp":
+        return warn(text, "give --require-transport rdma or nvlink if this machine has it")
+    return ok(text)

@@ -1,0 +1,165 @@
+"""``pdserve explain``: the configuration that a node would run with these flags, without loading weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from pdserve.config import flag_sources
+from pdserve.config.device import node_devices
+from pdserve.config.flags import CommandParser, add_node_flags, command_parser, options_from
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.parallel import active_parameters, num_parameters, weight_bytes
+from pdserve.config.resolve import resolve
+from pdserve.model.generation_defaults import load_generation_defaults
+from pdserve.process import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(lambda: explain(make_parser().parse_args(argv)))
+
+
+def make_parser() -> CommandParser:
+    parser = command_parser("pdserve explain", "Show the resolved configuration of a node without loading weights.")
+    add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start."""
+    options = options_from(args)
+    config = resolve(options, node_devices(options, options.num_ranks)[0])
+    flags = flag_sources.describe(args)
+    if args.json:
+        print(json.dumps(describe(config) | {"flags": flags}, indent=2))
+    else:
+        set_by = [f"set: {flag} = {each['value']}, by {each['source']}" for flag, each in flags.items()]
+        print("\n".join([as_text(config), *set_by]))
+    return 0
+
+
+def describe(config: NodeConfig) -> dict[str, Any]:
+    """Return the explanation as plain values. Sizes are in tokens, elements or bytes as the names say.
+
+    The KV layout and the sizes derived from it are rank 0's; ``ranks`` has all ranks.
+    """
+    layout = config.kv_layout
+    return {
+        "model": config.served_model_name,
+        "architecture": config.model.architecture,
+        "runner": config.decision.runner,
+        "reasons": list(config.decision.reasons),
+        "device": {"kind": config.device.kind, "index": config.device.index, "name": config.device.name},
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "attention_backend": config.attention_backend,
+        "cuda_graphs": config.cuda_graphs,
+        "generation_defaults": msgspec.structs.asdict(load_generation_defaults(Path(config.model_dir))),
+        "max_model_len": config.max_model_len,
+        "max_batch_tokens": config.max_batch_tokens,
+        "itl_target": config.itl_target,
+        "kv_layout": {
+            "shape": list(layout.shape),
+            "strides": list(layout.strides),
+            "dtype": layout.dtype,
+            "block_size": layout.block_size,
+            "kernel_block_size": layout.kernel_block_size,
+        },
+        "ranks": [_describe_rank(rank) for rank in _ranks(config)],
+        "bytes_per_token": layout.bytes_per_token,
+        "num_blocks": layout.num_blocks,
+        "measure_kv_memory": config.measure_kv_memory,
+        "choices": list(config.choices),
+    }
+
+
+def as_text(config: NodeConfig) -> str:
+    layout = config.kv_layout
+    tokens = layout.num_blocks * layout.block_size
+    estimated = ", estimated" if config.measure_kv_memory else ""
+    rows = [
+        ("model", f"{config.served_model_name} ({config.model.architecture})"),
+        *_expert_rows(config),
+        ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
+        ("device", config.device.name),
+        ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
+        ("weights", f"{weight_bytes(config.model, config.position, config.dtype) / 2**30:.2f} GiB in memory"),
+        ("attention", config.attention_backend),
+        ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
+        ("sampling", f"defaults of the checkpoint: {load_generation_defaults(Path(config.model_dir))}"),
+        ("longest", f"{config.max_model_len} tokens of prompt and output"),
+        ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens = {tokens} tokens{estimated}"),
+        ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
+        ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
+        ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
+        *(_rank_rows(config) if config.parallel.num_ranks > 1 else ()),
+    ]
+    lines = [f"{name:<10} {text}" for name, text in rows]
+    return "\n".join([*lines, "", *(f"chosen: {choice}" for choice in config.choices)])
+
+
+def _ranks(config: NodeConfig) -> list[NodeConfig]:
+    return [config.for_rank(rank, config.device) for rank in range(config.parallel.num_ranks)]
+
+
+def _describe_rank(config: NodeConfig) -> dict[str, Any]:
+    share = config.share
+    return {
+        "rank": config.rank,
+        "stage": config.position.stage,
+        "shard": config.position.shard,
+        "layers": [share.first_layer, share.first_layer + share.num_layers - 1],
+        "shares_mlp_before": config.position.shares_mlp_before,
+        "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
+        "parameters": num_parameters(config.model, config.position),
+        "active_parameters": active_parameters(config.model, config.position),
+        "weight_bytes": weight_bytes(config.model, config.position, config.dtype),
+        "experts": _local_experts(config),
+        "kv_shape": list(config.kv_layout.shape),
+    }
+
+
+def _local_experts(config: NodeConfig) -> list[int] | None:
+    """Return the first and the last expert of this rank, None for dense models."""
+    if config.model.moe is None:
+        return None
+    local = config.position.local_experts(config.model.moe)
+    return [local[0], local[-1]]
+
+
+def _expert_rows(config: NodeConfig) -> list[tuple[str, str]]:
+    model, position, moe = config.model, config.position, config.model.moe
+    if moe is None:
+        return []
+    shared = " and shared experts" if moe.shared_intermediate_size else ""
+    redundancy = position.parallel.ep_redundancy
+    copies = f", and copies of {redundancy} from other shards on each shard" if redundancy else ""
+    used, held = active_parameters(model, position) / 1e6, num_parameters(model, position) / 1e6
+    return [
+        ("experts", f"{moe.num_experts} in each of {model.num_layers - len(moe.dense_layers)} layers{copies}"),
+        ("", f"a token uses {moe.top_k}{shared}: {used:.1f} M of {held:.1f} M parameters"),
+    ]
+
+
+def _rank_rows(config: NodeConfig) -> list[tuple[str, str]]:
+    parallel = config.parallel
+    sizes = f"{parallel.pp} pipeline stages × {parallel.tp} tensor shards"
+    rows = [("ranks", f"{parallel.num_ranks}: {sizes}; above is rank 0")]
+    for rank in map(_describe_rank, _ranks(config)):
+        (layer, last_layer), (head, last_head) = rank["layers"], rank["kv_heads"]
+        shared = f" and the MLP of {layer - 1}" if rank["shares_mlp_before"] else ""
+        rows.append(
+            (
+                f"rank {rank['rank']}",
+                f"layers {layer} … {last_layer}{shared}, KV heads {head} … {last_head}, "
+                f"{rank['parameters'] / 1e6:.1f} M parameters, KV {rank['kv_shape']}",
+            )
+        )
+    return rows

@@ -1,0 +1,78 @@
+"""The command ``pdserve plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+
+from cli.plan.costs import Costs, Shape, find_costs, load_costs
+from cli.plan.flags import make_parser
+from cli.plan.node_load import LoadLimits, NodeLoad, Slo
+from cli.plan.report import as_json, as_text
+from cli.plan.sizing import plan_for_gpus, plan_for_rate
+from cli.plan.workload import Workload, read_trace, workload_of, workload_of_trace
+from pdserve.checkpoint.hub import resolve_model
+from pdserve.errors import ConfigError
+from pdserve.model.model_config import load_model_config
+from pdserve.process import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(lambda: plan(make_parser().parse_args(argv)))
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print the plan. Raises ConfigError or CapacityError."""
+    costs = _costs(args)
+    workload, rate = _workload(args)
+    limits = LoadLimits(args.headroom, args.max_num_seqs, args.network or 0.0)
+    load = NodeLoad(costs, workload, parse_slo(args.slo), limits)
+    if args.gpus is not None:
+        found = plan_for_gpus(load, args.gpus)
+    elif rate is not None:
+        found = plan_for_rate(load, rate)
+    else:
+        raise ConfigError("neither --rate nor --gpus is set; set the request rate or the number of GPUs")
+    print(json.dumps(as_json(load, found), indent=2) if args.json else as_text(load, found))
+    return 0
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    if args.model is None and args.costs is None:
+        raise ConfigError("neither MODEL nor --costs is set; name a checkpoint or measured costs")
+    shape = None
+    if args.model is not None:
+        shape = Shape.of(load_model_config(resolve_model(args.model, weights=False)), args.kv_cache_dtype)
+    if args.costs is None:
+        assert shape is not None
+        return find_costs(shape, args.gpu, args.pp, args.tp)
+    costs = load_costs(args.costs)
+    if shape is not None and shape != costs.shape:
+        raise ConfigError(f"costs {args.costs} are for {costs.shape}, {args.model} has {shape}; remove one of them")
+    if shape is None and args.kv_cache_dtype != "auto" and costs.shape.kv_cache_dtype == "auto":
+        raise ConfigError(
+            f"costs {args.costs} were not measured with --kv-cache-dtype {args.kv_cache_dtype}; remove it"
+        )
+    return costs
+
+
+def _workload(args: argparse.Namespace) -> tuple[Workload, float | None]:
+    if args.rate is not None and args.gpus is not None:
+        raise ConfigError("--rate and --gpus are both set; set only one")
+    if args.trace is None:
+        return workload_of(args.prompt_tokens, args.output_tokens, args.cached), args.rate
+    workload, rate = workload_of_trace(list(read_trace(args.trace)))
+    return workload, args.rate or rate
+
+
+def parse_slo(text: str) -> Slo:
+    """Parse e.g. "ttft:p99=1s,itl:p50=10ms,itl:p99=30ms"; empty means no SLO. Raises ConfigError."""
+    found: dict[str, dict[int, float]] = {"ttft": {}, "itl": {}}
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(ttft|itl):p(\d\d?)=(\d+(?:\.\d+)?)(ms|s)", part.strip())
+        if match is None or not int(match[2]) or not float(match[3]):
+            raise ConfigError(f"slo {part!r} is invalid; use e.g. ttft:p99=1s or itl:p99=30ms")
+        found[match[1]][int(match[2])] = float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)
+    return Slo(**found)

@@ -1,0 +1,187 @@
+"""Measured costs of steps, prompts and handoffs on a kind of node, in a TOML file with the hardware and command.
+
+``measured/`` has the files that come with pdserve; ``bench/engine_steps.py --costs-out FILE`` writes one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from pdserve.kv import FP8_E4M3, FullAttentionSpec
+from pdserve.model.model_config import ModelConfig
+
+MEASURED = Path(__file__).parent / "measured"
+
+Points = tuple[tuple[float, float], ...]
+
+
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The properties of a model that determine its costs."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: str
+    kv_cache_dtype: str = "auto"  # auto: that of the model
+    num_experts: int = 0  # in each layer; 0: dense
+    top_k: int = 0  # experts per token
+    expert_intermediate_size: int = 0
+
+    @classmethod
+    def of(cls, model: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:
+        """``kv_cache_dtype`` is a value of the flag, or the dtype of a KVLayout."""
+        fields = {name: getattr(model, name) for name in cls.__struct_fields__ if hasattr(model, name)}
+        if moe := model.moe:
+            experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
+            fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
+        return cls(**fields, kv_cache_dtype=FP8_E4M3 if kv_cache_dtype in (FP8_E4M3, "fp8") else "auto")
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV bytes per token, over all layers."""
+        dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return self.num_layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
+
+    def __str__(self) -> str:
+        cache = "" if self.kv_cache_dtype == "auto" else f", KV cache in {self.kv_cache_dtype}"
+        return f"{self.num_layers} layers of {self.hidden_size}, {self.num_kv_heads} KV heads of {self.head_dim}{cache}"
+
+
+class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Costs of one node with ``pp × tp`` GPUs. Points are (x, milliseconds), interpolated linearly."""
+
+    model: str  # display name
+    gpu: str  # value of --gpu
+    hardware: str
+    commit: str
+    command: str
+    shape: Shape
+    estimated: tuple[str, ...] = ()  # fields below that were not measured, each with the source of its value
+    pp: int = 1
+    tp: int = 1
+    prefill_ms: Points  # TTFT of a single prompt, by its tokens
+    decode_ms: Points  # a decode step with short contexts, by its sequences
+    context_ns: float = 0.0  # added to a decode step per sequence and token of context
+    kv_tokens: int  # capacity of the KV cache in tokens
+    step_tokens: int = 8192  # most prompt tokens per step
+    first_token_ms: float = 0.0  # added to the first token by a handoff
+    second_token_ms: Points = ((0.0, 0.0),)  # added to the gap after it, by prompt tokens
+    kv_gb_per_s: float  # 10^9 bytes per second, read by one node
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_ms", "decode_ms", "second_token_ms"):
+            _check_points(name, getattr(self, name))
+        for name in ("context_ns", "first_token_ms"):
+            if not 0.0 <= getattr(self, name) < 1e9:
+                raise ConfigError(f"{name} {getattr(self, name)} must not be negative")
+        for name in ("pp", "tp", "kv_tokens", "step_tokens", "kv_gb_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
+
+    @property
+    def gpus(self) -> int:
+        return self.pp * self.tp
+
+    def prefill(self, tokens: float, cached: float = 0.0) -> float:
+        """Return the seconds of a prompt whose first ``cached`` tokens are cached.
+
+        The other tokens attend to the cached ones: they cost the difference of both prompts, but no less than a prompt
+        of their own length.
+        """
+        alone = _line_at(self.prefill_ms, tokens - cached)
+        return max(alone, _line_at(self.prefill_ms, tokens) - _line_at(self.prefill_ms, cached)) / 1e3
+
+    def decode(self, batch: float, context: float) -> float:
+        """Return the seconds of a decode step of ``batch`` sequences with ``context`` tokens each on average."""
+        return (
+            _line_at(self.decode_ms, max(batch, self.decode_ms[0][0])) / 1e3 + batch * context * self.context_ns / 1e9
+        )
+
+    def second_token(self, prompt: float, kv_gb_per_s: float) -> float:
+        """Seconds that a handoff adds to the gap behind the first token, over a network of that speed.
+
+        What is left to be read then is what the prompt's last step has computed.
+        """
+        last = min(prompt, self.step_tokens) * self.shape.kv_bytes / 1e9
+        slower = max(0.0, last / kv_gb_per_s - last / self.kv_gb_per_s)
+        return _line_at(self.second_token_ms, prompt) / 1e3 + slower
+
+
+def _check_points(name: str, points: Points) -> None:
+    if not points:
+        raise ConfigError(f"{name} has no points; measure at least one")
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if next_x <= x or next_y < y:
+            raise ConfigError(
+                f"{name} goes from {y:g} ms at {x:g} to {next_y:g} ms at {next_x:g}; both must increase: measure again"
+            )
+    if points[0][0] < 0.0 or not 0.0 <= points[-1][1] < 1e9:
+        raise ConfigError(f"{name} has impossible values: {points[0]} … {points[-1]}")
+
+
+def _line_at(points: Points, x: float) -> float:
+    """Interpolate linearly, and extrapolate beyond both ends; never below 0."""
+    if len(points) == 1:
+        return points[0][1]
+    right = min(max(bisect_right(points, x, key=lambda point: point[0]), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+# ---------------------------------------------------------------- files
+
+
+def load_costs(name: str) -> Costs:
+    """Read a costs file, given by path or by its name in ``measured/``. Raises ConfigError."""
+    path = Path(name)
+    bundled = MEASURED / f"{name}.toml"
+    if not path.is_file() and bundled.is_file():
+        path = bundled
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Costs)
+    except OSError as exc:
+        known = ", ".join(sorted(file.stem for file in MEASURED.glob("*.toml")))
+        raise ConfigError(f"costs {name!r} cannot be read ({exc.strerror}); use a file or one of {known}") from exc
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise ConfigError(f"costs {path}: {exc}") from exc
+
+
+def find_costs(shape: Shape, gpu: str, pp: int, tp: int) -> Costs:
+    """Return the measured costs of this shape and hardware. Raises ConfigError if there are none."""
+    every = [load_costs(file.stem) for file in sorted(MEASURED.glob("*.toml"))]
+    for costs in every:
+        if (costs.shape, costs.gpu, costs.pp, costs.tp) == (shape, gpu, pp, tp):
+            return costs
+    known = "; ".join(f"{costs.model} on {costs.gpu}, pp {costs.pp}, tp {costs.tp}" for costs in every)
+    raise ConfigError(
+        f"no measured costs for {shape} on {gpu} with pp {pp}, tp {tp}, only {known}; measure them with "
+        "`python bench/engine_steps.py MODEL --costs-out FILE` and use --costs FILE"
+    )
+
+
+def costs_as_toml(costs: Costs) -> str:
+    fields = msgspec.to_builtins(costs)
+    shape = fields.pop("shape")
+    # JSON numbers, strings and arrays are valid TOML.
+    lines = [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in fields.items()]
+    lines += ["", "[shape]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in shape.items())]
+    return "\n".join(lines) + "\n"
+
+
+def rising(points: Sequence[tuple[float, float]]) -> Points:
+    """Sort points and raise each to at least the one before it, since noise can make longer prompts faster."""
+    most, found = 0.0, list[tuple[float, float]]()
+    for x, y in sorted(points):
+        most = max(most, y)
+        found.append((x, round(most, 4)))
+    return tuple(found)

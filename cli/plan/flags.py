@@ -1,0 +1,70 @@
+"""The flags of ``pdserve plan``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pdserve.config.flags import CommandParser, command_parser, positive_int
+from pdserve.config.node_config import KV_CACHE_DTYPES
+
+
+def make_parser() -> CommandParser:
+    parser = command_parser("pdserve plan", "Compute how many prefill and decode nodes a workload needs.")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="checkpoint directory or hub id (or use --costs)")
+    nodes = parser.add_argument_group("nodes")
+    nodes.add_argument("--gpu", default="h200", metavar="KIND", help="GPU of the measured costs (default %(default)s)")
+    nodes.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages of a node (default 1)")
+    nodes.add_argument("--tp", type=positive_int, default=1, metavar="N", help="tensor shards of a stage (default 1)")
+    nodes.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="as of the nodes; costs must have been measured with the same (default %(default)s)",
+    )
+    nodes.add_argument("--costs", metavar="NAME", help="measured costs: a file, or the name of a bundled one")
+    nodes.add_argument(
+        "--max-num-seqs", type=positive_int, default=256, metavar="N", help="decoding sequences per node (default 256)"
+    )
+    nodes.add_argument(
+        "--network", type=_positive, metavar="GB/S", help="10^9 bytes/s into or out of a node (default: as measured)"
+    )
+    load = parser.add_argument_group("load")
+    load.add_argument("--rate", type=_positive, metavar="R", help="requests per second; prints the nodes needed")
+    load.add_argument("--gpus", type=positive_int, metavar="N", help="available GPUs; prints the rate they can serve")
+    load.add_argument(
+        "--prompt-tokens",
+        default="2048",
+        metavar="LENGTH",
+        help="2048, 256-1024 (uniform), or log-normal: p50=900,p99=8000, mean=1500,p99=8000 or mean=2000,sigma=0.8; "
+        "default %(default)s",
+    )
+    load.add_argument("--output-tokens", default="256", metavar="LENGTH", help="same formats (default %(default)s)")
+    load.add_argument(
+        "--cached", type=float, default=0.0, metavar="F", help="share of prompts in prefix caches (default 0)"
+    )
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay requests and their rate from a trace in Mooncake's format"
+    )
+    parser.add_argument(
+        "--slo", default="", metavar="SLO", help="percentiles of TTFT and ITL, e.g. ttft:p99=1s,itl:p99=30ms"
+    )
+    parser.add_argument(
+        "--headroom",
+        type=float,
+        default=0.2,
+        metavar="F",
+        help="share of each node's capacity to keep free (default 0.2)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value

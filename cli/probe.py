@@ -1,0 +1,78 @@
+"""``pdserve probe``: health of a node or router as an exit status. Kubernetes' own gRPC probes do not support TLS.
+
+Services (node/health.py): live, loaded, and the empty name for readiness. Routers, which speak HTTP, have no
+service ``loaded``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.config.flags import CommandParser, add_tls_flag, command_parser
+from pdserve.errors import NodeError
+from pdserve.process import run_command
+from pdserve.rpc import channel as rpc
+from pdserve.rpc.address import split_address
+from pdserve.rpc.errors import rpc_reason
+from pdserve.rpc.tls import PeerTls
+
+_ROUTER_PATHS = {"": "/health", "live": "/health/live"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(lambda: probe(make_parser().parse_args(argv)))
+
+
+def make_parser() -> CommandParser:
+    parser = command_parser("pdserve probe", "Check the health of a node or router: exit status 0 if healthy.")
+    parser.add_argument("address", metavar="HOST:PORT", help="address of the node")
+    parser.add_argument(
+        "service",
+        metavar="SERVICE",
+        nargs="?",
+        default="",
+        help="live: the engine responds; loaded: the model is loaded; without: the node accepts requests",
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds (default %(default)s)")
+    add_tls_flag(parser)
+    return parser
+
+
+def probe(args: argparse.Namespace) -> int:
+    """Return 0 if the service serves, 1 if it does not. Raises NodeError without an answer in time."""
+    tls = None if args.grpc_tls is None else PeerTls(args.grpc_tls)
+    serves = asyncio.run(_serves(args.address, args.service, tls, args.timeout))
+    print(f"{args.service or 'service'} at {args.address}: {'serving' if serves else 'not serving'}")
+    return 0 if serves else 1
+
+
+def _router_health(address: str, service: str, timeout: float) -> bool | None:
+    """Return the health of a router over HTTP; None if no HTTP server answers."""
+    host, port = split_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", _ROUTER_PATHS[service])
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+async def _serves(address: str, service: str, tls: PeerTls | None, timeout: float) -> bool:
+    async with rpc.open_channel(address, tls=tls) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+        except grpc.aio.AioRpcError as exc:
+            if service in _ROUTER_PATHS and (healthy := _router_health(address, service, timeout)) is not None:
+                return healthy
+            raise NodeError(f"no answer on {service or 'the node'!r} from {address}: {rpc_reason(exc)}") from exc
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,1 @@
+"""A model as its config.json describes it: layers, heads, rope, experts, pooling, weight formats. Torch-free."""

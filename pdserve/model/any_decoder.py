@@ -1,0 +1,89 @@
+"""config.json of any causal decoder, in the words of Llama's. For models that run through transformers.
+
+Only what the KV cache and the scheduler need is read here; the layers read the rest from the file themselves. The
+runner compares head counts and sizes with what the loaded layers do, and refuses a model that differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdserve.model.config_fields import LARGEST, ConfigFields
+from pdserve.model.library_configs import library_defaults
+
+#: Other names of fields, in the order in which they are looked for. Source: ``attribute_map`` of transformers' configs.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
+}
+#: Fields that have the library's default where config.json lacks them.
+_WITH_DEFAULT = frozenset({*LARGEST, *_ALIASES, *(other for others in _ALIASES.values() for other in others)})
+#: Fields of a multimodal config that its part for text does not replace.
+_OF_WHOLE = ("architectures", "dtype", "eos_token_id", "quantization_config")
+
+
+def add_defaults(fields: ConfigFields) -> None:
+    """Add the sizes that config.json, or its ``text_config``, leaves to the library's defaults."""
+    text = fields.values.get("text_config")
+    values = text if isinstance(text, dict) else fields.values
+    defaults = library_defaults(str(values.get("model_type")))
+    values |= {name: defaults[name] for name in _WITH_DEFAULT & defaults.keys() - values.keys()}
+
+
+def rename_fields(fields: ConfigFields) -> None:
+    """Give the fields that a config names otherwise their usual names as well."""
+    values = fields.values
+    fields.remedy = "a model without it cannot run through transformers, as the KV cache has no size"
+    text = values.get("text_config")
+    if isinstance(text, dict):  # a model that also takes images or sound: its decoder of text
+        values.update({name: value for name, value in text.items() if value is not None and name not in _OF_WHOLE})
+    for name, others in _ALIASES.items():
+        if values.get(name) is None:
+            values[name] = next((values[other] for other in others if values.get(other) is not None), None)
+    if isinstance(values.get("intermediate_size"), list):  # of Gemma 3n: one for each layer
+        values["intermediate_size"] = max(filter(_is_size, values["intermediate_size"]), default=None)
+    attention = values.get("attn_config")  # of DBRX
+    if isinstance(attention, dict) and values.get("num_key_value_heads") is None:
+        values["num_key_value_heads"] = attention.get("kv_n_heads")
+    if values.get("num_key_value_heads") is None and values.get("multi_query") is True:
+        values["num_key_value_heads"] = 1
+    if values.get("intermediate_size") is None and isinstance(values.get("hidden_size"), int):
+        values["intermediate_size"] = 4 * values["hidden_size"]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_positions(fields: ConfigFields) -> int:
+    """Return the number of positions that a model is served with. Raises CheckpointError.
+
+    LongRoPE has other frequencies for longer sequences. Transformers changes them for all sequences of a step, so the
+    short ones would be wrong: such a model gets the positions before the change.
+    """
+    positions, values = fields.integer("max_position_embeddings"), fields.values
+    given = values.get("rope_parameters") or values.get("rope_scaling")
+    sets = [given, *given.values()] if isinstance(given, dict) else []
+    for rope in sets:
+        if isinstance(rope, dict) and "long_factor" in rope:
+            name = "original_max_position_embeddings"
+            values[name] = rope.get(name) or values.get(name)
+            positions = min(positions, fields.integer(name, positions))
+    return positions
+
+
+def read_heads(fields: ConfigFields) -> dict[str, Any]:
+    """Return num_heads, num_kv_heads and head_dim, that of keys. Raises CheckpointError."""
+    num_heads = fields.integer("num_attention_heads")
+    if fields.get("kv_lora_rank") is not None:  # latent attention, expanded for each head
+        head_dim = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
+        return {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": head_dim}
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
+    head_dim = fields.integer("head_dim", max(1, fields.integer("hidden_size") // num_heads))
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -1,0 +1,209 @@
+"""The decoder families that nodes can run: one entry per architecture.
+
+An entry holds what the architecture's config.json means. It is free of torch, because the router, the oracle and
+``pdserve explain`` read configs, too. The layers are in ``runner/models``. docs/adding-a-model.md adds a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import shown
+from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.moe import MoEConfig, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen3_moe
+
+_DENSE_ON_H200 = "one-h200-decode-and-prefill"
+_EXPERTS_ON_H200 = "mixtures-of-experts-on-v1-and-v2"
+
+Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
+
+
+def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
+    if fields.get("sliding_window") is not None:  # transformers drops keys outside it from its cache, without a mask
+        raise fields.error(
+            f"has sliding_window = {shown(fields.get('sliding_window'))}, but layers of this architecture attend to "
+            "all tokens. Remove the field if the model was trained so"
+        )
+    return _as_layer_types_say(fields, (None,) * num_layers)
+
+
+def same_window(fields: ConfigFields, num_layers: int) -> Windows:
+    return _as_layer_types_say(fields, (fields.optional_integer("sliding_window"),) * num_layers)
+
+
+def window_if_used(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return one window for all layers if ``use_sliding_window``."""
+    window = _window_if_used(fields)
+    return _as_layer_types_say(fields, (window,) * num_layers)
+
+
+def windows_by_layer_type(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return Mistral's windows: by ``layer_types``, else the same one for all layers."""
+    window = fields.optional_integer("sliding_window")
+    return _windows_of(fields, window, [window is not None] * num_layers)
+
+
+def windows_by_layer_type_if_used(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return Qwen's windows if ``use_sliding_window``: by ``layer_types``, else from ``max_window_layers`` on."""
+    window = _window_if_used(fields)
+    first = fields.integer("max_window_layers", num_layers, least=0)
+    return _windows_of(fields, window, [window is not None and layer >= first for layer in range(num_layers)])
+
+
+def alternating_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return windows by ``layer_types``, else for every second layer from the first on."""
+    window = fields.optional_integer("sliding_window")
+    return _windows_of(fields, window, [layer % 2 == 0 for layer in range(num_layers)])
+
+
+def _window_if_used(fields: ConfigFields) -> int | None:
+    fields.given("sliding_window")  # it has a reader also where it is not used
+    return fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None
+
+
+def _windows_of(fields: ConfigFields, window: int | None, slides: list[bool]) -> Windows:
+    """Return windows by ``layer_types``; without these, ``slides`` says which layers have one."""
+    sliding = _sliding_layers(fields, len(slides)) or slides
+    if window is None and any(sliding):
+        raise fields.error("has sliding_attention layers but no sliding_window, or use_sliding_window is false")
+    return tuple(window if each else None for each in sliding)
+
+
+def _as_layer_types_say(fields: ConfigFields, windows: Windows) -> Windows:
+    """Return the windows of an architecture without ``layer_types``. If a config has them, they must say the same."""
+    sliding = _sliding_layers(fields, len(windows))
+    if sliding is not None and sliding != [window is not None for window in windows]:
+        layers = "have no sliding window" if None in windows else f"have a sliding window of {windows[0]}"
+        raise fields.error(f"has layer_types, but all layers of this architecture {layers}. {REMEDY}")
+    return windows
+
+
+def _sliding_layers(fields: ConfigFields, num_layers: int) -> list[bool] | None:
+    """Return which layers have a window by ``layer_types``; None without the field."""
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        return None
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
+        raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
+    for layer_type in layer_types:
+        fields.choice("layer type", layer_type, ("full_attention", "sliding_attention"))
+    return [layer_type == "sliding_attention" for layer_type in layer_types]
+
+
+class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
+    module: str  # runner.models.<module> has the class, named like the architecture; also config.json's model_type
+    defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
+    windows: Callable[[ConfigFields, int], Windows] = full_attention
+    has_sinks: bool = False  # of attention
+    partial_rotary: bool = False  # whether it may rotate only the first part of each head
+    moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
+    v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
+    v2_figures_of: str = ""  # the architecture measured there, if it is another one with the same layers
+
+
+FAMILIES: dict[str, DecoderFamily] = {
+    "LlamaForCausalLM": DecoderFamily(module="llama", v2_figures=_DENSE_ON_H200),
+    "MistralForCausalLM": DecoderFamily(
+        module="mistral",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        windows=windows_by_layer_type,
+        v2_figures=_DENSE_ON_H200,
+        v2_figures_of="LlamaForCausalLM",
+    ),
+    "Qwen2ForCausalLM": DecoderFamily(
+        module="qwen2",
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        windows=windows_by_layer_type_if_used,
+    ),
+    "Qwen3ForCausalLM": DecoderFamily(
+        module="qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+        windows=windows_by_layer_type_if_used,
+        v2_figures=_DENSE_ON_H200,
+    ),
+    "Qwen3MoeForCausalLM": DecoderFamily(
+        module="qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "sliding_window": 4096,
+        },
+        windows=window_if_used,
+        moe=qwen3_moe,
+        v2_figures=_EXPERTS_ON_H200,
+    ),
+    "MixtralForCausalLM": DecoderFamily(
+        module="mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rope_theta": 1e6,
+        },
+        windows=same_window,
+        moe=mixtral,
+        v2_figures=_EXPERTS_ON_H200,
+    ),
+    "GptOssForCausalLM": DecoderFamily(
+        module="gpt_oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "rope_theta": 150_000,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        windows=alternating_windows,
+        has_sinks=True,
+        moe=gpt_oss,
+        v2_figures=_EXPERTS_ON_H200,
+    ),
+    "Glm4MoeForCausalLM": DecoderFamily(
+        module="glm4_moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 128,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 0.5,
+        },
+        partial_rotary=True,
+        moe=glm4_moe,
+        v2_figures=_EXPERTS_ON_H200,
+    ),
+    "MiniMaxM2ForCausalLM": DecoderFamily(
+        module="minimax_m2",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+            "rope_theta": 5e6,
+        },
+        partial_rotary=True,
+        moe=minimax_m2,
+        v2_figures=_EXPERTS_ON_H200,
+    ),
+}

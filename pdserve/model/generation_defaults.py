@@ -1,0 +1,68 @@
+"""Sampling parameters that a checkpoint recommends for requests that do not give their own: generation_config.json.
+
+The field names are those of transformers' GenerationConfig.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.model.config_fields import ConfigFields
+
+_FILE = "generation_config.json"
+_RANGES = {  # those of requests
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 100.0),
+    "max_new_tokens": (1, 2**31 - 1),
+    "max_length": (1, 2**31 - 1),
+}
+_WHOLE = ("top_k", "max_new_tokens", "max_length")
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Without a file, these are the values without effect, and the API's own limits of output tokens apply."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    max_length: int | None = None  # tokens of prompt and output
+
+    def max_tokens(self, prompt_len: int) -> int | None:
+        """Return the recommended limit of output tokens, at least 1; None: there is none."""
+        if self.max_new_tokens is not None or self.max_length is None:
+            return self.max_new_tokens
+        return max(1, self.max_length - prompt_len)
+
+    def __str__(self) -> str:
+        """Name the values that have an effect."""
+        given = msgspec.structs.asdict(self).items()
+        unset = GenerationDefaults()
+        return ", ".join(f"{name} {value:g}" for name, value in given if value != getattr(unset, name)) or "none"
+
+
+def load_generation_defaults(model_dir: Path) -> GenerationDefaults:
+    """Read the file, if there is one. Raises CheckpointError for a value that no request may have."""
+    path = model_dir / _FILE
+    if not os.path.exists(path):
+        return GenerationDefaults()
+    fields = ConfigFields(path)
+    found: dict[str, Any] = {}
+    for name, (least, most) in _RANGES.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        fields.check_number(name, value, least, most)
+        if name in _WHOLE and value != int(value):
+            raise fields.error(f"has {name} = {value:g}; it must be a whole number")
+        found[name] = int(value) if name in _WHOLE else float(value)
+    return GenerationDefaults(**found)

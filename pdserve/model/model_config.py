@@ -1,0 +1,244 @@
+"""A checkpoint's ``config.json`` as plain values. Torch-free: router, oracle and CLI read configs, too."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.checkpoint.quantized_weights import find_weights
+from pdserve.checkpoint.stored_head import has_other_head
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.errors import shown
+from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
+from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, rename_fields
+from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.families import FAMILIES
+from pdserve.model.kept_weights import kept_format
+from pdserve.model.moe import MoEConfig
+from pdserve.model.rope import RopeConfig, read_rope
+from pdserve.model.text_part import take_text_part, text_headers
+from pdserve.model.unread_fields import check_unread, unread_names
+from pdserve.model.unserved_kinds import check_kind
+from pdserve.model.weight_formats import (
+    SUPPORTED_DTYPES,
+    UNQUANTIZED,
+    WEIGHT_FORMATS,
+    WeightFormat,
+    read_weight_format,
+    storage_rules,
+)
+
+NATIVE, TRANSFORMERS = "native", "transformers"
+MODEL_IMPLS = ("auto", NATIVE, TRANSFORMERS)
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """A decoder-only transformer: of a family in ``FAMILIES``, or any other one that runs through transformers.
+
+    Without a family, fields that only native layers read have their defaults, and ``attention`` is empty: the loaded
+    layers say what they need.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention: tuple[AttentionSpec, ...] = ()  # per layer
+    weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
+    quantization: dict[str, Any] = {}  # config.json's quantization_config
+    keeps_quantized: bool = False  # weights stay quantized in memory; else they are dequantized when loaded
+    eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
+    impl: str = NATIVE  # or TRANSFORMERS
+    num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
+    moe: MoEConfig | None = None  # None: dense, or not native
+    use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
+    num_nextn_layers: int = 0  # layers behind the last that predict further tokens; they are not loaded
+    multimodal: str = ""  # architecture of the checkpoint of which this is the text model; "": it is all of it
+    unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
+
+    @property
+    def linear_format(self) -> WeightFormat:
+        """Return the format of linear layers in memory."""
+        kept = kept_format(self.weight_format, self.quantization) if self.keeps_quantized else None
+        return kept or WEIGHT_FORMATS[self.weight_format]
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Return each layer's window in tokens; None is full attention."""
+        return tuple(spec.window for spec in self.attention)
+
+    def kv_cache_specs(self, dtype: str) -> tuple[AnyKVCacheSpec, ...]:
+        """Return what each layer keeps per token. Layers with a sliding window keep all tokens, too."""
+        return (FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype),) * self.num_layers
+
+
+_CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
+_MAX_EOS_TOKENS = 64
+_NEXTN = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # the first that a config has counts
+
+
+def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = False) -> ModelConfig:
+    """Read ``config.json`` (the format of transformers 4 or 5) and, for EOS, ``generation_config.json``.
+
+    ``impl`` is one of ``MODEL_IMPLS``; auto is native for the families in ``FAMILIES``. A model that only ``embeds``
+    may be saved without the head: its architecture is then named "…Model". Raises CheckpointError for anything that
+    is missing, broken or not supported.
+    """
+    fields = ConfigFields(model_dir / "config.json")
+    if embeds:
+        _add_unused_head(fields)
+    multimodal = take_text_part(fields, native=impl != TRANSFORMERS)
+    architecture = _architecture(fields, impl)
+    if impl == TRANSFORMERS or architecture not in FAMILIES:
+        return _any_decoder(model_dir, fields, architecture, multimodal)
+    family = FAMILIES[architecture]
+    fields.defaults = family.defaults
+    check_unread(fields, family.module)
+    weight_format, quantization = read_weight_format(fields)
+    _check_activation(fields)
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    hidden_size = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    rope = read_rope(fields, fields.integer("max_position_embeddings"), head_dim, family.partial_rotary)
+    vocab_size = fields.integer("vocab_size")
+    nextn = [name for name in _NEXTN if fields.given(name) is not None] or _NEXTN
+    model = ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, 1e-20, 1.0),
+        rope=rope,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        dtype=_dtype(fields),
+        tie_word_embeddings=_is_tied(model_dir, fields, embeds),
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+        attention=tuple(
+            AttentionSpec(scale=head_dim**-0.5, window=window, has_sinks=family.has_sinks)
+            for window in family.windows(fields, num_layers)
+        ),
+        weight_format=weight_format,
+        quantization=quantization,
+        eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
+        moe=None if family.moe is None else family.moe(fields, num_layers),
+        use_qk_norm=fields.flag("use_qk_norm"),
+        num_nextn_layers=fields.integer(nextn[0], 0, least=0),
+        multimodal=multimodal,
+    )
+    return msgspec.structs.replace(model, unread_fields=unread_names(fields))
+
+
+def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:
+    """Read what the KV cache and the scheduler need of a model that runs through transformers."""
+    add_defaults(fields)
+    rename_fields(fields)
+    check_kind(fields)
+    weight_format, quantization = read_weight_format(fields)
+    vocab_size = fields.integer("vocab_size")
+    headers = read_headers(model_dir) if any(model_dir.glob("*.safetensors")) else {}
+    headers = text_headers(headers) if multimodal else headers
+    rules = storage_rules(weight_format, quantization) or ()
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        **read_heads(fields),
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=10_000.0),
+        max_position_embeddings=read_positions(fields),
+        dtype=_dtype(fields),
+        weight_format=weight_format,
+        quantization=quantization,
+        eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
+        impl=TRANSFORMERS,
+        multimodal=multimodal,
+        num_weights=find_weights(model_dir, headers, rules).num_weights,
+    )
+
+
+def _add_unused_head(fields: ConfigFields) -> None:
+    """Describe the causal model around a body, with a head that takes no memory."""
+    names = fields.get("architectures")
+    if isinstance(names, list):
+        bodies = [name for name in names if isinstance(name, str) and name.endswith("Model")]
+        fields.values["architectures"] = [name.removesuffix("Model") + "ForCausalLM" for name in bodies] or names
+    fields.values["tie_word_embeddings"] = True
+
+
+def _is_tied(model_dir: Path, fields: ConfigFields, embeds: bool) -> bool:
+    """Return whether the head is the embedding. As in transformers, a stored head that differs is used instead."""
+    if not fields.flag("tie_word_embeddings"):
+        return False
+    return embeds or not any(model_dir.glob("*.safetensors")) or not has_other_head(model_dir)
+
+
+def _architecture(fields: ConfigFields, impl: str) -> str:
+    """Return the first architecture that has a family, unless ``impl`` is transformers; else the first one."""
+    names = fields.get("architectures")
+    names = names if isinstance(names, list) else [names]
+    if not names or not all(isinstance(name, str) and _CLASS_NAME.fullmatch(name) for name in names):
+        raise fields.error(
+            f"has architectures = {shown(names)}; it must be a list of classes, such as 'LlamaForCausalLM'. {REMEDY}"
+        )
+    native = next((name for name in names if name in FAMILIES), None)
+    if impl == NATIVE and native is None:
+        raise fields.error(
+            f"has architecture {shown(names[0])}; native are {', '.join(FAMILIES)}. Leave --model-impl at auto"
+        )
+    return str(names[0] if native is None or impl == TRANSFORMERS else native)
+
+
+def _check_activation(fields: ConfigFields) -> None:
+    activation = fields.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error(f"has hidden_act = {shown(activation)}; supported is 'silu'. {REMEDY}")
+
+
+def _dtype(fields: ConfigFields) -> str:
+    return fields.choice("dtype", fields.get("dtype", fields.get("torch_dtype", "float32")), SUPPORTED_DTYPES)
+
+
+def _eos_token_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:
+    path = model_dir / "generation_config.json"
+    source = ConfigFields(path) if os.path.exists(path) else fields
+    if source.get("eos_token_id") is None:
+        source = fields
+    value = source.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > _MAX_EOS_TOKENS:
+        raise source.error(f"has {len(ids)} end-of-sequence tokens, the limit is {_MAX_EOS_TOKENS}. {REMEDY}")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise source.error(
+                f"has eos_token_id = {shown(token)}; it must be a token id below {vocab_size}, or a list. {REMEDY}"
+            )
+    return tuple(ids)

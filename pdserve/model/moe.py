@@ -1,0 +1,120 @@
+"""Mixtures of experts as config.json describes them: sizes, and how a router chooses experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdserve.model.config_fields import REMEDY, ConfigFields
+
+
+class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers with experts of a model. Names are vLLM's.
+
+    A router scores all experts, adds the correction bias, keeps ``topk_group`` of ``num_expert_group`` groups by the
+    sum of their two best scores, and chooses the ``top_k`` best experts in them. Their weights are the scores without
+    the bias, divided by their sum if ``renormalize``, times ``routed_scaling_factor``.
+    """
+
+    num_experts: int
+    top_k: int  # experts per token
+    intermediate_size: int  # of one expert
+    shared_intermediate_size: int = 0  # of the shared experts together, which take every token; 0: none
+    scoring: str = "softmax"  # or sigmoid
+    renormalize: bool = True
+    has_correction_bias: bool = False
+    num_expert_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    has_bias: bool = False  # of the router and of experts, as gpt-oss has them
+    swiglu_alpha: float = 1.0  # of the sigmoid, where ``swiglu_limit`` clamps
+    swiglu_limit: float | None = None  # gates above and ups beyond are clamped, as in gpt-oss; None: silu and product
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP in place of experts, ascending
+
+    def is_dense(self, layer: int) -> bool:
+        """``layer`` counts from 0 in the whole model."""
+        return layer in self.dense_layers
+
+
+def qwen3_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    step = fields.integer("decoder_sparse_step", 1)
+    mlp_only = fields.get("mlp_only_layers") or []
+    if not isinstance(mlp_only, list):
+        raise fields.error(f"has mlp_only_layers that are not a list. {REMEDY}")
+    dense = tuple(layer for layer in range(num_layers) if layer in mlp_only or (layer + 1) % step)
+    return _checked(
+        fields,
+        MoEConfig(
+            **_sizes(fields, "moe_intermediate_size"),
+            renormalize=fields.flag("norm_topk_prob"),
+            dense_layers=dense,
+        ),
+    )
+
+
+def mixtral(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    return _checked(fields, MoEConfig(**_sizes(fields, "intermediate_size")))
+
+
+def glm4_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    sizes = _sizes(fields, "moe_intermediate_size")
+    return _checked(
+        fields,
+        MoEConfig(
+            **sizes,
+            shared_intermediate_size=sizes["intermediate_size"] * fields.integer("n_shared_experts", 1, least=0),
+            scoring="sigmoid",
+            renormalize=fields.flag("norm_topk_prob"),
+            has_correction_bias=True,
+            num_expert_group=fields.integer("n_group", 1),
+            topk_group=fields.integer("topk_group", 1),
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0, 1e-6, 1e6),
+            dense_layers=tuple(range(min(fields.integer("first_k_dense_replace", 1, least=0), num_layers))),
+        ),
+    )
+
+
+def minimax_m2(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    fields.choice("scoring_func", fields.get("scoring_func", "sigmoid"), ("sigmoid",))
+    sizes = _sizes(fields, "intermediate_size")
+    return _checked(fields, MoEConfig(**sizes, scoring="sigmoid", has_correction_bias=True))
+
+
+def gpt_oss(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    """Return softmax over the chosen experts, which equals softmax over all, divided by the sum of the chosen ones."""
+    return _checked(
+        fields,
+        MoEConfig(
+            **_sizes(fields, "intermediate_size"),
+            has_bias=True,
+            swiglu_alpha=fields.number("swiglu_alpha", 1.702, 1e-6, 1e6),
+            swiglu_limit=fields.number("swiglu_limit", 7.0, 1e-6, 1e6),
+        ),
+    )
+
+
+def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 saves another one than 4
+    given = {name: fields.integer(name) for name in names if fields.given(name) is not None}
+    if len(set(given.values())) > 1:
+        raise fields.error(f"has different numbers of experts in {' and '.join(given)}. {REMEDY}")
+    name = next(iter(given or [name for name in names if name in fields.defaults]), names[0])
+    return {
+        "num_experts": fields.integer(name),
+        "top_k": fields.integer("num_experts_per_tok"),
+        "intermediate_size": fields.integer(intermediate_size),
+    }
+
+
+def _checked(fields: ConfigFields, moe: MoEConfig) -> MoEConfig:
+    groups, kept = moe.num_expert_group, moe.topk_group
+    if moe.num_experts % groups or kept > groups or (groups > 1 and moe.num_experts < 2 * groups):
+        raise fields.error(
+            f"keeps {kept} of {groups} groups of {moe.num_experts} experts; groups must be of equal size, at least 2. "
+            f"{REMEDY}"
+        )
+    in_groups = moe.num_experts // groups * kept
+    if moe.top_k > in_groups:
+        raise fields.error(f"chooses {moe.top_k} of {in_groups} experts per token. {REMEDY}")
+    return moe

@@ -1,0 +1,113 @@
+"""The text model of a multimodal checkpoint, which a node serves alone: its fields in config.json and its tensors.
+
+    config.json   {"model_type": "mistral3", "text_config": {"model_type": "mistral", …}, "vision_config": {…}}
+    tensors       language_model.model.layers.0…   language_model.lm_head.weight   vision_tower…     as published
+                  model.language_model.layers.0…   lm_head.weight                  model.visual…     newer ones
+
+Without images the text model computes the same alone, for the kinds here: tests/runner/test_published_checkpoints.py
+compares their tokens with those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pdserve.checkpoint.safetensors_header import Tensor
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.model.config_fields import ConfigFields
+from pdserve.model.library_configs import library_defaults
+
+#: Kinds of multimodal models, and the kind of their text model where text_config names none.
+MULTIMODAL: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "llava": "llama",
+    "mistral3": "mistral",
+    "qwen3_vl": "qwen3_vl_text",
+}
+#: Model type and architecture of native families, by the kind of a text model.
+_NATIVE: Mapping[str, tuple[str, str]] = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+}
+_ROPE = ("rope_parameters", "rope_scaling")
+_IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # text has one position where images have three
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+
+
+def text_kind(values: Mapping[str, Any]) -> str:
+    """Return the model type of the text model that a config describes, multimodal or not."""
+    kind, text = str(values.get("model_type")), values.get("text_config")
+    if kind not in MULTIMODAL or not isinstance(text, dict):
+        return kind
+    return str(text.get("model_type") or MULTIMODAL[kind])
+
+
+def take_text_part(fields: ConfigFields, native: bool) -> str:
+    """Replace the fields of a multimodal config by those of its text model; return the whole's architecture.
+
+    Nothing changes, and the result is empty, for other configs. ``native`` lets a native family serve the text model.
+    """
+    whole = fields.values
+    text, kind = whole.get("text_config"), str(whole.get("model_type"))
+    names = whole.get("architectures")
+    if not isinstance(text, dict) or kind not in MULTIMODAL or not isinstance(names, list) or not names:
+        return ""
+    kind_of_text = text_kind(whole)
+    dtype = whole.get("dtype") or whole.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    of_whole = {name: whole[name] for name in ("eos_token_id", "quantization_config") if whole.get(name) is not None}
+    tied = whole.get("tie_word_embeddings", library_defaults(kind).get("tie_word_embeddings"))
+    model_type, architectures = kind_of_text, names
+    if native and kind_of_text in _NATIVE:
+        model_type, architecture = _NATIVE[kind_of_text]
+        architectures = [architecture]
+    fields.values = {
+        **library_defaults(kind_of_text),
+        **text,
+        **of_whole,
+        "architectures": architectures,
+        "dtype": dtype,
+        "model_type": model_type,
+        "tie_word_embeddings": tied is True and not _has_head(fields.path.parent),
+    }
+    for name in _ROPE:
+        if isinstance(fields.values.get(name), dict):
+            fields.values[name] = _text_rope(fields.values[name])
+    return str(names[0])
+
+
+def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in rope.items() if name not in _IMAGE_ROPE}
+    return {name: "default" if value == "mrope" else value for name, value in plain.items()}
+
+
+def _has_head(model_dir: Path) -> bool:
+    """Whether the checkpoint stores a head: the library uses it, whatever its config says of tied embeddings."""
+    if not any(model_dir.glob("*.safetensors")):
+        return False
+    return any(
+        causal_name(name) == "lm_head.weight" for tensors in read_headers(model_dir).values() for name in tensors
+    )
+
+
+def causal_name(tensor: str) -> str | None:
+    """Return the name that a tensor of a multimodal checkpoint has in the text model; None: it is of another part."""
+    return next((new + tensor.removeprefix(old) for old, new in _PREFIXES if tensor.startswith(old)), None)
+
+
+def text_headers(headers: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, dict[str, Tensor]]:
+    """Return the tensors of the text model, by the names that the multimodal checkpoint gives them."""
+    return {
+        path: {name: tensor for name, tensor in tensors.items() if causal_name(name) is not None}
+        for path, tensors in headers.items()
+    }

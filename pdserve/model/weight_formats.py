@@ -1,0 +1,241 @@
+"""The weight formats that nodes can load, and the memory each takes.
+
+A format either has layers of its own in runner/models/quantization, or its weights are dequantized while they are
+loaded: then its ``storage_rules`` say how to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, StorageRule
+from pdserve.errors import ConfigError, shown
+from pdserve.kv import DTYPE_BYTES
+from pdserve.model.config_fields import REMEDY, ConfigFields
+
+UNQUANTIZED = "unquantized"
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+_LARGEST_BLOCK = 1 << 20
+_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # the last in MiniMax-M2
+_FIELDS = ("quantization_config", "compression_config")  # the second in checkpoints of early compressed-tensors
+
+Rules = tuple[StorageRule, ...]
+
+
+class _Unsupported(Exception):
+    """A variant of a known format."""
+
+
+class WeightFormat(msgspec.Struct, frozen=True):
+    linear_method: str = "unquantized.UnquantizedLinearMethod"  # "module.Class" below runner.models.quantization
+    bytes_per_weight: Callable[[str], float] = DTYPE_BYTES.__getitem__  # of linear layers, by the model's dtype
+    storage_rules: Callable[[Mapping[str, Any]], Rules] | None = None  # raises _Unsupported; None: loaded as stored
+    experts_method: str = "unquantized_experts.UnquantizedExperts"
+    bytes_per_expert_weight: Callable[[str], float] | None = None  # None: as those of linear layers
+
+    def num_bytes(self, linear: int, experts: int, dtype: str) -> int:
+        """Return the bytes of weights of linear layers and of experts."""
+        of_experts = self.bytes_per_expert_weight or self.bytes_per_weight
+        return int(linear * self.bytes_per_weight(dtype) + experts * of_experts(dtype))
+
+
+def _choice(options: Mapping[str, Any], name: str, supported: tuple[Any, ...], default: Any = None) -> Any:
+    value = options.get(name)
+    value = default if value is None else value
+    value = value.lower() if isinstance(value, str) else value
+    if not isinstance(value, str | int | None) or value not in supported:
+        raise _Unsupported(f"{name} {shown(value)}; supported are {', '.join(map(str, supported))}")
+    return value
+
+
+def _block(value: Any, name: str) -> tuple[int, int]:
+    if isinstance(value, str):
+        value = [int(part) for part in value.split("x") if part.isdecimal()]
+    if not (isinstance(value, list) and len(value) == 2 and all(_is_size(size) for size in value)):
+        raise _Unsupported(f"{name} {shown(value)}; it must be two numbers of rows and columns, such as 128 and 128")
+    return value[0], value[1]
+
+
+def _group_size(options: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return the columns that share a scale; 0 is all of them."""
+    size: Any = default if options.get(name) is None else options[name]
+    if size == -1:
+        return 0
+    if not _is_size(size):
+        raise _Unsupported(f"{name} {shown(size)}; it must be -1 or a number of columns up to {_LARGEST_BLOCK}")
+    return int(size)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST_BLOCK
+
+
+def _fp8(options: Mapping[str, Any]) -> Rules:
+    """DeepSeek, Qwen and transformers (blocks), AutoFP8 and Mistral (per tensor), FBGEMM (per channel)."""
+    _choice(options, "fmt", _E4M3, "e4m3")
+    _choice(options, "expert_dtype", ("fp8",), "fp8")
+    block = options.get("weight_block_size")
+    blocks = ((0, 0), (1, 0)) if block is None else (_block(block, "weight_block_size"),)
+    return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=each) for each in blocks)
+
+
+def _awq(options: Mapping[str, Any]) -> Rules:
+    given = {"bits": options.get("w_bit"), "group_size": options.get("q_group_size"), **options}
+    version = next((name for name in ("version", "format", "checkpoint_format") if options.get(name)), "version")
+    _choice(options, version, ("gemm",), "gemm")
+    _choice(options, "zero_point", (True,), True)
+    bits = _choice(given, "bits", (4,), 4)
+    block = 1, _group_size(given, "group_size", 128)
+    return (StorageRule(packing=AWQ, dtype="I32", bits=bits, block=block, has_zero_points=True),)
+
+
+def _gptq(options: Mapping[str, Any]) -> Rules:
+    name = "checkpoint_format" if options.get("checkpoint_format") else "format"
+    version = _choice(options, name, ("gptq", "gptq_v2"), "gptq")
+    _choice(options, "is_marlin_format", (False,), False)
+    _choice(options, "pack_dtype", ("int32",), "int32")
+    overrides = options.get("dynamic") or {}
+    if not isinstance(overrides, dict) or any(not name.startswith("-") for name in overrides):
+        raise _Unsupported("dynamic bits or group sizes per module; supported are modules that it leaves out (-:…)")
+    meta = options.get("meta")
+    quantizer = shown(meta.get("quantizer")) if isinstance(meta, dict) else ""
+    offset = "" if version == "gptq_v2" else "word" if "gptqmodel" in quantizer else "field"
+    group_size = _group_size(options, "group_size")
+    rule = StorageRule(
+        packing=GPTQ,
+        dtype="I32",
+        bits=_choice(options, "bits", (4, 8)),
+        block=(1, group_size),
+        has_zero_points=True,
+        has_group_index=options.get("desc_act") is True and group_size > 0,
+        zero_point_offset=offset,
+    )
+    return (rule,)
+
+
+def _mxfp4(options: Mapping[str, Any]) -> Rules:
+    return (StorageRule(packing=MXFP4, dtype="U8", bits=4, block=(1, 32)),)
+
+
+def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
+    groups = options.get("config_groups")
+    sparsity = options.get("sparsity_config") or {}
+    if options.get("kv_cache_scheme") and groups is None:  # only the KV cache is quantized
+        groups = {}
+    if (
+        not isinstance(groups, dict)
+        or not all(isinstance(group, dict) for group in groups.values())
+        or not (groups or options.get("kv_cache_scheme"))
+    ):
+        raise _Unsupported(f"config_groups {shown(groups)}; it must be an object of groups")
+    if not isinstance(sparsity, dict) or (sparsity.get("format") or "dense") != "dense":
+        raise _Unsupported(f"sparsity_config {shown(sparsity)}; supported are dense weights")
+    if options.get("transform_config"):
+        raise _Unsupported("a transform_config; supported are weights without transforms")
+    rules = dict.fromkeys(
+        _compressed_group({**group, "format": group.get("format") or options.get("format")})
+        for group in groups.values()
+        if group.get("weights") is not None
+    )
+    if len({rule.bits for rule in rules if rule.packing == PACKED}) > 1:
+        raise _Unsupported("pack-quantized groups of different num_bits; supported is one number for all")
+    return tuple(rules)
+
+
+def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
+    weights = group["weights"]
+    if not isinstance(weights, dict):
+        raise _Unsupported(f"weights {shown(weights)}; it must be an object")
+    stored = _choice(group, "format", ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"))
+    is_float = _choice(weights, "type", ("int", "float"), "int") == "float"
+    if (stored == "float-quantized" and not is_float) or (stored in ("int-quantized", "pack-quantized") and is_float):
+        raise _Unsupported(f"weights of type {shown(weights.get('type'))} in the format {stored}")
+    bits = _choice(weights, "num_bits", (8,) if is_float else (4, 8), 8)
+    size = weights.get("group_size")
+    default = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = _choice(weights, "strategy", ("tensor", "channel", "group", "block"), default)
+    block = {"tensor": (0, 0), "channel": (1, 0)}.get(strategy)
+    if strategy == "group":
+        block = 1, _group_size(weights, "group_size")
+    packed = stored == "pack-quantized"
+    return StorageRule(
+        packing=PACKED if packed else PLAIN,
+        dtype="I32" if packed else "F8_E4M3" if is_float else "I8",
+        bits=bits,
+        block=block or _block(weights.get("block_structure"), "block_structure"),
+        has_zero_points=weights.get("symmetric") is False,
+        has_group_index=weights.get("actorder") in ("group", "dynamic"),
+    )
+
+
+#: By the quant_method of a checkpoint's quantization_config.
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    UNQUANTIZED: WeightFormat(storage_rules=lambda options: ()),
+    "fp8": WeightFormat(storage_rules=_fp8),
+    "fbgemm_fp8": WeightFormat(storage_rules=_fp8),
+    "compressed-tensors": WeightFormat(storage_rules=_compressed_tensors),
+    "awq": WeightFormat(storage_rules=_awq),
+    "gptq": WeightFormat(storage_rules=_gptq),
+    "mxfp4": WeightFormat(storage_rules=_mxfp4),
+}
+
+
+def storage_rules(weight_format: str, options: Mapping[str, Any]) -> Rules | None:
+    """Return how the weights of a format are stored; None: its own layers load them as they are.
+
+    ``options`` is the checkpoint's quantization_config. Raises ConfigError for a variant that is not supported.
+    """
+    rules = WEIGHT_FORMATS[weight_format].storage_rules
+    try:
+        return None if rules is None else rules(options)
+    except _Unsupported as exc:
+        raise ConfigError(f"has {weight_format} weights with {exc}") from exc
+
+
+def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
+    """Return the format that ``quantization_config`` names, and its options.
+
+    Raises CheckpointError for an unknown format, and for an unknown variant of a known one.
+    """
+    options = next((value for value in map(fields.get, _FIELDS) if value), None)
+    if options is None:
+        _refuse_modelopt(fields, _modelopt_options(fields))
+        return UNQUANTIZED, {}
+    name = options.get("quant_method") if isinstance(options, dict) else options
+    if isinstance(options, dict) and str(name).startswith("modelopt"):
+        _refuse_modelopt(fields, options)
+    if not isinstance(options, dict) or not isinstance(name, str) or name not in WEIGHT_FORMATS:
+        raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
+    try:
+        msgspec.msgpack.encode(options)  # as it travels to the ranks
+    except OverflowError as exc:
+        raise fields.error(f"has a number beyond 64 bits in quantization_config. {REMEDY}") from exc
+    try:
+        storage_rules(name, options)
+    except ConfigError as exc:
+        raise fields.error(f"{exc}. Choose a checkpoint without it, or an unquantized one") from exc
+    return name, options
+
+
+def _modelopt_options(fields: ConfigFields) -> dict[str, Any]:
+    """Return the options that ModelOpt writes beside config.json; empty without any."""
+    path = fields.path.parent / "hf_quant_config.json"
+    options = ConfigFields(path).get("quantization") if path.exists() else None
+    return options if isinstance(options, dict) else {}
+
+
+def _refuse_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for weights that ModelOpt quantized; a quantized KV cache alone is none."""
+    algorithm = options.get("quant_algo")
+    if algorithm is not None or options.get("quant_method"):
+        raise fields.error(
+            f"describes weights that ModelOpt quantized ({shown(algorithm)}), which are not supported; {_supported()}"
+        )
+
+
+def _supported() -> str:
+    formats = [*SUPPORTED_DTYPES, *(known for known in WEIGHT_FORMATS if known != UNQUANTIZED)]
+    return f"supported are {', '.join(formats)} weights. Choose a checkpoint in one of these formats"

@@ -1,1 +1,0 @@
-"""``pdserve weights``: show and change the weights of running nodes."""
