@@ -116,7 +116,6 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
         "stage": config.position.stage,
         "shard": config.position.shard,
         "layers": [share.first_layer, share.first_layer + share.num_layers - 1],
-        "shares_mlp_before": config.position.shares_mlp_before,
         "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
         "parameters": num_parameters(config.model, config.position),
         "active_parameters": active_parameters(config.model, config.position),
@@ -154,11 +153,10 @@ def _rank_rows(config: NodeConfig) -> list[tuple[str, str]]:
     rows = [("ranks", f"{parallel.num_ranks}: {sizes}; above is rank 0")]
     for rank in map(_describe_rank, _ranks(config)):
         (layer, last_layer), (head, last_head) = rank["layers"], rank["kv_heads"]
-        shared = f" and the MLP of {layer - 1}" if rank["shares_mlp_before"] else ""
         rows.append(
             (
                 f"rank {rank['rank']}",
-                f"layers {layer} … {last_layer}{shared}, KV heads {head} … {last_head}, "
+                f"layers {layer} … {last_layer}, KV heads {head} … {last_head}, "
                 f"{rank['parameters'] / 1e6:.1f} M parameters, KV {rank['kv_shape']}",
             )
         )

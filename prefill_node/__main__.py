@@ -17,7 +17,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = role_parser("pdserve prefill", "Compute the KV caches of prompts and lease them to decode nodes.")
-    parser.set_defaults(shared_mlps="on")
     add_flags(parser)
     return parser
 

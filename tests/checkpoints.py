@@ -199,7 +199,6 @@ def node_config(
     ep_redundancy: int = 0,
     ep_rebalance_steps: int = 1,
     stage_layers: tuple[int, ...] | None = None,
-    shared_mlps: bool = False,
     kv_scales: tuple[KVScales, ...] = (),
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
@@ -215,7 +214,7 @@ def node_config(
         num_layers=model.num_layers,
         spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, FP8_E4M3 if kv_scales else dtype),
     )
-    parallel = choose_parallel_config(model, pp, tp, stage_layers, shared_mlps, ep)
+    parallel = choose_parallel_config(model, pp, tp, stage_layers, ep)
     config = NodeConfig(
         model_dir=str(model_dir),
         model=model,

@@ -277,13 +277,6 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             positive_int,
         ),
         _Flag("stage_layers", "N,N,…", "layers of each stage (default: split evenly)", _numbers),
-        _Flag(
-            "shared_mlps",
-            "on|off",
-            "adjacent stages both hold the MLP between them and alternate in computing it, which balances prompts "
-            "(default: on for prefill nodes)",
-            choices=("on", "off"),
-        ),
     ),
     "KV cache": (
         _Flag("block_size", "N", "tokens per block (default %(default)s)", positive_int),

@@ -43,7 +43,6 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ep_redundancy: int = 0  # copies of other shards' experts per shard and layer
     ep_rebalance_steps: int = 3000  # steps after which copies follow the counted load
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: split evenly
-    shared_mlps: str | None = None  # on, off; None: on for prefill nodes
     max_model_len: int | None = None  # tokens
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens

@@ -7,37 +7,18 @@
 
 A rank holds a smaller model (``shard_of``): fewer layers, fewer heads, a narrower MLP. The first stage has the
 embedding, the last stage the final norm and the output projection; each shard of these has a range of the vocabulary.
-
-Prompt tokens that are not sampled from need no MLP in the last layer. So the last stage has less to do, and waits for
-the others. With ``shared_mlps``, both stages at a boundary hold the MLP between them, and some steps defer it to the
-later stage. If boundary b defers in b of pp steps, all stages save the same:
-
-    MLPs of a step, of n layers each           stage 0        stage 1             stage 2
-    without                                    n              n                   n - 1
-    deferred at 1 in 1 of 3, at 2 in 2 of 3    n - 1/3        n + 1/3 - 2/3       n - 1 + 2/3
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
-from pdserve.model.model_config import TRANSFORMERS, ModelConfig
+from pdserve.model.model_config import ModelConfig
 from pdserve.model.moe import MoEConfig
-
-
-class DeferredMLPs(NamedTuple):
-    """Where a stage begins and ends in a step, if MLPs are shared."""
-
-    previous: bool  # it begins with the MLP of the layer before its own
-    last: bool  # it leaves the MLP of its last layer to the next stage
-
-
-NO_DEFERRED_MLPS = DeferredMLPs(previous=False, last=False)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -49,7 +30,6 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     stage_layers: tuple[int, ...]
     tp: int = 1
-    shared_mlps: bool = False
     ep: int = 1
     ep_redundancy: int = 0
     ep_rebalance_steps: int = 0  # copies follow the counted load every so many steps
@@ -65,10 +45,6 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     def position(self, rank: int) -> RankPosition:
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         return RankPosition(self, *divmod(rank, self.tp))
-
-    def defers_at(self, boundary: int, step: int) -> bool:
-        """Whether a step of prompts defers the MLP before a boundary; boundary b is between stages b - 1 and b."""
-        return step * boundary // self.pp > (step - 1) * boundary // self.pp
 
     def shares(self, num_kv_heads: int) -> tuple[KVShare, ...]:
         """Return each rank's part of the KV of a model with ``num_kv_heads`` heads."""
@@ -108,11 +84,6 @@ class RankPosition(msgspec.Struct, frozen=True):
         first = sum(self.parallel.stage_layers[: self.stage])
         return range(first, first + self.parallel.stage_layers[self.stage])
 
-    @property
-    def shares_mlp_before(self) -> bool:
-        """Whether this rank also holds the MLP of the layer before its own."""
-        return self.parallel.shared_mlps and not self.is_first
-
     def local_experts(self, moe: MoEConfig) -> range:
         """Return the experts of each layer that this rank holds, or holds a slice of; without copies."""
         if self.parallel.ep == 1:
@@ -120,21 +91,12 @@ class RankPosition(msgspec.Struct, frozen=True):
         each = moe.num_experts // self.parallel.ep
         return range(self.shard * each, (self.shard + 1) * each)
 
-    def deferred_mlps(self, step: int) -> DeferredMLPs:
-        if not self.parallel.shared_mlps:
-            return NO_DEFERRED_MLPS
-        return DeferredMLPs(
-            previous=not self.is_first and self.parallel.defers_at(self.stage, step),
-            last=not self.is_last and self.parallel.defers_at(self.stage + 1, step),
-        )
-
 
 def choose_parallel_config(
     model: ModelConfig,
     pp: int,
     tp: int,
     stage_layers: Sequence[int] | None = None,
-    shared_mlps: bool = False,
     ep: int = 1,
 ) -> ParallelConfig:
     """Check and choose the parallel configuration. Raises ConfigError.
@@ -161,8 +123,7 @@ def choose_parallel_config(
         if tp < 1 or count % tp:
             raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
     KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
-    shared_mlps = shared_mlps and pp > 1 and model.impl != TRANSFORMERS  # a library's layer is not cut
-    return ParallelConfig(tuple(stage_layers), tp, shared_mlps, ep)
+    return ParallelConfig(tuple(stage_layers), tp, ep)
 
 
 def _check_experts(model: ModelConfig, tp: int, ep: int) -> None:
@@ -257,14 +218,13 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
     mine = shard_of(model, position)
     attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
     layers = position.layers
-    mlps = range(layers.start - position.shares_mlp_before, layers.stop)
     num_tables = position.is_first + position.is_last
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
     dense, moe = 3 * mine.hidden_size * mine.intermediate_size, mine.moe
     if moe is None or model.moe is None:
-        return mine.num_layers * attention + len(mlps) * dense, 0, tables
-    num_dense = sum(model.moe.is_dense(layer) for layer in mlps)
-    num_moe = len(mlps) - num_dense
+        return mine.num_layers * attention + len(layers) * dense, 0, tables
+    num_dense = sum(model.moe.is_dense(layer) for layer in layers)
+    num_moe = len(layers) - num_dense
     used = min(moe.top_k, moe.num_experts) if active else moe.num_experts
     expert, shared = 3 * mine.hidden_size * moe.intermediate_size, 3 * mine.hidden_size * moe.shared_intermediate_size
     routers = num_moe * model.moe.num_experts * mine.hidden_size

@@ -72,9 +72,7 @@ def resolve(
         choices.append(f"config.json: {', '.join(map(shown, model.unread_fields))} without effect, as in transformers")
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
-    parallel = choose_parallel_config(
-        model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on", options.ep
-    )
+    parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.ep)
     parallel = with_redundant_experts(model, parallel, options.ep_redundancy, options.ep_rebalance_steps)
     weights = _find_weights(model, model_dir) if options.reads_weights else None
     problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))

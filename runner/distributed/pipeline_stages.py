@@ -26,11 +26,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.distributed.parallel_state import ParallelState, PeerChannel
 from runner.distributed.peer_copies import CopyChannel, CopyReceiver, CopySender
 
-_STEP_OF_PROMPTS = 1024  # tokens
 _ALIGNMENT = 128  # elements: kernels are compiled for aligned addresses, and again for others
 
 
@@ -138,8 +136,6 @@ class PipelineStages:
         self.tokens_in: TensorReceiver | None = None
         self.tokens_out: TensorSender | None = None
         self._hidden_size = config.model.hidden_size
-        self._position = config.position
-        self._min_deferral_tokens = min_deferral_tokens(config)
         pp, tp = config.parallel.pp, config.parallel.tp
         if pp == 1:
             return
@@ -166,10 +162,6 @@ class PipelineStages:
             if end is not None:
                 end.close()
 
-    def deferred_mlps(self, step: int, num_tokens: int) -> DeferredMLPs:
-        """Return which MLPs at its boundaries this rank computes. All ranks decide alike."""
-        return self._position.deferred_mlps(step) if num_tokens >= self._min_deferral_tokens else NO_DEFERRED_MLPS
-
     def compute(self, layers: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
         """Run ``layers`` on input_ids [tokens], on later stages on the hidden states of the stage before.
 
@@ -185,14 +177,6 @@ class PipelineStages:
             if self.hidden_out is not None:
                 self.hidden_out.send(result)
         return result
-
-
-def min_deferral_tokens(config: NodeConfig) -> int:
-    """Return the least tokens of a step with deferred MLPs.
-
-    Captured graphs are the same in every step, so this is more than any graph has.
-    """
-    return max(_STEP_OF_PROMPTS, config.max_num_seqs + 1) if config.cuda_graphs else 2
 
 
 def _aligned(size: int) -> int:

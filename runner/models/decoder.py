@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
@@ -74,9 +73,6 @@ class NormedMLP:
         self._norm = InputNorm(context, block.quantized_group)
         self.block = block
 
-    def __call__(self, residual: Tensor) -> Tensor:
-        return self.block.apply(self._norm(residual))
-
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add the sum of x over the tensor shards to ``residual`` in place, and compute the MLP of the result."""
         return self.block.apply(self._norm.add(x, residual))
@@ -102,19 +98,17 @@ class DecoderLayer:
         rotary: RotaryCosSin,
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
-        without_mlp: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return this shard's part of the layer's output, and the residual without it.
 
         x is the normed residual, quantized or not; all are [tokens, hidden_size]. The attention output is added to the
-        residual in place, except where the MLP is left out. The caller adds the result in the norm that follows.
+        residual in place. The caller adds the result in the norm that follows.
         ``output_tokens`` [kept] selects tokens after attention: then the results are [kept, hidden_size].
         """
         attended = self.attention(x, rotary, backend)
         if output_tokens is not None:
             attended, residual = attended.index_select(0, output_tokens), residual.index_select(0, output_tokens)
-        projected = self.attention.project(attended)
-        return (projected if without_mlp else self.mlp.add(projected, residual)), residual
+        return self.mlp.add(self.attention.project(attended), residual), residual
 
     def weight_shards(self) -> WeightShards:
         yield "input_layernorm.weight", WeightShard.full(self.input_norm.weight)
@@ -129,9 +123,8 @@ class DecoderLayer:
 class Decoder:
     """A rank's part of a model: token ids to hidden states, hidden states to logits.
 
-    The first stage has the embedding, the last stage the final norm and the head. Where MLPs are shared, all stages but
-    the first also have the MLP of the layer before theirs. Fill and process each of the ``weight_groups``, then call
-    the model.
+    The first stage has the embedding, the last stage the final norm and the head. Fill and process each of
+    the ``weight_groups``, then call the model.
     """
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
@@ -146,8 +139,6 @@ class Decoder:
         self._other_layers = set(range(config.num_layers + config.num_nextn_layers)).difference(position.layers)
         self._embedding = VocabParallelEmbedding(self.context) if position.is_first else None
         self.layers = [self.make_layer(layer) for layer in range(len(position.layers))]
-        before = self._first_layer - 1
-        self._mlp_before = NormedMLP(self.context, self.make_mlp(before)) if position.shares_mlp_before else None
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self._norm = RMSNorm(self.context) if position.is_last else None
         self._head = ParallelLMHead(self.context) if position.is_last else None
@@ -179,7 +170,6 @@ class Decoder:
     def mixtures(self) -> list[MixtureOfExperts]:
         """Return the mixtures of experts of this rank."""
         mlps = [layer.mlp for layer in self.layers]
-        mlps += [] if self._mlp_before is None else [self._mlp_before]
         return [mlp.block for mlp in mlps if isinstance(mlp.block, MixtureOfExperts)]
 
     def make_layer(self, layer: int) -> DecoderLayer:
@@ -196,7 +186,6 @@ class Decoder:
         lengths: Tensor | None,
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
-        deferred: DeferredMLPs = NO_DEFERRED_MLPS,
     ) -> Tensor:
         """Compute the layers of this rank for tokens at ``positions`` [tokens], integers.
 
@@ -206,10 +195,10 @@ class Decoder:
 
         ``lengths``: see RotaryEmbedding. ``backend`` has planned the same tokens. ``output_tokens`` [kept] selects, on
         the last stage, the tokens of the result; other tokens need only the keys and values of the last layer.
-        ``deferred``: see parallel.py. The call never waits for the device, so a CUDA graph can capture it.
+        The call never waits for the device, so a CUDA graph can capture it.
         """
         rotary = self.rotary(positions, lengths)
-        x, residual = self._begin(inputs, deferred.previous)
+        x, residual = self._begin(inputs)
         *others, last = self.layers
         for layer, next_norm in zip(others, self._next_norms, strict=True):
             output, residual = layer(x, residual, rotary, backend)
@@ -219,7 +208,7 @@ class Decoder:
         if output_tokens is not None and not len(output_tokens):
             last.attention.store(x, rotary, backend)
             return residual[:0]
-        output, residual = last(x, residual, rotary, backend, output_tokens, deferred.last)
+        output, residual = last(x, residual, rotary, backend, output_tokens)
         if self._norm is None:
             return residual.add_(self._parallel.all_reduce(output))
         return self._norm.add(output, residual)
@@ -258,9 +247,6 @@ class Decoder:
         yield self._group("", self._vocabulary_shards, self._process_head)
         for index, layer in enumerate(self.layers, self._first_layer):
             yield self._group(f"model.layers.{index}.", layer.weight_shards, layer.process_weights_after_loading)
-        if (mlp := self._mlp_before) is not None:
-            prefix = f"model.layers.{self._first_layer - 1}."
-            yield self._group(prefix, mlp.weight_shards, mlp.process_weights_after_loading)
 
     def ignored_weights(self, stored: Iterable[str]) -> set[str]:
         """Return the stored tensors that other ranks load and check, and a tied head's copy of the embedding."""
@@ -297,12 +283,9 @@ class Decoder:
             self._head.tie(self._embedding)
         self._head.process_weights_after_loading()
 
-    def _begin(self, inputs: Tensor, with_mlp: bool) -> tuple[Activations, Tensor]:
+    def _begin(self, inputs: Tensor) -> tuple[Activations, Tensor]:
         """Return x, normed for the first layer, and the residual."""
         norm = self.layers[0].input_norm
-        if with_mlp:
-            assert self._mlp_before is not None
-            return norm.add(self._mlp_before(inputs), inputs), inputs
         if self._embedding is None:
             return norm(inputs), inputs
         embedded = self._embedding(inputs)

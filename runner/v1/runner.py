@@ -48,7 +48,6 @@ class RunnerV1(BaseModelRunner[HostBatch]):
             rows=self._sequences.rows(plan.scheduled),
             lengths=lengths,
             sampling=[row for row, s in enumerate(plan.scheduled) if s.num_samples > 0],
-            deferred=self._stages.deferred_mlps(plan.step, int(lengths.sum())),
         )
 
     def _execute(self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
@@ -117,9 +116,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         keeps_all = wanted is None or len(wanted) == len(positions) or not self._is_last_stage
         keep = None if wanted is None or keeps_all else self._to_device(wanted)
         return self._stages.compute(
-            lambda start: self._model.decoder(
-                start, device_positions, rope_lengths, self._attention, keep, batch.deferred
-            ),
+            lambda start: self._model.decoder(start, device_positions, rope_lengths, self._attention, keep),
             self._to_device(table.token_ids[token_rows, positions]),
         )
 

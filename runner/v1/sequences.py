@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.config.parallel import DeferredMLPs
 from pdserve.kv import KVLayout
 from pdserve.records import NewSequence, ScheduledSequence
 from runner.sequence_rows import SequenceRows
@@ -21,7 +20,6 @@ class HostBatch:
     rows: NDArray[np.int64]  # [num_seqs]
     lengths: NDArray[np.int64]  # [num_seqs]: tokens of this step
     sampling: list[int]  # indices of the sequences that sample
-    deferred: DeferredMLPs
 
     @property
     def last_tokens(self) -> NDArray[np.int64]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.loading.model_loader import LoadedModel
@@ -58,23 +57,20 @@ class ForwardPass:
         return self._graphs.find(indices.num_seqs, indices.num_tokens)
 
     def run(
-        self, batch: InputBatch, descriptor: BatchDescriptor | None, deferred: DeferredMLPs, all_hidden_states: bool
+        self, batch: InputBatch, descriptor: BatchDescriptor | None, all_hidden_states: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states, and logits [sampling rows, vocab_size] on the last stage if any row samples.
 
-        The inputs have been built, padded to ``descriptor`` if given; then no MLP is ``deferred``. Hidden states are
-        those of all tokens if ``all_hidden_states``, for which ``descriptor`` must be None.
+        The inputs have been built, padded to ``descriptor`` if given. Hidden states are those of all tokens if
+        ``all_hidden_states``, for which ``descriptor`` must be None.
         """
         indices = batch.indices
-        assert descriptor is None or deferred == NO_DEFERRED_MLPS, "a captured graph is the same in every step"
         selects = self._position.is_last and not indices.every_token_samples
         keep = batch.last_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
             self._backend.plan(self._inputs.attention_batch(batch))
         hidden = self._stages.compute(
-            lambda start: (
-                self._layers(start, keep, deferred) if descriptor is None else self._replay(start, descriptor)
-            ),
+            lambda start: self._layers(start, keep) if descriptor is None else self._replay(start, descriptor),
             self._inputs.input_ids[: indices.num_tokens],
         )
         if not self._position.is_last or not len(indices.sampling):
@@ -85,8 +81,8 @@ class ForwardPass:
             kept = kept.index_select(0, batch.last_tokens)
         return hidden, kept if has_logits else self._model.decoder.logits(kept)
 
-    def _layers(self, start: Tensor, keep: Tensor | None, deferred: DeferredMLPs = NO_DEFERRED_MLPS) -> Tensor:
-        return self._model.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep, deferred)
+    def _layers(self, start: Tensor, keep: Tensor | None) -> Tensor:
+        return self._model.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep)
 
     def _replay(self, start: Tensor, descriptor: BatchDescriptor) -> Tensor:
         """Return the hidden states of a step without padding, if its graph leaves any."""

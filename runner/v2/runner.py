@@ -90,8 +90,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _execute(self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
         descriptor = None if all_hidden_states else self._forward.graph_for(batch.indices)
         self._inputs.build(batch, descriptor or batch.indices.descriptor, self._state)
-        deferred = self._stages.deferred_mlps(plan.step, batch.indices.num_tokens)
-        return self._forward.run(batch, descriptor, deferred, all_hidden_states)
+        return self._forward.run(batch, descriptor, all_hidden_states)
 
     def _sample(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> PendingStep:
         metadata = self._metadata_of(batch.indices)

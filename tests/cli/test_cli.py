@@ -89,22 +89,6 @@ def test_explain_shows_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) 
     assert main(flags) == 0
     out = capsys.readouterr().out
     assert "rank 3" in out
-    assert "MLP" not in out
-
-
-def test_explain_shows_which_mlps_stages_share(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["explain", "--device", "cpu", "--pp", "3", "--json"]
-    found = {}
-    for shared in ("off", "on"):
-        assert main([*flags, "--shared-mlps", shared]) == 0
-        found[shared] = json.loads(capsys.readouterr().out)["ranks"]
-    assert [rank["shares_mlp_before"] for rank in found["off"]] == [False, False, False]
-    assert [rank["shares_mlp_before"] for rank in found["on"]] == [False, True, True]
-    more = [on["parameters"] - off["parameters"] for on, off in zip(found["on"], found["off"], strict=True)]
-    assert more[0] == 0
-    assert more[1] == more[2] > 0
-    assert main([*flags[:-1], "--shared-mlps", "on"]) == 0
-    assert "layers 2 … 3 and the MLP of 1" in capsys.readouterr().out
 
 
 def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,9 +65,9 @@ def test_lists_and_switches(config: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_words_of_yaml_keep_their_spelling(config: Any) -> None:
     """YAML 1.1 would read ``on`` as true and 1e3 as a number."""
-    file = config("shared-mlps: on\nstage-layers: [2, 4]\nenforce-eager: true\ntensor-parallel-size: 2")
+    file = config("kv-checksum: on\nstage-layers: [2, 4]\nenforce-eager: true\ntensor-parallel-size: 2")
     args = prefill_parser().parse_args(["--config", file, "m"])
-    assert (args.shared_mlps, args.stage_layers, args.cuda_graphs, args.tp) == ("on", (2, 4), "off", 2)
+    assert (args.kv_checksum, args.stage_layers, args.cuda_graphs, args.tp) == ("on", (2, 4), "off", 2)
     assert prefill_parser().parse_args(["--config", file, "m", "--cuda-graphs", "on"]).cuda_graphs == "on"
 
 

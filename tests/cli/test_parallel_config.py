@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -119,27 +118,6 @@ def test_each_head_of_each_layer_is_on_as_many_ranks_as_replicas(
 @pytest.mark.parametrize(("layers", "pp", "stages"), [(8, 3, (3, 3, 2)), (8, 4, (2, 2, 2, 2)), (7, 4, (2, 2, 2, 1))])
 def test_first_stages_take_the_remaining_layers(layers: int, pp: int, stages: tuple[int, ...]) -> None:
     assert choose_parallel_config(model(layers), pp, 1).stage_layers == stages
-
-
-@given(splits(), st.integers(1, 1000))
-def test_deferred_mlps_are_computed_once_and_balance_stages(
-    chosen: tuple[ModelConfig, ParallelConfig], first: int
-) -> None:
-    of, parallel = chosen
-    parallel = msgspec.structs.replace(parallel, tp=1, shared_mlps=True)
-    positions = [parallel.position(rank) for rank in range(parallel.pp)]
-    computed = [0] * parallel.pp
-    for step in range(first, first + parallel.pp):
-        deferred = [position.deferred_mlps(step) for position in positions]
-        assert not deferred[0].previous
-        assert not deferred[-1].last
-        for before, after in pairwise(deferred):
-            assert before.last == after.previous
-        for stage, (position, mlps) in enumerate(zip(positions, deferred, strict=True)):
-            computed[stage] += len(position.layers) + mlps.previous - mlps.last - position.is_last
-    # In pp steps each does one MLP less than it has, where the last one alone would have saved pp.
-    assert computed == [parallel.pp * len(position.layers) - 1 for position in positions]
-    assert sum(computed) == parallel.pp * (of.num_layers - 1)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_a_rank_with_other_weights_is_rejected(checkpoint: Path, elsewhere: Path
     ("here", "there", "words"),
     [
         (["--tp", "2"], ["--tp", "4"], ("tp 4 there", "tp 2 at the leader")),
-        (["--pp", "2"], ["--pp", "2", "--shared-mlps", "on"], ("and shared MLPs there", "tp 1 at the leader")),
+        (["--pp", "2"], ["--tp", "2"], ("tp 2 there", "tp 1 at the leader")),
     ],
 )
 def test_a_rank_with_another_split_is_rejected_with_both_values_in_one_line(

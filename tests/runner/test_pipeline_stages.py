@@ -13,8 +13,6 @@ from staged_node import Outputs, Request, StagedNode, generate, generate_alone
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.records import SamplingParams
-from runner.distributed.pipeline_stages import min_deferral_tokens
-from runner.v2.cuda_graphs import decode_descriptors, mixed_descriptors
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
@@ -25,7 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-copies-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
-Case = tuple[str, str, int, int, tuple[int, ...] | None, bool]  # model, runner, stages, shards, layers, shared MLPs
+Case = tuple[str, str, int, int, tuple[int, ...] | None]  # model, runner, stages, shards, layers
 
 
 def config_of(directory: Path, version: str, **options: Any) -> NodeConfig:
@@ -88,9 +86,9 @@ def check(requests: list[Request], found: Outputs, expected: Outputs) -> None:
 
 def check_cases(cases: list[Case], folder: Path) -> None:
     """Run all cases with equally many ranks in the same processes: starting them takes longer than most cases."""
-    for count in sorted({pp * tp for _, _, pp, tp, _, _ in cases}):
+    for count in sorted({pp * tp for _, _, pp, tp, _ in cases}):
         with StagedNode(count) as node:
-            for model, version, pp, tp, stage_layers, shared_mlps in cases:
+            for model, version, pp, tp, stage_layers in cases:
                 if pp * tp != count:
                     continue
                 directory = folder / model
@@ -105,7 +103,6 @@ def check_cases(cases: list[Case], folder: Path) -> None:
                     ep=tp if model.endswith("-ep") else 1,
                     ep_redundancy=2 if model.endswith("-copies-ep") and tp > 1 else 0,
                     stage_layers=stage_layers,
-                    shared_mlps=shared_mlps,
                 )
                 requests = requests_of(version)
                 found = generate(node.started(config), config, requests, at_once=5)
@@ -114,24 +111,14 @@ def check_cases(cases: list[Case], folder: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_stages_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
-    check_cases([("llama", "V1", 2, 1, (1, 3), True), ("qwen3-small", "V2", 2, 1, None, True)], tmp_path)
+    check_cases([("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stages_of_every_model_and_runner_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
-    splits = [(2, 1, None, False), (3, 1, (1, 2, 1), True), (2, 2, None, True)]
+    splits = [(2, 1, None), (3, 1, (1, 2, 1)), (2, 2, None)]
     models = [model for model in MODELS if model != "qwen3-small"]
     check_cases(
         [(model, version, *split) for model in models for version in ("V1", "V2") for split in splits], tmp_path
     )
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 256, 3000])
-def test_a_captured_step_has_no_deferred_mlps(tmp_path: Path, max_num_seqs: int) -> None:
-    directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
-    config = msgspec.structs.replace(
-        node_config(directory, max_num_seqs=max_num_seqs, max_batch_tokens=8192, pp=2), cuda_graphs=True
-    )
-    captured = [*decode_descriptors(max_num_seqs), *mixed_descriptors(max_num_seqs, config.max_batch_tokens)]
-    assert max(each.tokens for each in captured) < min_deferral_tokens(config) < config.max_batch_tokens

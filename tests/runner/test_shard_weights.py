@@ -25,8 +25,8 @@ from runner.placement import TensorPlacement
 CPU = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
 
 
-def position_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool = False) -> RankPosition:
-    return choose_parallel_config(load_model_config(directory), pp, tp, None, shared_mlps).position(rank)
+def position_of(directory: Path, pp: int, tp: int, rank: int) -> RankPosition:
+    return choose_parallel_config(load_model_config(directory), pp, tp).position(rank)
 
 
 def decoder_at(directory: Path, position: RankPosition) -> Decoder:
@@ -50,9 +50,9 @@ def random_shards(directory: Path, position: RankPosition) -> dict[str, WeightSh
     return shards
 
 
-@pytest.mark.parametrize(("tied", "shared_mlps"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("fill", [loaded_shards, random_shards])
-def test_shards_of_all_ranks_make_up_the_model(tmp_path: Path, fill: Any, tied: bool, shared_mlps: bool) -> None:
+def test_shards_of_all_ranks_make_up_the_model(tmp_path: Path, fill: Any, tied: bool) -> None:
     options: dict[str, Any] = {"attention_bias": True, "tie_word_embeddings": tied, "vocab_size": 130}
     directory = make_checkpoint(tmp_path / "model", "qwen3", **options)
     whole: dict[str, Tensor] = {
@@ -63,7 +63,7 @@ def test_shards_of_all_ranks_make_up_the_model(tmp_path: Path, fill: Any, tied: 
         assert all(torch.equal(whole[name], stored[name]) for name in whole)
     uncovered = {name: torch.ones(tensor.shape) for name, tensor in whole.items()}
     for rank in range(8):
-        for name, shard in fill(directory, position_of(directory, 2, 4, rank, shared_mlps)).items():
+        for name, shard in fill(directory, position_of(directory, 2, 4, rank)).items():
             assert torch.equal(shard.memory, whole[name][shard.index]), (rank, name)
             uncovered[name][shard.index] = 0.0
     assert not any(left.any() for left in uncovered.values())
@@ -74,17 +74,6 @@ def test_only_end_stages_have_embedding_norm_and_head(tmp_path: Path) -> None:
     first, middle, last = (set(loaded_shards(directory, position_of(directory, 3, 1, rank))) for rank in range(3))
     assert first - {"model.embed_tokens.weight"} == {name.replace("layers.1.", "layers.0.") for name in middle}
     assert last - {"model.norm.weight", "lm_head.weight"} == {name.replace("layers.1.", "layers.2.") for name in middle}
-
-
-def test_a_shared_mlp_is_on_both_sides_of_a_boundary(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=3)
-    model = load_model_config(directory)
-    mlp = {"post_attention_layernorm.weight", *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))}
-    for rank in range(3):
-        alone, shared = (position_of(directory, 3, 1, rank, shared_mlps) for shared_mlps in (False, True))
-        more = set(loaded_shards(directory, shared)) - set(loaded_shards(directory, alone))
-        assert more == {f"model.layers.{rank - 1}.{name}" for name in mlp if rank}
-        assert num_parameters(model, shared) - num_parameters(model, alone) == bool(rank) * 3 * 64 * 96
 
 
 def test_every_rank_checks_the_full_shape_of_tensors(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from pdserve.errors import CheckpointError, ConfigError, shown
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
@@ -100,7 +99,6 @@ class TransformersDecoder:
         lengths: Tensor | None,
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
-        deferred: DeferredMLPs = NO_DEFERRED_MLPS,
     ) -> Tensor:
         """Return hidden states [tokens, hidden_size], of ``output_tokens`` if given.
 
