@@ -138,11 +138,9 @@ def _expert_rows(config: NodeConfig) -> list[tuple[str, str]]:
     if moe is None:
         return []
     shared = " and shared experts" if moe.shared_intermediate_size else ""
-    redundancy = position.parallel.ep_redundancy
-    copies = f", and copies of {redundancy} from other shards on each shard" if redundancy else ""
     used, held = active_parameters(model, position) / 1e6, num_parameters(model, position) / 1e6
     return [
-        ("experts", f"{moe.num_experts} in each of {model.num_layers - len(moe.dense_layers)} layers{copies}"),
+        ("experts", f"{moe.num_experts} in each of {model.num_layers - len(moe.dense_layers)} layers"),
         ("", f"a token uses {moe.top_k}{shared}: {used:.1f} M of {held:.1f} M parameters"),
     ]
 

@@ -19,7 +19,6 @@ from pdserve.weight_sharing import OfferedMemory
 from runner.attention.build import build_backend
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
-from runner.expert_balance import ExpertBalance
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests
 from runner.loading.memory import layout_that_fits
@@ -204,8 +203,6 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             config.max_model_len + config.max_batch_tokens,
         )
         shared: list[StepFeature[Any]] = [BlockDigests(self._cache)]
-        if config.parallel.ep_redundancy and self._model.mixtures:
-            shared.append(ExpertBalance(self._parallel, self._model.mixtures))
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))
             if config.pooling is not None:

@@ -8,7 +8,6 @@
 | PromptScoring  | log-probabilities of prompt tokens              | sampling/prompt_logprobs.py  |
 | PromptPooling  | vectors of prompts, on nodes that generate nothing | pooling.py                |
 | BlockDigests   | digests of KV blocks                            | kv_digest.py                 |
-| ExpertBalance  | copies of experts that follow the load          | expert_balance.py            |
 | GrammarMasks   | masks of allowed tokens on the device           | v2/grammar_masks.py          |
 | ReturnedTokens | tokens from the last pipeline stage to the first | v1/ and v2/returned_tokens.py |
 """

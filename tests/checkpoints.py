@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.parallel import choose_parallel_config, with_redundant_experts
+from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import keep_quantized
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
@@ -196,8 +196,6 @@ def node_config(
     pp: int = 1,
     tp: int = 1,
     ep: int = 1,
-    ep_redundancy: int = 0,
-    ep_rebalance_steps: int = 1,
     stage_layers: tuple[int, ...] | None = None,
     kv_scales: tuple[KVScales, ...] = (),
 ) -> NodeConfig:
@@ -223,7 +221,7 @@ def node_config(
         dtype=dtype,
         load_format=load_format,
         max_model_len=max_model_len,
-        parallel=with_redundant_experts(model, parallel, ep_redundancy, ep_rebalance_steps),
+        parallel=parallel,
         kv_layout=layout,
         kv_scales=kv_scales,
         kv_checksum=True,

@@ -23,7 +23,6 @@ def with_parallel_sizes(options: NodeOptions, pp: int | None, tp: int | None) ->
         pp=pp,
         tp=tp,
         ep=ep,
-        ep_redundancy=options.ep_redundancy if ep > 1 else 0,
         stage_layers=options.stage_layers if pp > 1 else None,
     )
 

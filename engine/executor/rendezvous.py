@@ -187,8 +187,6 @@ def find_mismatch(hello: Hello, config: NodeConfig) -> str:
 
 def _describe(parallel: ParallelConfig) -> str:
     experts = f", ep {parallel.ep}" if parallel.ep > 1 else ""
-    if parallel.ep_redundancy:
-        experts += f", ep redundancy {parallel.ep_redundancy} every {parallel.ep_rebalance_steps} steps"
     return f"stages of {','.join(map(str, parallel.stage_layers))} layers with tp {parallel.tp}{experts}"
 
 

@@ -15,11 +15,6 @@ MEANINGS = {
     "--pp-size": "--pp",
     "--ep-size": "--ep",
     "--enable-expert-parallel": "--ep with the value of --tp",
-    "--enable-eplb": "--ep-redundancy",
-    "--eplb-config": "--ep-redundancy and --ep-rebalance-steps",
-    "--ep-num-redundant-experts": "--ep-redundancy (of each shard)",
-    "--num-redundant-experts": "--ep-redundancy (of each shard)",
-    "--eplb-rebalance-num-iterations": "--ep-rebalance-steps",
     "--data-parallel-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
     "--dp-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
     "--ctx-size": "--max-model-len",
@@ -56,6 +51,8 @@ MEANINGS = {
     "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
 }
 
+_NO_COPIES = "experts have no copies; --ep gives each shard as many experts as the others"
+
 #: Flags of other servers that have no counterpart, each with the reason.
 REASONS = {
     "--trust-remote-code": "code from checkpoints never runs; architectures of the transformers library run without it",
@@ -75,6 +72,11 @@ REASONS = {
     "--enable-lora": "there are no LoRA adapters; merge the adapter into the checkpoint",
     "--lora-modules": "there are no LoRA adapters; merge the adapter into the checkpoint",
     "--lora-paths": "there are no LoRA adapters; merge the adapter into the checkpoint",
+    "--enable-eplb": _NO_COPIES,
+    "--eplb-config": _NO_COPIES,
+    "--ep-num-redundant-experts": _NO_COPIES,
+    "--num-redundant-experts": _NO_COPIES,
+    "--eplb-rebalance-num-iterations": _NO_COPIES,
     "--swap-space": "KV is never swapped; --max-num-seqs and --kv-cache-memory bound it",
     "--cpu-offload-gb": "weights are never offloaded; use --tp or --pp over more GPUs",
 }

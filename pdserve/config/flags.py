@@ -263,19 +263,6 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             positive_int,
             alias="--expert-parallel-size",
         ),
-        _Flag(
-            "ep_redundancy",
-            "N",
-            "with --ep: experts of other shards that each shard holds copies of, in each layer; they take load off the "
-            "busiest shards (default %(default)s)",
-            _natural,
-        ),
-        _Flag(
-            "ep_rebalance_steps",
-            "N",
-            "steps after which the copies are chosen anew, by the counted tokens of each expert (default %(default)s)",
-            positive_int,
-        ),
         _Flag("stage_layers", "N,N,…", "layers of each stage (default: split evenly)", _numbers),
     ),
     "KV cache": (

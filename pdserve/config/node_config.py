@@ -40,8 +40,6 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1  # pipeline stages
     tp: int = 1  # tensor shards per stage
     ep: int = 1  # 1: each shard has a slice of every expert; tp: whole experts
-    ep_redundancy: int = 0  # copies of other shards' experts per shard and layer
-    ep_rebalance_steps: int = 3000  # steps after which copies follow the counted load
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: split evenly
     max_model_len: int | None = None  # tokens
     block_size: int = 16  # tokens
@@ -170,14 +168,11 @@ def check_options(options: NodeOptions) -> None:
         "pp",
         "tp",
         "ep",
-        "ep_rebalance_steps",
     )
     for name in sizes:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
-    if options.ep_redundancy < 0:
-        raise ConfigError(f"ep_redundancy {options.ep_redundancy} must be at least 0")
     for name, allowed in (
         ("engine", ENGINES),
         ("load_format", LOAD_FORMATS),
@@ -218,7 +213,6 @@ def _check_simulated(options: NodeOptions) -> None:
         ("pp", (1,)),
         ("tp", (1,)),
         ("ep", (1,)),
-        ("ep_redundancy", (0,)),
         ("kv_checksum", (None, "off")),
     ):
         if getattr(options, name) not in allowed:

@@ -24,15 +24,12 @@ from pdserve.model.moe import MoEConfig
 class ParallelConfig(msgspec.Struct, frozen=True):
     """``stage_layers[s]`` is the number of layers of pipeline stage s; each stage has ``tp`` tensor shards.
 
-    ``ep`` is 1, or equals ``tp``: then each shard holds whole experts in place of a slice of every expert, and has
-    ``ep_redundancy`` slots more in each layer, for copies of other shards' experts.
+    ``ep`` is 1, or equals ``tp``: then each shard holds whole experts in place of a slice of every expert.
     """
 
     stage_layers: tuple[int, ...]
     tp: int = 1
     ep: int = 1
-    ep_redundancy: int = 0
-    ep_rebalance_steps: int = 0  # copies follow the counted load every so many steps
 
     @property
     def pp(self) -> int:
@@ -85,7 +82,7 @@ class RankPosition(msgspec.Struct, frozen=True):
         return range(first, first + self.parallel.stage_layers[self.stage])
 
     def local_experts(self, moe: MoEConfig) -> range:
-        """Return the experts of each layer that this rank holds, or holds a slice of; without copies."""
+        """Return the experts of each layer that this rank holds, or holds a slice of."""
         if self.parallel.ep == 1:
             return range(moe.num_experts)
         each = moe.num_experts // self.parallel.ep
@@ -137,25 +134,6 @@ def _check_experts(model: ModelConfig, tp: int, ep: int) -> None:
         raise ConfigError(f"ep {ep} does not divide the model's experts, {model.moe.num_experts}; choose a divisor")
 
 
-def with_redundant_experts(
-    model: ModelConfig, parallel: ParallelConfig, redundancy: int, rebalance_steps: int
-) -> ParallelConfig:
-    """Return a configuration with ``redundancy`` slots for copies per shard and layer. Raises ConfigError."""
-    if not redundancy:
-        return parallel
-    if parallel.ep == 1 or model.moe is None:
-        raise ConfigError(f"ep_redundancy {redundancy} copies whole experts of other shards; use it with --ep")
-    if model.moe.has_bias:
-        raise ConfigError(
-            f"ep_redundancy {redundancy}: {model.architecture} stores the experts of a layer in one tensor, of which "
-            "no single expert can be copied; leave --ep-redundancy out"
-        )
-    most = model.moe.num_experts - model.moe.num_experts // parallel.ep
-    if redundancy > most:
-        raise ConfigError(f"ep_redundancy {redundancy} exceeds {most}, the experts that other shards hold; lower it")
-    return msgspec.structs.replace(parallel, ep_redundancy=redundancy, ep_rebalance_steps=rebalance_steps)
-
-
 def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
     """Return a rank's part as a model: its layers, its heads, its part of the MLP. The vocabulary stays full."""
     tp, layers = position.parallel.tp, position.layers
@@ -174,7 +152,7 @@ def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
     tp, ep, layers = position.parallel.tp, position.parallel.ep, position.layers
     return msgspec.structs.replace(
         moe,
-        num_experts=len(position.local_experts(moe)) + position.parallel.ep_redundancy,
+        num_experts=len(position.local_experts(moe)),
         intermediate_size=moe.intermediate_size * ep // tp,
         shared_intermediate_size=moe.shared_intermediate_size // tp,
         dense_layers=tuple(layer - layers.start for layer in moe.dense_layers if layer in layers),

@@ -29,7 +29,6 @@ from pdserve.config.parallel import (
     choose_parallel_config,
     shard_of,
     weight_bytes,
-    with_redundant_experts,
 )
 from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
@@ -73,7 +72,6 @@ def resolve(
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.ep)
-    parallel = with_redundant_experts(model, parallel, options.ep_redundancy, options.ep_rebalance_steps)
     weights = _find_weights(model, model_dir) if options.reads_weights else None
     problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)

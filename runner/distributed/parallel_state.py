@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -156,20 +155,6 @@ class ParallelState:
         if self._initialized:
             _dist.broadcast(x, src=rank)
         return x
-
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
-        """Send contiguous tensors to shards of this stage, and overwrite others with what shards send.
-
-        Tensors between two shards come in the order in which they are sent. Later work on the current stream waits.
-        """
-        first = self.position.rank - self.position.shard
-        calls = [(_dist.isend, *send) for send in sends] + [(_dist.irecv, *receive) for receive in receives]
-        operations = [
-            _dist.P2POp(call, tensor.view(torch.uint8), first + shard, group=self._shards)
-            for call, tensor, shard in calls
-        ]
-        for work in _dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
 
     def first_problem(self, mine: str) -> str:
         """Return the problem of the first rank that has one, "" if no rank has one."""

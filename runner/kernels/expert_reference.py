@@ -39,18 +39,6 @@ def choose_experts(
     return Routing(weights * scale, experts.to(torch.int32))
 
 
-def spread_over_slots(experts: Tensor, slots: Tensor, counts: Tensor, load: Tensor) -> Tensor:
-    """Return a slot of each of experts [tokens, top_k] int32, as int32, and add the tokens of each expert to ``load``.
-
-    Token t takes slot ``slots[expert, t % counts[expert]]`` of slots [num_experts, most] int32. ``counts`` and ``load``
-    are [num_experts], int32 and int64.
-    """
-    tokens = torch.arange(len(experts), device=experts.device)[:, None]
-    numbers = experts.long()
-    load.index_add_(0, numbers.flatten(), torch.ones_like(numbers).flatten())
-    return slots[numbers, tokens % counts[numbers]]
-
-
 def sum_of_experts(
     x: Tensor, routing: Routing, local: range, expert: Callable[[int, Tensor], Tensor], shared: Tensor | None = None
 ) -> Tensor:

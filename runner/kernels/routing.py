@@ -17,7 +17,6 @@ from runner.batch import Routing
 _CHUNK = 2048  # assignments that a program reads at a time
 _PARTS = 8  # of many assignments, at most; they are counted and placed side by side
 _LEAST_BINS = 32  # of a histogram
-_SPREAD_BLOCK = 128  # assignments that a program spreads
 
 
 @triton.jit
@@ -124,45 +123,6 @@ def choose_experts(
             num_warps=1 if block <= 256 else 4,
         )
     return routing
-
-
-@triton.jit(do_not_specialize=["count"])
-def _spread_kernel(
-    experts,  # [tokens, TOP_K] int32
-    slots,  # [num_experts, MOST] int32
-    counts,  # [num_experts] int32
-    load,  # [num_experts] int64, added to
-    out,  # [tokens, TOP_K] int32
-    count,
-    TOP_K: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid (blocks of assignments,)."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    expert = tl.load(experts + at, mask=inside, other=0)
-    copy = at // TOP_K % tl.load(counts + expert)
-    tl.store(out + at, tl.load(slots + expert * MOST + copy), mask=inside)
-    tl.atomic_add(load + expert, tl.full([BLOCK], 1, tl.int64), mask=inside)
-
-
-def spread_over_slots(experts: Tensor, slots: Tensor, counts: Tensor, load: Tensor) -> Tensor:
-    """Return a slot of each of the experts; see ``expert_reference.spread_over_slots``."""
-    out, count = torch.empty_like(experts), experts.numel()
-    if count:
-        _spread_kernel[(triton.cdiv(count, _SPREAD_BLOCK),)](
-            experts,
-            slots,
-            counts,
-            load,
-            out,
-            count,
-            TOP_K=experts.shape[1],
-            MOST=slots.shape[1],
-            BLOCK=_SPREAD_BLOCK,
-        )
-    return out
 
 
 class SortedTokens(NamedTuple):

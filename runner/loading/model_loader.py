@@ -32,7 +32,6 @@ from runner.loading.peer_weights import PeerWeights
 from runner.loading.stored_weights import StoredWeights
 from runner.loading.weights import OpenWeights, check_weights, fill_random, fill_shard, open_weights
 from runner.models.decoder import Decoder
-from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
@@ -122,11 +121,6 @@ class LoadedModel:
         """This rank's part of the model, with the attention that the decoder's layers ask for."""
         shard = shard_of(self._config.model, self._config.position)
         return msgspec.structs.replace(shard, attention=self.decoder.attention)
-
-    @property
-    def mixtures(self) -> list[MixtureOfExperts]:
-        """The mixtures of experts of this rank's native layers."""
-        return self.decoder.mixtures() if isinstance(self.decoder, Decoder) else []
 
     def check_tensors(self, model_dir: Path, digested: FileStates) -> None:
         """Raise CheckpointError unless each tensor of another checkpoint has its place in the model. Reads none."""

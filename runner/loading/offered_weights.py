@@ -44,7 +44,6 @@ def _equals_stored(shard: WeightShard, stored: StoredTensor) -> bool:
     memory, shape = shard.memory, list(stored.shape)
     if (
         memory.is_meta
-        or shard.is_copy
         or shard.order is not None
         or not memory.numel()
         or memory.ndim != len(shape)

@@ -167,11 +167,6 @@ class Decoder:
             return MLP(self.context, self.config.intermediate_size)
         return MixtureOfExperts(self.context)
 
-    def mixtures(self) -> list[MixtureOfExperts]:
-        """Return the mixtures of experts of this rank."""
-        mlps = [layer.mlp for layer in self.layers]
-        return [mlp.block for mlp in mlps if isinstance(mlp.block, MixtureOfExperts)]
-
     def make_layer(self, layer: int) -> DecoderLayer:
         return DecoderLayer(self.context, self.make_attention(layer), self.make_mlp(self._first_layer + layer))
 

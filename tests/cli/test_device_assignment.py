@@ -136,7 +136,7 @@ def test_each_kind_of_node_has_its_parallel_sizes() -> None:
     options = NodeOptions(model="m", pp=2, tp=2, stage_layers=(3, 1))
     assert with_parallel_sizes(options, None, None) == options
     assert with_parallel_sizes(options, 1, 4) == NodeOptions(model="m", tp=4)
-    whole_experts = NodeOptions(model="m", tp=2, ep=2, ep_redundancy=3)
+    whole_experts = NodeOptions(model="m", tp=2, ep=2)
     assert with_parallel_sizes(whole_experts, None, None) == whole_experts
-    assert with_parallel_sizes(whole_experts, None, 4) == NodeOptions(model="m", tp=4, ep=4, ep_redundancy=3)
+    assert with_parallel_sizes(whole_experts, None, 4) == NodeOptions(model="m", tp=4, ep=4)
     assert with_parallel_sizes(whole_experts, None, 1) == NodeOptions(model="m")

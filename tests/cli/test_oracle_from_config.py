@@ -37,7 +37,6 @@ def resolved(
     variable: str | None = None,
     impl: str = "auto",
     split: tuple[int, int] = (1, 1),
-    redundancy: int = 0,
     device: DeviceInfo = GPU,
     **fields: object,
 ) -> NodeConfig:
@@ -54,8 +53,6 @@ def resolved(
         model_impl=impl,
         pp=pp,
         tp=tp,
-        ep=tp if redundancy else 1,
-        ep_redundancy=redundancy,
     )
     return resolve(options, device, {} if variable is None else {VARIABLE: variable}, PLATFORM)
 
@@ -89,13 +86,6 @@ def test_explain_counts_experts(model_type: str, tmp_path: Path) -> None:
     assert (config.model.moe.num_experts, config.model.moe.top_k) == (4, 2)
     rows = r"^experts +4 in each of \d+ layers\n +a token uses 2: [\d.]+ M of [\d.]+ M parameters$"
     assert re.search(rows, as_text(config), re.MULTILINE)
-
-
-def test_explain_counts_copies_of_experts(tmp_path: Path) -> None:
-    config = resolved(tmp_path, "qwen3_moe", split=(1, 2), redundancy=1)
-    rows = r"^experts +4 in each of \d+ layers, and copies of 1 from other shards on each shard$"
-    assert re.search(rows, as_text(config), re.MULTILINE)
-    assert config.parallel.ep_rebalance_steps == 3000
 
 
 @pytest.mark.parametrize("model_type", REASONS)

@@ -17,7 +17,6 @@ from pdserve.config.parallel import (
     num_parameters,
     shard_of,
     vocabulary_of,
-    with_redundant_experts,
 )
 from pdserve.errors import ConfigError
 from pdserve.model.attention_spec import AttentionSpec
@@ -132,31 +131,6 @@ def test_impossible_expert_parallel_sizes_are_refused(tp: int, ep: int, is_moe: 
     of = msgspec.structs.replace(model(), moe=MOE if is_moe else None)
     with pytest.raises(ConfigError, match=named):
         choose_parallel_config(of, 1, tp, ep=ep)
-
-
-@pytest.mark.parametrize(
-    ("ep", "changes", "redundancy", "named"),
-    [
-        (1, {}, 1, "ep_redundancy 1 .*use it with --ep"),
-        (2, {"has_bias": True}, 1, "Qwen3ForCausalLM stores the experts of a layer in one tensor"),
-        (2, {}, 5, "ep_redundancy 5 exceeds 4"),
-    ],
-)
-def test_impossible_copies_of_experts_are_refused(
-    ep: int, changes: dict[str, bool], redundancy: int, named: str
-) -> None:
-    of = msgspec.structs.replace(model(kv_heads=8), moe=msgspec.structs.replace(MOE, **changes))
-    with pytest.raises(ConfigError, match=named):
-        with_redundant_experts(of, choose_parallel_config(of, 1, 2, ep=ep), redundancy, 100)
-
-
-def test_copies_of_experts_count_as_parameters() -> None:
-    of = msgspec.structs.replace(model(kv_heads=8, vocab=100), moe=MOE)
-    plain = choose_parallel_config(of, 1, 2, ep=2)
-    copied = with_redundant_experts(of, plain, 3, 100)
-    more = num_parameters(of, copied.position(1)) - num_parameters(of, plain.position(1))
-    assert more == (of.num_layers - 1) * 3 * 3 * of.hidden_size * MOE.intermediate_size
-    assert active_parameters(of, copied.position(1)) == active_parameters(of, plain.position(1))
 
 
 def test_experts_are_sliced_or_divided_among_shards() -> None:

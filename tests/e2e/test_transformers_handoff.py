@@ -22,9 +22,8 @@ FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-l
 
 #: Two of the families are quantized: per-expert weights in FP8 blocks, and fused experts in MXFP4.
 QUANTIZED = {"qwen3_moe": "fp8 blocks", "gpt_oss": "mxfp4"}
-#: Their decode nodes are split, so ranks dequantize parts of weights. Some experts have copies, which move.
-COPIES = ("--ep", "2", "--ep-redundancy", "2", "--ep-rebalance-steps", "2")
-SPLIT = {"qwen3_moe": ("--tp", "2", *COPIES), "gpt_oss": ("--pp", "2")}
+#: Their decode nodes are split, so ranks dequantize parts of weights.
+SPLIT = {"qwen3_moe": ("--tp", "2", "--ep", "2"), "gpt_oss": ("--pp", "2")}
 
 #: Learned positions, a fused projection, alternating windows, and the split and quantized ones.
 EVERYDAY = ("gpt2", "phi3", "gemma3_text", *QUANTIZED)

@@ -12,6 +12,16 @@ import torch
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from runner.expert_balance import ExpertBalance
+from runner.models.layers.expert_copies import ExpertCopies
+from runner.models.layers.expert_placement import (
+    UNUSED,
+    Placement,
+    balanced_placement,
+    busiest_load,
+    first_placement,
+    next_placement,
+)
 from torch import Tensor
 from weight_patches import patched, read_tensors, write_patch
 
@@ -22,22 +32,12 @@ from pdserve.model.model_config import load_model_config
 from pdserve.records import ScheduledSequence, StepPlan
 from runner.batch import Routing
 from runner.distributed.parallel_state import ParallelState
-from runner.expert_balance import ExpertBalance
 from runner.kernels import expert_reference, routing
 from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch
 from runner.loading.stored_weights import StoredWeights
 from runner.loading.weights import fill_shard, open_weights
 from runner.models.decoder import Decoder
-from runner.models.layers.expert_copies import ExpertCopies
-from runner.models.layers.expert_placement import (
-    UNUSED,
-    Placement,
-    balanced_placement,
-    busiest_load,
-    first_placement,
-    next_placement,
-)
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement

@@ -20,7 +20,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3-small": ("qwen3", {"num_hidden_layers": 2}),
     "glm4-moe-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
-    "glm4-moe-copies-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 Case = tuple[str, str, int, int, tuple[int, ...] | None]  # model, runner, stages, shards, layers
@@ -101,7 +100,6 @@ def check_cases(cases: list[Case], folder: Path) -> None:
                     pp=pp,
                     tp=tp,
                     ep=tp if model.endswith("-ep") else 1,
-                    ep_redundancy=2 if model.endswith("-copies-ep") and tp > 1 else 0,
                     stage_layers=stage_layers,
                 )
                 requests = requests_of(version)

@@ -37,7 +37,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-ep": ("qwen3_moe", {"num_hidden_layers": 2}),
     "gpt-oss-mxfp4": ("gpt_oss", {"num_hidden_layers": 2, "intermediate_size": 128}),
     "gpt-oss-mxfp4-ep": ("gpt_oss", {"num_hidden_layers": 2}),
-    "qwen3-moe-copies-ep": ("qwen3_moe", {"num_hidden_layers": 2}),
     "gpt-oss-ep": ("gpt_oss", {"num_hidden_layers": 2}),
     "glm4-moe-ep": ("glm4_moe", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
@@ -46,7 +45,7 @@ NAMES = (
     "llama",
     "llama-tied",
     "mistral",
-    "qwen3-moe-copies-ep",
+    "qwen3-moe-ep",
     "gpt-oss",
     "glm4-moe-ep",
     "minimax-m2",
@@ -56,16 +55,13 @@ FEW.append(("qwen3", "V2", 2))
 
 
 def case_of(directory: Path, version: str, tp: int) -> Case:
-    """Shards of a model named "…-ep" hold whole experts; with "copies" they copy some, others after each step."""
+    """Shards of a model named "…-ep" hold whole experts."""
     lengths, num_tokens = ((5, 37, 20), 6) if version == "V1" else ((3, 18), 2)
     numbers = random.Random(3)
     prompts = tuple(tuple(numbers.randrange(128) for _ in range(length)) for length in lengths)
     backend = {"V1": "torch", "V2": "triton"}[version]
     ep = tp if directory.name.endswith("-ep") else 1
-    copies = 1 if "copies" in directory.name and ep > 1 else 0
-    config = node_config(
-        directory, tp=tp, ep=ep, ep_redundancy=copies, runner=version, attention_backend=backend, max_num_seqs=8
-    )
+    config = node_config(directory, tp=tp, ep=ep, runner=version, attention_backend=backend, max_num_seqs=8)
     return Case(config, prompts, (GREEDY, SAMPLED), num_tokens, chunk=18)
 
 

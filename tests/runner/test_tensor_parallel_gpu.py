@@ -29,15 +29,13 @@ SAMPLED = SamplingParams(1, temperature=1.3, seed=11, top_k=60, top_p=0.95, freq
 FORMS = [("V1", "float32"), ("V2", "float32"), ("V2", "bfloat16")]
 
 
-def case_of(directory: Path, version: str, dtype: str, tp: int, redundancy: int = 0) -> Case:
-    """With ``redundancy``, shards hold whole experts, and copies of others, which are chosen anew after each step."""
+def case_of(directory: Path, version: str, dtype: str, tp: int, ep: int = 1) -> Case:
     numbers = random.Random(3)
     prompts = tuple(tuple(numbers.randrange(128) for _ in range(length)) for length in (5, 37, 20, 300))
     config = node_config(
         directory,
         tp=tp,
-        ep=tp if redundancy else 1,
-        ep_redundancy=redundancy if tp > 1 else 0,
+        ep=ep,
         runner=version,
         attention_backend="triton",
         device="cuda",
@@ -60,9 +58,9 @@ def test_shards_sample_the_tokens_of_one_gpu(tmp_path: Path) -> None:
             assert found == [outcome.tokens for outcome in expected.outcomes], version
 
 
-def test_shards_with_copies_of_experts_sample_the_tokens_of_one_gpu(tmp_path: Path) -> None:
+def test_shards_with_whole_experts_sample_the_tokens_of_one_gpu(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=131)
-    cases = [case_of(directory, version, "float32", 2, redundancy=2) for version in ("V1", "V2")]
+    cases = [case_of(directory, version, "float32", tp=2, ep=2) for version in ("V1", "V2")]
     for case, ranks in zip(cases, answers_of_ranks(cases, 2), strict=True):
         expected = answer_of(case_of(directory, case.config.decision.runner, "float32", 1))
         for found in ranks:

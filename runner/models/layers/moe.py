@@ -12,7 +12,6 @@ from pdserve.model.moe import MoEConfig
 from runner.batch import Activations, Routing
 from runner.kernels import expert_reference
 from runner.models.layers.context import ModelContext
-from runner.models.layers.expert_copies import ExpertCopies
 from runner.models.layers.mlp import MLP
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
 from runner.models.quantization import ExpertsMethod, ExpertsShard
@@ -73,8 +72,7 @@ class MixtureOfExperts:
     """``--tp`` slices each expert along its intermediate size; with ``--ep`` a shard holds whole experts.
 
     Shards see the same tokens and choose the same experts. Each computes its part for all tokens, and the sum over the
-    shards, which the next norm takes anyway, adds them up. With ``--ep-redundancy`` some experts are on several shards,
-    which share their tokens.
+    shards, which the next norm takes anyway, adds them up.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -85,12 +83,7 @@ class MixtureOfExperts:
         self._router = Router(moe, config.hidden_size, placement)
         position, size = context.position, moe.intermediate_size
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
-        self.copies: ExpertCopies | None = None
-        local, mine = position.local_experts(moe), []
-        if position.parallel.ep_redundancy:
-            self.copies = ExpertCopies(moe.num_experts, position, placement)
-            local, mine = self.copies.local, self.copies.mine
-        shard = ExpertsShard(local, moe.num_experts, config.hidden_size, inner, mine)
+        shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
         self._experts: ExpertsMethod = (
             BiasedExperts(shard, moe, placement, mxfp4=config.keeps_quantized)
             if moe.has_bias
@@ -106,11 +99,7 @@ class MixtureOfExperts:
         """Return this shard's part of [tokens, hidden_size] of x [tokens, hidden_size]; never waits for the device."""
         assert isinstance(x, Tensor)
         shared = None if self._shared is None else self._shared.apply(x)
-        routing = self._router(x)
-        return self._experts.apply(x, routing if self.copies is None else self.copies(routing), shared)
-
-    def slot_tensors(self) -> list[Tensor]:
-        return self._experts.slot_tensors()
+        return self._experts.apply(x, self._router(x), shared)
 
     def weight_shards(self) -> WeightShards:
         yield from prefixed("gate.", self._router.weight_shards())

@@ -43,7 +43,6 @@ class WeightShard:
     start: int = 0
     order: Tensor | None = None  # of the rows of each head in memory, on the CPU; None: that of the full tensor
     restore: Callable[[], None] | None = None  # unpacks the weights of the layer, if ``memory`` is meta
-    is_copy: bool = False  # of an expert that another rank holds, too; it may make room for another one
 
     @classmethod
     def full(cls, memory: Tensor) -> WeightShard:

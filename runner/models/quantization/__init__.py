@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -73,27 +73,10 @@ class LinearMethod(ABC):
 class ExpertsShard(NamedTuple):
     """A rank's part of the experts of one layer."""
 
-    local: range  # numbers of its slots among those of all ranks; without copies those of its experts
+    local: range  # the experts that it holds, or holds a slice of
     num_experts: int  # of the layer
     hidden_size: int
     inner: ShardRange  # of the intermediate size of each expert
-    copies: Sequence[int] = ()  # experts of other ranks in its last slots, -1 for none; they change while serving
-
-    def held(self) -> Iterator[HeldExpert]:
-        """Yield the experts whose weights this rank holds."""
-        own = len(self.local) - len(self.copies)
-        first = self.local.start // len(self.local) * own if self.copies else self.local.start
-        for index in range(own):
-            yield HeldExpert(index, first + index, False)
-        for index, expert in enumerate(self.copies, own):
-            if expert >= 0:
-                yield HeldExpert(index, expert, True)
-
-
-class HeldExpert(NamedTuple):
-    slot: int  # counted from 0 on this rank
-    expert: int
-    is_copy: bool
 
 
 class ExpertsMethod(ABC):
@@ -123,15 +106,11 @@ class ExpertsMethod(ABC):
     def process_weights_after_loading(self) -> None:
         """Bring filled weights into the form that ``apply`` uses."""
 
-    def slot_tensors(self) -> list[Tensor]:
-        """Return the tensors [slots, ...] of processed weights; a row of each is all that an expert needs."""
-        raise NotImplementedError(f"{type(self).__name__} has no copies of experts")
-
     @abstractmethod
     def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
         """Return the weighted sum of each token's local experts, plus ``shared``; all [tokens, hidden_size].
 
-        ``routing`` names slots. On GPUs with Triton the call never waits for the device.
+        On GPUs with Triton the call never waits for the device.
         """
 
 

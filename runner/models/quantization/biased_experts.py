@@ -70,7 +70,7 @@ class BiasedExperts(ExpertsMethod):
 
     def weight_shards(self) -> WeightShards:
         """Yield parts of stacked tensors: some experts, or a part of each."""
-        local, num_experts, hidden_size, inner, _ = self._shard
+        local, num_experts, hidden_size, inner = self._shard
         experts, hidden = ShardRange(local.start, len(local), num_experts), ShardRange.full(hidden_size)
         gate_ups = ShardRange(*(2 * size for size in inner))
         yield from self._gate_up.weight_shards("gate_up_proj", experts, gate_ups, hidden)

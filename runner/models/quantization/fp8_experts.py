@@ -7,7 +7,6 @@ tokens that they are not sorted stay as they are. Without Triton an expert is de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -44,20 +43,14 @@ class Fp8Experts(ExpertsMethod):
 
     def weight_shards(self) -> WeightShards:
         hidden, inner = ShardRange.full(self._shard.hidden_size), self._shard.inner
-        for index, expert, is_copy in self._shard.held():
-            for name, shard in (
-                *self._gate_up.shards(f"{expert}.gate_proj", index, 0, inner, hidden),
-                *self._gate_up.shards(f"{expert}.up_proj", index, inner.size, inner, hidden),
-                *self._down.shards(f"{expert}.down_proj", index, 0, hidden, inner),
-            ):
-                yield name, replace(shard, is_copy=is_copy)
+        for index, expert in enumerate(self._shard.local):
+            yield from self._gate_up.shards(f"{expert}.gate_proj", index, 0, inner, hidden)
+            yield from self._gate_up.shards(f"{expert}.up_proj", index, inner.size, inner, hidden)
+            yield from self._down.shards(f"{expert}.down_proj", index, 0, hidden, inner)
 
     def process_weights_after_loading(self) -> None:
         self._gate_up.process()
         self._down.process()
-
-    def slot_tensors(self) -> list[Tensor]:
-        return [tensor for stack in (self._gate_up, self._down) for tensor in stack.operands[:2]]
 
     def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
         local = self._shard.local

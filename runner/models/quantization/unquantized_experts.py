@@ -35,20 +35,17 @@ class UnquantizedExperts(ExpertsMethod):
     def weight_shards(self) -> WeightShards:
         hidden_size, inner = self._shard.hidden_size, self._shard.inner
         outputs, inputs = (inner.full_size, hidden_size), (hidden_size, inner.full_size)
-        for index, expert, is_copy in self._shard.held():
+        for index, expert in enumerate(self._shard.local):
             gate, up = self._gate_up[index].split(inner.size)
             for name, memory, full, dim in (
                 ("gate_proj", gate, outputs, 0),
                 ("up_proj", up, outputs, 0),
                 ("down_proj", self._down[index], inputs, 1),
             ):
-                yield f"{expert}.{name}.weight", WeightShard(memory, full, dim, inner.start, is_copy=is_copy)
+                yield f"{expert}.{name}.weight", WeightShard(memory, full, dim, inner.start)
 
     def process_weights_after_loading(self) -> None:
         """Nothing: the grouped products read the checkpoint's form."""
-
-    def slot_tensors(self) -> list[Tensor]:
-        return [self._gate_up, self._down]
 
     def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
         local = self._shard.local
