@@ -1,4 +1,20 @@
-"""All errors that pdserve raises on purpose.
+"""All errors that pdserve raises on purpose. Routers add those of their API (router/errors.py).
+
+    PdserveError
+    ├── ConfigError             exit status 2
+    │   └── CheckpointError
+    ├── CapacityError           exit status 2
+    ├── RequestError            HTTP 400
+    │   ├── RequestTooLong
+    │   └── ModelNotFound       HTTP 404
+    ├── Overloaded              HTTP 503
+    │   └── Draining
+    ├── DeadlineExceeded        HTTP 504
+    └── NodeError               HTTP 502
+        ├── PeerError
+        └── EngineDied
+            └── EngineCrashed
+                └── PrefillCrashed
 
 Messages say value, limit and remedy. Third-party errors are translated once, in the module that owns the dependency,
 with ``raise … from exc``.

@@ -1,41 +1,29 @@
-"""Connection to one rank of a peer: chunks of reads, from order to end. A PeerConnection has one or several.
+"""Connection to one rank of a peer: the chunks of reads that come from it. A PeerConnection has one or several.
 
-    waiting ──post──► in flight ──DONE────────────────────► ended
-       │                  │                                   ▲
-       │                  ├──Disconnected (endpoint dead)─────┤
-       │                  └──any other error: in doubt ───────┤  sockets are shut; ended once the endpoint is dead
-       └──connection failed (never posted)────────────────────┘
-
-Until a chunk has ended, its local blocks may still be written to: neither releasing its handle nor removing the peer
-stops a transfer. So each chunk in flight is polled to its end, and a hung rank is made to end by shutting its sockets.
+A chunk waits, is posted and ends with its transfer (transfers.py); if the connection fails before, it is never posted.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from connector.backends.nixl.agent import Disconnected, NixlAgent, NixlTransfer
-from connector.backends.nixl.ucx_sockets import PeerSockets
+from connector.backends.nixl.agent import NixlAgent
+from connector.backends.nixl.transfers import Transfers
 from connector.planning.block_slicing import BlockRanges
 from connector.planning.rank_mapping import SourceRank
 from connector.planning.transfer_plan import ReadChunk, plan_read
 from pdserve.errors import PeerError
 from pdserve.records import KVRead, KVRegion
 
-logger = logging.getLogger(__name__)
-
 # By target device. Copies between processes of a host happen inside the post, so a chunk bounds how long a post blocks
 # the owner thread. A GPU copies by itself and needs enough work between two polls.
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 CHUNKS_IN_FLIGHT = 4
 TEST_READ_BYTES = 64
-GRACE_SECONDS = 0.5  # for chunks in flight when a connection is given up
 
 
 class PendingRead:
@@ -49,24 +37,11 @@ class PendingRead:
         self._on_end = on_end
         self._error = ""
 
-    def fail(self, error: str) -> None:
-        """Record an error. Chunks in flight go on."""
-        self._error = self._error or error
-
     def end_chunk(self, error: str) -> None:
-        self.fail(error)
+        self._error = self._error or error
         self._num_left -= 1
         if not self._num_left:
             self._on_end(self._error)
-
-
-class _PostedChunk:
-    """``in_doubt``: it failed, but the endpoint may live and bytes may still land."""
-
-    def __init__(self, read: PendingRead, transfer: NixlTransfer) -> None:
-        self.read = read
-        self.transfer = transfer
-        self.in_doubt = False
 
 
 class TransferContext(NamedTuple):
@@ -86,21 +61,20 @@ class RankConnection:
     def __init__(
         self, context: TransferContext, source: SourceRank, prefix: str, on_failure: Callable[[str], None]
     ) -> None:
-        self.failure = ""  # reason, once no new chunk is posted
         self._context = context
         self._rank = source.rank
         self._slices = source.slices
-        self._prefix = prefix
         self._on_failure = on_failure
         self._prepared: list[int] = []
         self._waiting: deque[tuple[PendingRead, ReadChunk]] = deque()
-        self._in_flight: list[_PostedChunk] = []
-        self._failed_at = 0.0
-        self._stall_check_at = 0.0
-        self._received_bytes = -1  # at the last stall check; -1: not counted
-        self._advanced_at = 0.0
-        self._sockets_shut = False
-        self._sockets = PeerSockets(context.agent.metadata(), self._rank.metadata)
+        self._transfers = Transfers(
+            context.agent,
+            self._rank.agent,
+            self._rank.metadata,
+            stall_timeout=context.stall_timeout,
+            prefix=prefix,
+            failed=self._failed,
+        )
         context.agent.add(self._rank.metadata)
         try:
             self._remote = self._prepare(self._rank.agent, self._rank.region, self._slices.remote)
@@ -113,13 +87,18 @@ class RankConnection:
             raise
 
     @property
+    def failure(self) -> str:
+        """The reason, once no new chunk is posted."""
+        return self._transfers.failure
+
+    @property
     def busy(self) -> bool:
-        return bool(self._in_flight or self._waiting)
+        return bool(self._transfers or self._waiting)
 
     @property
     def drained(self) -> bool:
         """Whether nothing from this rank can land any more or will be posted."""
-        return bool(self.failure) and not self._in_flight
+        return bool(self.failure) and not self._transfers
 
     def test_read(self, read: PendingRead) -> None:
         """Read a few bytes, as the one chunk of ``read`` on this connection.
@@ -131,7 +110,8 @@ class RankConnection:
             read.end_chunk(self.failure)
             return
         only = np.zeros(1, np.int32)
-        self._post(read, lambda: self._context.agent.read(self._context.scratch, only, self._remote_start, only))
+        agent, scratch = self._context.agent, self._context.scratch
+        self._transfers.post(lambda: agent.read(scratch, only, self._remote_start, only), read.end_chunk)
 
     def plan(self, read: KVRead) -> list[ReadChunk]:
         """Return the chunks of ``read`` that come from this rank. Raises PeerError."""
@@ -144,32 +124,18 @@ class RankConnection:
 
     def advance(self) -> bool:
         """Post one chunk and poll those in flight. Return whether anything moved."""
-        moved = self._post_next()
-        for chunk in list(self._in_flight):
-            # A chunk in doubt is posted again, into blocks that it still owns: it fails once the endpoint is dead.
-            moved |= self._step(chunk, post=chunk.in_doubt)
-        now = time.monotonic()
-        if moved or now - self._advanced_at > self._context.stall_timeout / 4:  # then this thread stood still
-            self._restart_stall_check(now)
-        elif self._in_flight and now > self._stall_check_at:
-            self._check_stall(now)
-        self._advanced_at = now
-        if self._in_flight and self.failure and now - self._failed_at > GRACE_SECONDS:
-            self._shut_sockets()
-        return moved
+        posted = self._post_next()
+        return self._transfers.poll() or posted
 
     def fail(self, reason: str) -> None:
         """Post nothing more. Waiting chunks end now with ``reason``, chunks in flight when their transfer ends."""
-        if self.failure:
-            return
-        self.failure, self._failed_at = reason, time.monotonic()
+        self._transfers.fail(reason)
         while self._waiting:
-            self._waiting.popleft()[0].end_chunk(reason)
+            self._waiting.popleft()[0].end_chunk(self.failure)
 
     def abort(self) -> None:
         """Make the transfers in flight end now."""
-        if self._in_flight:
-            self._shut_sockets()
+        self._transfers.shut_sockets()
 
     def close(self) -> None:
         """Forget this rank in the agent; only once drained, or right before the agent is destroyed."""
@@ -181,79 +147,15 @@ class RankConnection:
         self._prepared.append(self._context.agent.prepare(owner, region, ranges))
         return self._prepared[-1]
 
-    # ------------------------------------------------------------ stalls
-
-    def _restart_stall_check(self, now: float, received_bytes: int = -1) -> None:
-        self._stall_check_at = now + self._context.stall_timeout / 2
-        self._received_bytes = received_bytes
-
-    def _check_stall(self, now: float) -> None:
-        """No chunk has ended for half a stall timeout. That is no stall while bytes arrive over TCP sockets.
-
-        Other networks have no sockets, and are never that slow.
-        """
-        received = self._sockets.received_bytes()
-        if self._received_bytes == -1 or received > self._received_bytes:
-            self._restart_stall_check(now, received)
-            return
-        self._report_failure(
-            f"no byte arrived for {self._context.stall_timeout:g} s: the peer hangs or its network is cut"
-        )
-        self._shut_sockets()
-
-    # ------------------------------------------------------------ chunks
-
-    def _report_failure(self, reason: str) -> None:
-        if not self.failure:
-            self.fail(self._prefix + reason)
-            self._on_failure(self.failure)
+    def _failed(self, reason: str) -> None:
+        self.fail(reason)
+        self._on_failure(reason)
 
     def _post_next(self) -> bool:
-        if not self._waiting or len(self._in_flight) >= CHUNKS_IN_FLIGHT:
+        if not self._waiting or len(self._transfers) >= CHUNKS_IN_FLIGHT:
             return False
         read, chunk = self._waiting.popleft()
         local, remote = self._slices.local.descriptors(chunk.local), self._slices.remote.descriptors(chunk.remote)
-        self._post(read, lambda: self._context.agent.read(self._local, local, self._remote, remote))
+        agent = self._context.agent
+        self._transfers.post(lambda: agent.read(self._local, local, self._remote, remote), read.end_chunk)
         return True
-
-    def _post(self, read: PendingRead, create: Callable[[], NixlTransfer]) -> None:
-        try:
-            chunk = _PostedChunk(read, create())
-        except PeerError as error:  # nothing was posted
-            read.end_chunk(self._prefix + str(error))
-            self._report_failure(str(error))
-            return
-        if not self._in_flight:
-            self._restart_stall_check(time.monotonic())
-        self._in_flight.append(chunk)
-        self._step(chunk, post=True)
-
-    def _step(self, chunk: _PostedChunk, post: bool) -> bool:
-        """Post or poll a chunk. Return whether it has ended."""
-        try:
-            if not (chunk.transfer.post() if post else chunk.transfer.done()) or chunk.in_doubt:
-                return False
-        except Disconnected as error:
-            self._end(chunk, self._prefix + str(error))
-            self._report_failure(str(error))
-            return True
-        except PeerError as error:
-            chunk.in_doubt = True
-            chunk.read.fail(self._prefix + str(error))
-            self._report_failure(str(error))
-            self._shut_sockets()
-            return False
-        self._end(chunk, self.failure)
-        return True
-
-    def _end(self, chunk: _PostedChunk, error: str) -> None:
-        self._in_flight.remove(chunk)
-        chunk.transfer.release()
-        chunk.read.end_chunk(error)
-
-    def _shut_sockets(self) -> None:
-        if self._sockets_shut:
-            return
-        self._sockets_shut = True
-        count = self._sockets.shut()
-        logger.warning("%s: %s; shut %d of its connections down", self._rank.agent, self.failure, count)

@@ -16,8 +16,8 @@ from contextlib import suppress
 import numpy as np
 
 from connector.backends.nixl import ucx
-from connector.backends.nixl.agent import Disconnected, NixlAgent, NixlTransfer
-from connector.backends.nixl.ucx_sockets import PeerSockets
+from connector.backends.nixl.agent import NixlAgent
+from connector.backends.nixl.transfers import Transfers
 from connector.planning.block_slicing import BlockRanges
 from pdserve.errors import PeerError, shown
 from pdserve.records import KVRegion
@@ -52,15 +52,6 @@ class NixlWeightSource:
         ucx.log().forward()
 
 
-class _Chunk:
-    """A part of a read: its transfer and the descriptors that belong to it."""
-
-    def __init__(self, rank: RankWeights, transfer: NixlTransfer, prepared: tuple[int, int]) -> None:
-        self.rank = rank
-        self.transfer = transfer
-        self.prepared = prepared
-
-
 class NixlWeightReader:
     """Implements pdserve.protocols.WeightReader. After an error the staging memory must not be used again."""
 
@@ -69,10 +60,10 @@ class NixlWeightReader:
         self._timing = timing
         self._agent: NixlAgent | None = None
         self._staging: KVRegion
-        self._connected: dict[str, PeerSockets] = {}  # by agent
-        self._flying: list[_Chunk] = []
-        self._received = -1  # bytes over TCP at the last look; -1: not counted
-        self._budget = timing.stall_timeout  # seconds that reads may take beside those at the slowest rate
+        self._ranks: dict[str, Transfers] = {}  # by agent
+        self._failure = ""
+        # Seconds that reads may take beside those at the slowest rate; a hang is found after one stall timeout.
+        self._longest_delay = self._budget = 1.5 * timing.stall_timeout
 
     def open(self, staging: KVRegion) -> None:
         self._agent = NixlAgent(f"weight-reader-{secrets.token_hex(8)}", self._timing)
@@ -83,27 +74,26 @@ class NixlWeightReader:
         for rank, _, _ in reads:  # its time does not count
             self._connect(rank)
         started = time.monotonic()
-        self._budget = min(self._budget, self._timing.stall_timeout) + sum(p.num_bytes for _, p, _ in reads) / _SLOWEST
+        self._budget = min(self._budget, self._longest_delay) + sum(p.num_bytes for _, p, _ in reads) / _SLOWEST
         try:
             waiting = deque(_chunks(reads))
-            sleep, moved_at = 0.0, started
-            while waiting or self._flying:
+            sleep = 0.0
+            while waiting or self._num_in_flight:
                 moved = self._poll()
-                if waiting and len(self._flying) < _IN_FLIGHT:
+                if waiting and self._num_in_flight < _IN_FLIGHT:
                     self._post(*waiting.popleft())
                     moved = True
+                if self._failure:
+                    raise PeerError(self._failure)
                 if moved:
-                    sleep, moved_at = 0.0, time.monotonic()
+                    sleep = 0.0
                     continue
                 if time.monotonic() - started > self._budget:
                     raise PeerError(f"it sends less than {_SLOWEST >> 20} MiB/s")
-                if time.monotonic() - moved_at > self._timing.stall_timeout / 2:
-                    self._check_stall()
-                    moved_at = time.monotonic()
                 sleep = min(max(2 * sleep, _FIRST_SLEEP), _LONGEST_SLEEP)
                 time.sleep(sleep)
-        except PeerError:
-            self._abort()
+        except PeerError as exc:
+            self._abort(str(exc))
             raise
         finally:
             self._budget -= time.monotonic() - started
@@ -111,31 +101,40 @@ class NixlWeightReader:
 
     def close(self) -> None:
         """Close all connections. Leave the agent alone while bytes may still arrive. Idempotent."""
-        if self._agent is None or self._flying:
+        if self._agent is None or self._num_in_flight:
             return
         with suppress(PeerError):  # a broken connection is closed
-            for agent in self._connected:
+            for agent in self._ranks:
                 self._agent.remove(agent)
             self._agent.close()
-        self._connected.clear()
+        self._ranks.clear()
         self._agent = None
         ucx.log().forward()
 
     @property
     def drained(self) -> bool:
         """Whether no byte can reach the staging memory any more."""
-        return not self._flying
+        return not self._num_in_flight
+
+    @property
+    def _num_in_flight(self) -> int:
+        return sum(map(len, self._ranks.values()))
 
     def _connect(self, rank: RankWeights) -> None:
         assert self._agent is not None, "open comes first"
-        if rank.agent in self._connected:
+        if rank.agent in self._ranks:
             return
-        sockets = PeerSockets(self._agent.metadata(), rank.metadata)
+        transfers = Transfers(
+            self._agent, rank.agent, rank.metadata, stall_timeout=self._timing.stall_timeout, failed=self._failed
+        )
         found = self._agent.add(rank.metadata)
         if found != rank.agent:
             self._agent.remove(found)
             raise PeerError(f"the peer says it is {shown(rank.agent)}, its NIXL metadata is of {shown(found)}")
-        self._connected[rank.agent] = sockets
+        self._ranks[rank.agent] = transfers
+
+    def _failed(self, reason: str) -> None:
+        self._failure = self._failure or reason
 
     def _post(self, rank: RankWeights, remote: KVRegion, offset: int) -> None:
         agent = self._agent
@@ -144,55 +143,25 @@ class NixlWeightReader:
         whole = BlockRanges.whole(remote.num_bytes, 1)
         local = agent.prepare(None, here, whole)
         there = agent.prepare(rank.agent, remote, whole)
-        chunk = _Chunk(rank, agent.read(local, _ONLY, there, _ONLY), (local, there))
-        self._flying.append(chunk)
-        try:
-            done = chunk.transfer.post()
-        except Disconnected:
-            self._end(chunk)
-            raise
-        if done:
-            self._end(chunk)
+
+        def release(error: str) -> None:
+            agent.release(local)
+            agent.release(there)
+
+        self._ranks[rank.agent].post(lambda: agent.read(local, _ONLY, there, _ONLY), release)
 
     def _poll(self) -> bool:
-        """Poll chunks in flight. Return whether one has ended."""
-        moved = False
-        for chunk in list(self._flying):
-            try:
-                done = chunk.transfer.done()
-            except Disconnected:
-                self._end(chunk)
-                raise
-            if done:
-                self._end(chunk)
-                moved = True
-        return moved
+        """Poll the transfers in flight. Return whether one has ended."""
+        return sum(transfers.poll() for transfers in self._ranks.values()) > 0
 
-    def _end(self, chunk: _Chunk) -> None:
-        assert self._agent is not None
-        self._flying.remove(chunk)
-        chunk.transfer.release()
-        for prepared in chunk.prepared:
-            self._agent.release(prepared)
-
-    def _check_stall(self) -> None:
-        """No chunk has ended for half a stall timeout. That is no stall while bytes arrive over TCP sockets."""
-        received = sum(sockets.received_bytes() for sockets in self._connected.values())
-        if self._received != received:
-            self._received = received
-            return
-        raise PeerError(f"no byte arrived for {self._timing.stall_timeout:g} s: it hangs or its network is cut")
-
-    def _abort(self) -> None:
+    def _abort(self, reason: str) -> None:
         """Make the transfers in flight end, by shutting the sockets to the peer."""
-        if not self._flying:
-            return
-        for sockets in self._connected.values():
-            sockets.shut()
+        for transfers in self._ranks.values():
+            transfers.fail(reason)
+            transfers.shut_sockets()
         end = time.monotonic() + _END_SECONDS
-        while self._flying and time.monotonic() < end:
-            with suppress(PeerError):
-                self._poll()
+        while self._num_in_flight and time.monotonic() < end:
+            self._poll()
             time.sleep(_LONGEST_SLEEP)
 
 
