@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from fastapi import FastAPI, Request, Response
 
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_KINDS = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "mjs": "text/javascript",
+    "svg": "image/svg+xml",
+}
 
 # Only scripts, styles and data of this router; no markup from strings; no framing by other pages.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types "
 )
 HEADERS = {
-    "content-security-policy": _POLICY,
+    "content-security-policy": f"{_POLICY}'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -22,16 +30,28 @@ HEADERS = {
 }
 
 
-def read_page(package: str, index_path: str, folder_path: str) -> dict[str, Response]:
-    """Return the responses of ``page/`` in a package by path: index.html at ``index_path``, others in the folder."""
+def read_page(package: str, index_path: str, folder_path: str, sanitizer: str = "'none'") -> dict[str, Response]:
+    """Return the responses of ``page/`` in a package by path: index.html at ``index_path``, others in the folder.
+
+    ``sanitizer`` is the trusted types policy that alone may turn strings into markup on this page.
+    """
+    headers = HEADERS | {"content-security-policy": _POLICY + sanitizer, "cache-control": "no-cache"}
     found: dict[str, Response] = {}
-    for file in files(package).joinpath("page").iterdir():
-        path = index_path if file.name == "index.html" else f"{folder_path}/{file.name}"
-        kind = _KINDS.get(file.name.rpartition(".")[2])
-        if kind is None:  # an editor's backup
-            continue
-        found[path] = Response(file.read_bytes(), media_type=kind, headers={**HEADERS, "cache-control": "no-cache"})
+    for name, file in _files(files(package).joinpath("page")):
+        path = index_path if name == "index.html" else f"{folder_path}/{name}"
+        kind = _KINDS.get(name.rpartition(".")[2])
+        if kind is not None:  # others: licences, an editor's backup
+            found[path] = Response(file.read_bytes(), media_type=kind, headers=headers)
     return found
+
+
+def _files(folder: Traversable) -> Iterator[tuple[str, Traversable]]:
+    """Yield the files below a folder with their relative paths."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from ((f"{entry.name}/{name}", file) for name, file in _files(entry))
+        else:
+            yield entry.name, entry
 
 
 def add_page(app: FastAPI, page: dict[str, Response]) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from fleet import MODEL_NAME, Fleet
-from playwright.sync_api import Browser, Page, Request, expect
+from playwright.sync_api import Browser, Error, Page, Request, expect
 from web_pages import CONTRASTS, Watched
 
 LONG = "Answer from this text. " + "The river is long and the bridge is old. " * 8  # enough tokens for a handoff
@@ -42,9 +44,23 @@ def blocks(tokens: int, size: int = 16) -> int:
 
 HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> [a](javascript:alert(3)) ![b](https://evil.example/x.png)
 [c](data:text/html,x) [d](/v1/models) `<i>` https://ok.example/?q=<b>
-| <img src=x> | b |
+[e](JaVa&#115;cript:alert(4)) <javascript:alert(5)>
+[f]( https://f.example/"onclick=alert(6)// "><img src=x onerror=alert(7)>")
+
+```"onmouseover=alert(8)
+<img src=x onerror=alert(9)>
+```
+
+| <img src=x onerror=alert(10)> | b |
 |---|---|
-| **<u>** | c |"""
+| **<u>** | c |
+
+<svg onload=alert(11)><math><mtext><table><mglyph><style><!--</style>
+<img title="--&gt;&lt;img src=1 onerror=alert(12)&gt;">
+
+[g]: javascript:alert(13)
+
+[g] <iframe srcdoc="<script>alert(14)</script>">"""
 
 
 @pytest.fixture
@@ -157,23 +173,45 @@ def shown(page: Page, text: str) -> str:
       for (const button of target.querySelectorAll('button')) button.remove();
       return target.innerHTML;
     }"""
-    return str(page.evaluate(script, text))
+    return re.sub(r">\n+|\n+<", lambda found: found[0].strip("\n"), str(page.evaluate(script, text)))
+
+
+def store_answer(page: Page, text: str, stats: dict[str, Any] | None = None) -> None:
+    """Have the page show this text as an answer of a model, in a conversation that the browser kept."""
+    messages = [{"role": "user", "content": "How does pdserve split prefill and decode?"}]
+    messages.append({"role": "assistant", "content": text, "stats": stats})  # type: ignore[dict-item]
+    stored = json.dumps({"id": "1", "updated": 1, "settings": {}, "messages": messages})
+    page.evaluate("text => localStorage.setItem('pdserve-chat-1', text)", stored)
+    page.reload()
+    expect(page.locator("#model")).to_have_value(MODEL_NAME)
 
 
 MARKDOWN_CASES = [
+    ("# a\n###### b", "<h2>a</h2><h6>b</h6>"),
     ("a\nb", "<p>a<br>b</p>"),
-    ("**a *b* c** ***d***", "<p><strong>a <em>b</em> c</strong> <strong><em>d</em></strong></p>"),
+    ("**a *b* c** ***d***", "<p><strong>a <em>b</em> c</strong> <em><strong>d</strong></em></p>"),
     ("2 * 3 * 4 snake_case_name", "<p>2 * 3 * 4 snake_case_name</p>"),
-    ("- a\n- b\n  1. c\n\n  d", "<ul><li>a</li><li>b<ol><li>c</li></ol><p>d</p></li></ul>"),
+    ("- a\n- b\n  1. c\n", "<ul><li>a</li><li>b<ol><li>c</li></ol></li></ul>"),
+    ("- a\n\n  d", "<ul><li><p>a</p><p>d</p></li></ul>"),
     ("3. c", '<ol start="3"><li>c</li></ol>'),
-    ("```c\n**x**\n", '<span>c</span></figcaption><pre tabindex="0"><code>**x**\n</code>'),
-    ("a|b\n-|-:\n1|2", '<th class="left">a</th><th class="right">b</th>'),
+    ("- [x] a", "<ul><li>☑ a</li></ul>"),
+    (
+        "```c\n**x**\n",
+        '<span>c</span></figcaption><pre tabindex="0"><code class="language-c">**x**</code></pre></figure>',
+    ),
+    ("a|b\n-|-:\n1|2", '<div class="wide-table" tabindex="0"><table><thead><tr><th>a</th><th align="right">b</th>'),
     ("> a\n> > b", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>"),
     (r"\*a\* `` b`c `` ~~d~~", "<p>*a* <code>b`c</code> <del>d</del></p>"),
+    (r"$a_1 + b_2$", "<p>$a_1 + b_2$</p>"),
     (
         "see https://x.example/a_b_c.",
         '<a href="https://x.example/a_b_c" target="_blank" rel="noopener noreferrer">',
     ),
+    (
+        "![b](https://x.example/b.png)",
+        '<a href="https://x.example/b.png" target="_blank" rel="noopener noreferrer">b</a>',
+    ),
+    ("<b>a</b>\n\n<div>c</div>", "<p>&lt;b&gt;a&lt;/b&gt;</p><p>&lt;div&gt;c&lt;/div&gt;</p>"),
     ("**unclosed `code [link](", "<p>**unclosed `code [link](</p>"),
 ]
 
@@ -183,15 +221,68 @@ def test_markdown_becomes_elements(page: Page) -> None:
         assert html in shown(page, text)
 
 
-def test_markup_of_a_model_stays_text(page: Page) -> None:
-    """The fixture asserts that it loads nothing and opens no dialog. Pathological text takes no quadratic time."""
-    html = shown(page, HOSTILE)
-    assert re.findall(r"<(img|script|u|i|b)\b", html) == []
-    assert re.findall(r'href="([^"]*)"', html) == ["https://evil.example/x.png", "https://ok.example/?q="]
-    for unit in ("*a ", "[", "**a_", "`a``", "> ", "- ", "|-", "~~a*b_"):
-        text = unit * (50_000 // len(unit))
-        script = "async (text) => (await import('/chat/markdown.js')).showMarkdown(document.createElement('div'), text)"
-        page.evaluate(script, text)
+def test_markup_of_a_model_stays_text_and_executes_nothing(page: Page) -> None:
+    """The fixture asserts that the page loads nothing from other hosts and opens no dialog."""
+    store_answer(page, HOSTILE)
+    answer = page.locator(".assistant > .text")
+    expect(answer).to_contain_text("<script>alert(2)</script>")
+    expect(answer.locator("img, script, u, i, b, svg, style, iframe")).to_have_count(0)
+    script = "found => found.flatMap(each => each.getAttributeNames())"
+    names = set(answer.locator("*").evaluate_all(script))
+    assert names <= {"href", "target", "rel", "class", "tabindex", "type", "align"}
+    hosts = [link.get_attribute("href") for link in answer.locator("a[href]").all()]
+    assert len(hosts) == 3
+    assert all(
+        str(host).startswith(("https://evil.example/x.png", "https://ok.example/?q=", "https://f.")) for host in hosts
+    )
+    for link in answer.locator("a:not([href])").all():
+        link.click()
+    answer.locator("figcaption").hover()
+
+
+def test_html_that_passes_the_parser_is_sanitized(page: Page, watched: Watched) -> None:
+    script = """async (html) => {
+      const {default: sanitizer} = await import('/chat/vendor/purify.es.mjs');
+      await import('/chat/markdown.js');
+      document.body.append(sanitizer.sanitize(html));
+      return document.body.lastChild.outerHTML;
+    }"""
+    html = (
+        "<p onclick=alert(1)><img src=x onerror=alert(2)><a href='javascript:alert(3)'>b</a><script>alert(4)</script>"
+    )
+    assert page.evaluate(script, html) == "<p><a></a></p>"
+    assert all("Content Security Policy" in complaint for complaint in watched.complaints)  # the browser warns, too
+    watched.complaints.clear()
+
+
+def test_only_the_sanitizer_turns_strings_into_markup(page: Page, watched: Watched) -> None:
+    page.evaluate("import('/chat/markdown.js')")
+    markup, policy = "document.body.innerHTML = '<b>a</b>'", "trustedTypes.createPolicy('%s', {})"
+    for script in (markup, policy % "dompurify", policy % "other"):
+        with pytest.raises(Error, match=r"requires 'TrustedHTML'|already exists|disallowed"):
+            page.evaluate(script)
+    watched.complaints.clear()  # the browser logs both
+
+
+def test_pathological_markdown_is_shown(page: Page) -> None:
+    """This takes minutes if one of the units takes quadratic time."""
+    script = """async (text) => {
+      const target = document.createElement('div');
+      (await import('/chat/markdown.js')).showMarkdown(target, text);
+      return target.childElementCount;
+    }"""
+    for unit in ("*a ", "[", "**a_", "`a``", "> ", "- ", "1. ", "|-", "~~a*b_", "<"):
+        assert page.evaluate(script, unit * (50_000 // len(unit))) > 0
+
+
+def test_vendored_libraries_are_the_files_that_their_readme_names() -> None:
+    vendor = files("router.chat_page").joinpath("page/vendor")
+    rows = re.findall(
+        r"^\| `(\S+)` .* `LICENSE\S+` \| `([0-9a-f]{64})` \|$", vendor.joinpath("README.md").read_text(), re.M
+    )
+    digests = {name: sha256(vendor.joinpath(name).read_bytes()).hexdigest() for name, _ in rows}
+    assert digests == dict(rows)
+    assert set(digests) == {"marked.esm.js", "purify.es.mjs"}
 
 
 @pytest.mark.slow
@@ -204,12 +295,7 @@ def test_chat_page_fits_small_and_large_windows(
     page.goto(fleet.url)
     stats = {"prefillNode": "p-one", "decodeNode": "d-one", "ttft": 0.0312, "tokenRate": 148.2, "outputTokens": 212}
     stats |= {"promptTokens": 1840, "cachedTokens": 1792, "stopped": ""}
-    messages = [{"role": "user", "content": "How does pdserve split prefill and decode?"}]
-    messages.append({"role": "assistant", "content": MARKDOWN, "stats": stats})  # type: ignore[dict-item]
-    stored = json.dumps({"id": "1", "updated": 1, "settings": {}, "messages": messages})
-    page.evaluate("text => localStorage.setItem('pdserve-chat-1', text)", stored)
-    page.reload()
-    expect(page.locator("#model")).to_have_value(MODEL_NAME)
+    store_answer(page, MARKDOWN, stats)
     page.screenshot(path=tmp_path / f"chat-{width}-{scheme}.png")
     page.locator("#settings-button").click()
     if width == 400:
