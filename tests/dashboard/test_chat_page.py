@@ -247,9 +247,7 @@ def test_html_that_passes_the_parser_is_sanitized(page: Page, watched: Watched) 
       document.body.append(sanitizer.sanitize(html));
       return document.body.lastChild.outerHTML;
     }"""
-    html = (
-        "<p onclick=alert(1)><img src=x onerror=alert(2)><a href='javascript:alert(3)'>b</a><script>alert(4)</script>"
-    )
+    html = "<p onclick=alert(1)><img src=x onerror=alert(2)><a href='javascript:alert(3)'></a><script>alert(4)</script>"
     assert page.evaluate(script, html) == "<p><a></a></p>"
     assert all("Content Security Policy" in complaint for complaint in watched.complaints)  # the browser warns, too
     watched.complaints.clear()
