@@ -1,4 +1,4 @@
-"""Requests of disconnected clients free all blocks at every stage; bench/disconnects.py measures how soon."""
+"""Requests of disconnected clients free all blocks at every stage."""
 
 from __future__ import annotations
 
