@@ -40,13 +40,6 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             for generation in tuple(stream.generations.values()):
                 generation.fail(why)
 
-    unkept = None  # all requests can go on while the weights change
-
-    def weights_changed(self) -> None:
-        for stream in self._streams:
-            for generation in stream.generations.values():
-                generation.note_weights(self._node.weights, self._node.compat_hash)
-
     def reopen(self) -> None:
         self._streams.reopen()
 
@@ -72,7 +65,6 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
                 case "resumed_choices":
                     stream.add_resumed(message.resumed_choices, RESUMED_LENGTHS * self._node.config.max_model_len)
                 case "generate":
-                    await self._node.accepting.wait()
                     message.generate.resume.extend(stream.take_resumed(message.generate.request))
                     self._generate(stream, message.generate)
                     await stream.writer.room()
@@ -92,7 +84,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         self._handoffs.counters["pdserve_decode_requests_total"] += 1
         try:
             node.check_ready()
-            if message.epoch not in ("", node.epoch, *node.kept_epochs):
+            if message.epoch not in ("", node.epoch):
                 raise Draining(f"{node.name} has other weights than when it was chosen; send the request again")
             tokens, sampling = unpack_tokens(message.token_ids), sampling_from_pb(message.sampling)
             resume = unpack_resumed(message.resume)
@@ -105,8 +97,6 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         trace = self._begin_trace(message, len(tokens))
         generation = NodeGeneration(message, sampling, node.engine, stream, self._on_end, trace)
         stream.generations[message.request] = generation
-        if message.epoch in node.kept_epochs:
-            generation.note_weights(node.weights, node.compat_hash)
         self._submit(generation, message.prefill_node)
 
     def _begin_trace(self, message: pb.Generate, num_tokens: int) -> RequestTrace:

@@ -160,10 +160,6 @@ class NodeGeneration:
         reason = finish_reason(sample.token_id, number, self.sampling, eos_token_ids)
         self._emit(choice, sample.token_id, sample.logprobs, reason, cached_tokens, number == 1)
 
-    def note_weights(self, weights: str, compat_hash: str) -> None:
-        """Tell the router that what follows comes from other weights than it knows."""
-        self._stream.add(self.number).new_weights.CopyFrom(pb.NewWeights(weights=weights, compat_hash=compat_hash))
-
     def fail(self, error: PdserveError) -> None:
         """End the request with an error, here and in the engine. Idempotent."""
         if self.ended:

@@ -24,7 +24,6 @@ class BothServices:
 
     def __init__(self, decode: Drainable, prefill: Drainable) -> None:
         self._services = decode, prefill
-        self._prefill = prefill
         self.release_timeout = max(service.release_timeout for service in self._services)
 
     async def finish(self) -> None:
@@ -33,14 +32,6 @@ class BothServices:
     def hand_over(self, why: Draining) -> None:
         for service in self._services:
             service.hand_over(why)
-
-    @property
-    def unkept(self) -> Drainable:
-        return self._prefill
-
-    def weights_changed(self) -> None:
-        for service in self._services:
-            service.weights_changed()
 
     def reopen(self) -> None:
         for service in self._services:

@@ -111,11 +111,9 @@ class Engine:
             with self.loop_timer.other_work():
                 carry_out(command.change)
             if not command.only_check:
-                self._scheduler.weights_changed()
+                self._scheduler.forget_cached()
         except PdserveError as exc:
             kind, message = type(exc).__name__, str(exc)
-            if not self._ranks.has_weights:
-                self._scheduler.refuse_all(f"this node has no weights: {exc}")
         self._emit()
         self._channel.send(messages.WeightsAnswer(kind, message, self._ranks.has_weights))
 

@@ -46,7 +46,6 @@ class Request:
     grammar: Grammar | None = None  # compiled from its sampling parameters
     rules: TokenRules | None = None  # made from its sampling parameters
     paused: bool = False  # its client does not read: no step includes it
-    outdated_handoff: bool = False  # the weights changed while its KV was read
     urgent: bool = False  # on P: before the waiting requests of its client
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import Tracer
-
-_KEPT_EPOCHS = 8  # routers know the newest one within a second
 
 
 def new_epoch() -> str:
@@ -43,22 +40,16 @@ class NodeContext:
     state: State = State.LOADING
     violations: Violations = field(default_factory=Violations)
     weight_changes: dict[str, int] = field(default_factory=lambda: {"done": 0, "refused": 0, "failed": 0})
-    kept_epochs: tuple[str, ...] = ()  # ended by changes of the weights under which requests went on
-    accepting: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: new requests wait for such a change
     compat_hash: str = ""  # empty until the digests of the weights are known
-
-    def __post_init__(self) -> None:
-        self.accepting.set()
 
     def set_config(self, config: NodeConfig) -> None:
         """Use a configuration whose ``compat_fields`` are complete."""
         self.config = config
         self.compat_hash = compat_hash(config.compat_fields)
 
-    def begin_epoch(self, config: NodeConfig, keeps_requests: bool = False) -> None:
+    def begin_epoch(self, config: NodeConfig) -> None:
         """Be a new node for peers and routers, with the weights of ``config``."""
         self.set_config(config)
-        self.kept_epochs = (*self.kept_epochs, self.epoch)[-_KEPT_EPOCHS:] if keeps_requests else ()
         self.epoch = new_epoch()
 
     @property

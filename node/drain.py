@@ -102,10 +102,6 @@ class Drainable(Protocol):
     release_timeout: float
     """Seconds for peers to close their streams after all requests are finished or handed over."""
 
-    @property
-    def unkept(self) -> Drainable | None:
-        """The part whose requests cannot go on while the weights change; None if all can."""
-
     async def finish(self) -> None:
         """Refuse new requests; return when none is open."""
 
@@ -114,9 +110,6 @@ class Drainable(Protocol):
 
     async def wait_released(self) -> None:
         """Return when no peer needs this node any more."""
-
-    def weights_changed(self) -> None:
-        """Tell the routers of requests that went on that what follows comes from other weights."""
 
     def reopen(self) -> None:
         """Accept requests again: the node was drained to change its weights."""

@@ -63,7 +63,6 @@ class EngineClient:
         self.has_weights = True
         self._suspects: frozenset[int] | None = None  # of the engine's end; None: unknown
         self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
-        self._on_weights_order_done: Callable[[], None] = lambda: None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_batch: Callable[[Batch], None] = lambda batch: None
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
@@ -109,17 +108,15 @@ class EngineClient:
         """Compare a change with the weights. Raises what ``change_weights`` would; nothing changes."""
         await self._order_weights(ChangeWeights(change, only_check=True))
 
-    async def change_weights(self, change: WeightChange, on_changed: Callable[[], None]) -> None:
-        """Change the weights and empty the prefix cache. No other change runs; no KV of open requests is leased.
+    async def change_weights(self, change: WeightChange) -> None:
+        """Change the weights and empty the prefix cache. No request may be open, and no other change runs.
 
-        ``on_changed`` is called before any event that follows the change. Raises the ranks' error; then the old
-        weights are in use, unless ``has_weights`` is False.
+        Raises the ranks' error; then the old weights are in use, unless ``has_weights`` is False.
         """
-        await self._order_weights(ChangeWeights(change), on_changed)
+        await self._order_weights(ChangeWeights(change))
 
-    async def _order_weights(self, order: ChangeWeights, on_done: Callable[[], None] = lambda: None) -> None:
+    async def _order_weights(self, order: ChangeWeights) -> None:
         answered = self._weights_answer = asyncio.get_running_loop().create_future()
-        self._on_weights_order_done = on_done
         self.send(order)
         await asyncio.wait([answered, self.closed], return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
@@ -187,8 +184,6 @@ class EngineClient:
                 self._started.set_result(message)
             case WeightsAnswer() if self._weights_answer is not None:
                 self._weights_answer.set_result(message)
-                if not message.kind:
-                    self._on_weights_order_done()
             case Heartbeat():
                 self.monitor.receive(message)
             case Crashed(rids):

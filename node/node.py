@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 
 from node.context import NodeContext, Role
-from node.drain import Drainable, ShutdownSignals, drain
+from node.drain import ShutdownSignals, drain
 from node.health import Health, State
 from node.metrics import NodeMetrics
 from node.reports import NodeReports
@@ -38,7 +38,7 @@ from pdserve.ipc.heartbeat_monitor import LivenessWatch
 from pdserve.ipc.messages import Ping, Progress
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter
-from pdserve.weight_change import ABORT, KEEP, WeightChange
+from pdserve.weight_change import ABORT, WeightChange
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Node:
         await self._unless(signals.stop, self._serve(drain_timeout))
         await self._enter(State.DRAINING)
         _log.info("draining for %g s at most; a second signal ends this node at once", drain_timeout)
-        if not await self._unless(signals.hurry, self._drain(self._drainable, drain_timeout, "the node shuts down")):
+        if not await self._unless(signals.hurry, self._drain(drain_timeout, "the node shuts down")):
             self._drainable.hand_over(Draining("the node shuts down at once; send the request again"))
 
     async def _report_death(self, died: EngineDied) -> None:
@@ -180,22 +180,9 @@ class Node:
             return
         sleeps = order.action is Power.SLEEP
         reason = "the node goes to sleep" if sleeps else "the node changes its weights"
-        if order.when == KEEP:
-            await self._change_under_requests(order, reason)
-            return
         await self._enter(State.DRAINING)
-        await self._drain(self._drainable, 0.0 if order.when == ABORT else drain_timeout, reason)
+        await self._drain(0.0 if order.when == ABORT else drain_timeout, reason)
         await (self._sleep(order) if sleeps else self._change_weights(order))
-
-    async def _change_under_requests(self, order: WeightOrder, reason: str) -> None:
-        """End leases and handoffs only. Open requests go on after the change, and new ones wait for it."""
-        if (unkept := self._drainable.unkept) is not None:
-            await self._drain(unkept, 0.0, reason)
-        self._context.accepting.clear()
-        try:
-            await self._change_weights(order)
-        finally:
-            self._context.accepting.set()
 
     async def _sleep(self, order: WeightOrder) -> None:
         """End the engine, whose memory is then free, and its handoffs before that."""
@@ -232,21 +219,18 @@ class Node:
         self._role.drop_peers("this node changes its weights")
         started = time.monotonic()
         try:
-            await self._engine.change_weights(order.action, lambda: self._on_weights_changed(order))
+            await self._engine.change_weights(order.action)
         except EngineDied:
             raise
         except PdserveError as exc:
             error = exc
         else:
+            context.begin_epoch(order.config)
+            self._role.drop_peers("this node has changed its weights")
             _log.info("weights changed in %.1f s: epoch %s", time.monotonic() - started, context.epoch)
         self._drainable.reopen()
         await self._enter(State.READY if self._engine.has_weights else State.UNLOADED)
         order.end(error)
-
-    def _on_weights_changed(self, order: WeightOrder) -> None:
-        self._context.begin_epoch(order.config, order.when == KEEP)
-        self._role.drop_peers("this node has changed its weights")
-        self._drainable.weights_changed()
 
     async def _watch_engine(self) -> None:
         """Report engine liveness to health checks and routers until cancelled; fail requests while it is stuck."""
@@ -264,10 +248,10 @@ class Node:
 
         await self._watch.run(on_change)
 
-    async def _drain(self, service: Drainable, seconds: float, reason: str) -> None:
+    async def _drain(self, seconds: float, reason: str) -> None:
         watching = asyncio.create_task(self._watch_engine(), name="engine watch while draining")
         try:
-            await drain(service, seconds, reason)
+            await drain(self._drainable, seconds, reason)
         finally:
             watching.cancel()
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-# Running requests end first, end now with an error that clients retry, or go on with the KV that they have.
-WAIT, ABORT, KEEP = "wait", "abort", "keep"
-WHEN = (WAIT, ABORT, KEEP)
-WHEN_SLEEP = (WAIT, ABORT)
+WAIT, ABORT = "wait", "abort"
+WHEN = (WAIT, ABORT)  # running requests end first, or end now with an error that clients retry
 
 
 class FileState(msgspec.Struct, frozen=True):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from node.context import NodeContext
-from node.drain import Drainable
 from node.engine_client import EngineClient
 from node.request_checks import check_request
 from node.request_events import Event, error_of
@@ -88,13 +87,6 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
     def hand_over(self, why: Draining) -> None:
         for prompt in self._open:
             prompt.fail(why)
-
-    @property
-    def unkept(self) -> Drainable:
-        return self
-
-    def weights_changed(self) -> None:
-        """Do nothing: no request has gone on."""
 
     def reopen(self) -> None:
         """Do nothing: there are no streams."""

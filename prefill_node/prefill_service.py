@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable
 from itertools import count
 
 from node.context import NodeContext
-from node.drain import Drainable, Streams
+from node.drain import Streams
 from node.stream_writer import Context, serve
 from pdserve.config.compatibility import PROTOCOL_VERSION, differences
 from pdserve.errors import Draining, PdserveError, PeerError
@@ -40,13 +40,6 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         self._streams.drain()
         for stream in self._streams:
             stream.fail(why)
-
-    @property
-    def unkept(self) -> Drainable:
-        return self
-
-    def weights_changed(self) -> None:
-        """Do nothing: no request has gone on."""
 
     def reopen(self) -> None:
         self._streams.reopen()

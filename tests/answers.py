@@ -78,7 +78,7 @@ class Answer:
     """The answer to one request, with its choices by index."""
 
     choices: dict[int, ChoiceAnswer] = field(default_factory=dict)
-    weights: str = ""  # their version as the answer names it; several, joined by "+", if they changed under it
+    weights: str = ""  # their version as the answer names it
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -91,9 +91,7 @@ class Answer:
         if "error" in event:
             raise ErrorAnswer(event["error"]["message"])
         weights = event["system_fingerprint"] or ""
-        assert f"{weights}+".startswith(f"{self.weights}+" if self.weights else ""), (
-            f"the answer names {self.weights}, then {weights}"
-        )
+        assert self.weights in ("", weights), f"the answer names {self.weights}, then {weights}"
         self.weights = weights
         for choice in event["choices"]:
             self.choices.setdefault(choice["index"], ChoiceAnswer()).add(choice)

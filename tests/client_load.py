@@ -122,9 +122,7 @@ class Load:
                 del self.in_flight[salt]
             expected = self.versions.get(answer.weights, self.expected)[index]
             self.slowest = max(self.slowest, time.monotonic() - began)
-            if "+" in answer.weights:
-                self._add("kept", answer.num_tokens)
-            elif answer.num_tokens >= disconnect_after:
+            if answer.num_tokens >= disconnect_after:
                 self._add("left", answer.num_tokens)
             elif answer.matches(expected, self.tolerance):
                 self._add("exact", answer.num_tokens)

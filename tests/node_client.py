@@ -36,7 +36,6 @@ class Generated:
     prompt_logprobs: list[pb.PromptLogprobs] = field(default_factory=list)
     finish: dict[int, str] = field(default_factory=dict)
     failure: pb.Failure | None = None
-    changes: list[tuple[int, str]] = field(default_factory=list)  # tokens before new weights, and their name
     cached_tokens: int = 0
     started: threading.Event = field(default_factory=threading.Event)  # a token has arrived
     ended: threading.Event = field(default_factory=threading.Event)
@@ -55,9 +54,6 @@ class Generated:
         if output.HasField("failure"):
             self.failure = output.failure
             self.ended.set()
-            return
-        if output.HasField("new_weights"):
-            self.changes.append((len(self.choices.get(0, ())), output.new_weights.weights))
             return
         if output.HasField("prompt_logprobs"):
             assert not self.choices, "log-probabilities of the prompt after a token"

@@ -41,10 +41,6 @@ class Conversation:
         table = b"".join(struct.pack("<fI", logprob, 1) for logprob in logprobs)
         self._put(pb.Output(prompt_logprobs=pb.PromptLogprobs(first=first, table=table)))
 
-    def change_weights(self, name: str) -> None:
-        """Say that the node has changed its weights; ``name`` is also the compatibility hash."""
-        self._put(pb.Output(new_weights=pb.NewWeights(weights=name, compat_hash=name)))
-
     def fail(self, code: pb.Failure.Code.ValueType, message: str = "scripted", retry_after_ms: int = 0) -> None:
         self._put(pb.Output(failure=pb.Failure(code=code, message=message, retry_after_ms=retry_after_ms)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import islice
 
@@ -70,10 +69,6 @@ class KVCacheManager:
         for index in range(sequence.next_full // self._block_size - 1, len(hashes)):
             self._pool.cache(hashes[index], sequence.blocks[index])
         sequence.next_full = (len(hashes) + 1) * self._block_size
-
-    def keep_uncached(self, sequence: Sequence) -> None:
-        """Keep the KV of a sequence out of the prefix cache until it is computed again."""
-        sequence.next_full = sys.maxsize
 
     def received(self, sequence: Sequence) -> None:
         """All KV of a load is here: cached, or read from a peer."""

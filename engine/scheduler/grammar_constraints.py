@@ -55,10 +55,6 @@ class GrammarConstraints:
         """Return a request that waits for its grammar."""
         return next((each for requests in self._compiling.values() for each in requests if each.rid == rid), None)
 
-    @property
-    def held_rids(self) -> list[int]:
-        return [request.rid for requests in self._compiling.values() for request in requests]
-
     def forget(self, rid: int) -> None:
         """Drop a request that waits for its grammar. Unknown rids are ignored."""
         for requests in self._compiling.values():

@@ -8,7 +8,7 @@ from itertools import chain
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
 from engine.scheduler.waiting_queue import WaitingQueue
-from pdserve.ipc.messages import Batch, Mode
+from pdserve.ipc.messages import Batch
 
 
 class LiveSequences:
@@ -119,25 +119,6 @@ class LiveSequences:
             self.waiting.charge_output(sequence)
         sequence.request.waits_since = now
         self.wait(sequence, first=True)
-
-    def keep_decoding(self) -> list[Sequence]:
-        """The weights have changed. Return the sequences that have to start over here, the last one first.
-
-        Sequences that decode keep their KV, which stays out of the prefix cache. KV that is being read will be dropped.
-        """
-        start_over = []
-        for request in reversed(self.requests.values()):
-            if request.rid in self.loading:
-                request.outdated_handoff = True
-                continue
-            if request.mode is Mode.HANDOFF:
-                request.mode = Mode.LOCAL
-            for sequence in request.sequences.values():
-                if sequence.num_outputs and sequence.missing == 1:
-                    self._kv.keep_uncached(sequence)
-                elif sequence.blocks:
-                    start_over.append(sequence)
-        return start_over
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, and its request with the last one."""

@@ -136,11 +136,9 @@ class Scheduler:
 
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
-        sequence = self._live.loading.get(rid)
-        if sequence is None or sequence.request.outdated_handoff:
-            self.prefill_locally(rid, outputs)
+        sequence = self._live.loading.pop(rid, None)
+        if sequence is None:
             return
-        del self._live.loading[rid]
         self.connector.finish_load(sequence)
         sequence.request.mode = Mode.LOCAL
         self._kv.received(sequence)
@@ -182,18 +180,10 @@ class Scheduler:
         self.cancel(rid)
         self.connector.free_lease(rid)
 
-    def weights_changed(self) -> None:
-        """Empty the prefix cache, and continue open requests with other weights. No step may be in flight."""
+    def forget_cached(self) -> None:
+        """Empty the prefix cache, since other weights compute other KV. No request may be open."""
         self.pool.forget_cached()
         self.events.status_changed = True
-        for sequence in self._live.keep_decoding():
-            self._preempt(sequence)
-
-    def refuse_all(self, why: str) -> None:
-        """End all requests with a NodeError."""
-        for rid in (*self._live.requests, *self._constraints.held_rids):
-            self.events.refused.append(Refused(rid, "NodeError", why))
-            self.cancel(rid)
 
     def suspects(self, planning: bool) -> set[int]:
         """Return the requests that an exception may come from, while a step is planned or later."""

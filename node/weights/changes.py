@@ -1,6 +1,6 @@
 """Changes of the weights of a running node, its sleep and its wake-up: the service that takes orders.
 
-    ready ──order──► draining ──no request, no lease──► loading ──new epoch──► ready      (keep: no lease, not draining)
+    ready ──order──► draining ──no request, no lease──► loading ──new epoch──► ready
       │                                                    ├── failed, the old weights are in use: ready, the old epoch
       └── refused: nothing has changed                     └── failed half-way: no weights, until a reload succeeds
 
@@ -18,7 +18,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,7 +38,7 @@ from pdserve.errors import CapacityError, CheckpointError, ConfigError, NodeErro
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
-from pdserve.weight_change import WAIT, WHEN, WHEN_SLEEP, WeightChange
+from pdserve.weight_change import WAIT, WHEN, WeightChange
 
 CHANGES_SERVICE = "pdserve.v1.WeightChanges"
 
@@ -201,7 +201,7 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.WeightsChanged:
         async def sleep() -> None:
             self._check_allowed()
-            await self._changes.sleep(self._when(request.when, WHEN_SLEEP))
+            await self._changes.sleep(self._when(request.when))
 
         return await self._answer(sleep, context)
 
@@ -222,9 +222,9 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
         node = self._node
         return pb.WeightsChanged(epoch=node.epoch, weights=node.weights, state=node.state)
 
-    def _when(self, when: str, choices: Sequence[str] = WHEN) -> str:
-        if (when or WAIT) not in choices:
-            raise RequestError(f"when {cut(when)!r} is none of {', '.join(choices)}", "when")
+    def _when(self, when: str) -> str:
+        if (when or WAIT) not in WHEN:
+            raise RequestError(f"when {cut(when)!r} is none of {', '.join(WHEN)}", "when")
         return when or WAIT
 
     def _check_allowed(self) -> None:

@@ -926,7 +926,6 @@ class Output(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
-    NEW_WEIGHTS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     choice: _builtins.int
     token_id: _builtins.int
@@ -948,10 +947,6 @@ class Output(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """without other fields; all of a request's precede its first token"""
 
-    @_builtins.property
-    def new_weights(self) -> Global___NewWeights:
-        """without other fields: D has changed its weights, and later outputs come from these"""
-
     def __init__(
         self,
         *,
@@ -965,39 +960,14 @@ class Output(_message.Message):
         failure: Global___Failure | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         handed_off: _builtins.bool = ...,
-        new_weights: Global___NewWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "logprobs", b"logprobs", "new_weights", b"new_weights", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "handed_off", b"handed_off", "has_token", b"has_token", "logprobs", b"logprobs", "new_weights", b"new_weights", "prompt_logprobs", b"prompt_logprobs", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "handed_off", b"handed_off", "has_token", b"has_token", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Output: _TypeAlias = Output  # noqa: Y015
-
-@_typing.final
-class NewWeights(_message.Message):
-    """As in NodeDescription."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    COMPAT_HASH_FIELD_NUMBER: _builtins.int
-    weights: _builtins.str
-    compat_hash: _builtins.str
-    def __init__(
-        self,
-        *,
-        weights: _builtins.str = ...,
-        compat_hash: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compat_hash", b"compat_hash", "weights", b"weights"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NewWeights: _TypeAlias = NewWeights  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
@@ -1754,7 +1724,7 @@ class ReloadRequest(_message.Message):
     model_dir: _builtins.str
     """on the node's hosts; below the directory of --allow-weight-changes, or relative to it"""
     when: _builtins.str
-    """"wait" (or empty): running requests end first; "abort": they end now, and routers try other nodes;"""
+    """"wait" (or empty): running requests end first; "abort": they end now, and routers try other nodes"""
     def __init__(
         self,
         *,
@@ -1799,7 +1769,7 @@ class SleepRequest(_message.Message):
 
     WHEN_FIELD_NUMBER: _builtins.int
     when: _builtins.str
-    """as in ReloadRequest, without "keep" """
+    """as in ReloadRequest"""
     def __init__(
         self,
         *,

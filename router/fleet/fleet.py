@@ -91,11 +91,6 @@ class NodeCall:
     def suspect(self, suspect: object | None) -> None:
         self._stream.suspect = suspect
 
-    def change_weights(self, new: pb.NewWeights) -> NodeView:
-        """Return the node with the weights that it has changed to under the request."""
-        self.node = msgspec.structs.replace(self.node, weights=new.weights, compat_hash=new.compat_hash)
-        return self.node
-
     def _release(self) -> None:
         self.prefilled()
         if self._decode is not None:

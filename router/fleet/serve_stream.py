@@ -72,7 +72,7 @@ class ServeStream:
     ) -> None:
         """``max_request`` is what the node accepts, in bytes; in another ``epoch`` it refuses all requests."""
         self.name = name
-        self.epoch = epoch  # changes with the node's weights, if its requests go on
+        self.epoch = epoch  # the one that the node last reported
         self._max_request = max_request
         self.draining = False
         self._suspect: object | None = None

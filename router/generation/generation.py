@@ -42,7 +42,7 @@ class Consumer(Protocol):
         """Handle a token, the end of the choice (``choice.finish_reason``), or both."""
 
     def on_weights(self, weights: str) -> None:
-        """Note the weights that make the answer, before all else, and all of them if a node changes them."""
+        """Note the weights that make the whole answer. Called once, before all else."""
 
     def on_end(self, error: PdserveError | None) -> None:
         """Handle the end. Without an error every choice has a finish reason."""
@@ -207,9 +207,7 @@ class PromptRun:
 
     @property
     def movable_tokens(self) -> int:
-        generation = self._generation
-        stays = self._waiting or generation.paused or generation.weights.mixed or len(self.choices) > 1
-        if stays or not self._migration.may_move:
+        if self._waiting or self._generation.paused or len(self.choices) > 1 or not self._migration.may_move:
             return 0
         num_outputs = len(self.choices[0].token_ids)
         return self.prefix.num_tokens + num_outputs if self.job.sampling.max_tokens - num_outputs >= _MIN_LEFT else 0
@@ -256,9 +254,6 @@ class PromptRun:
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
-        if not output.has_token and self._call is not None and output.HasField("new_weights"):
-            self._generation.weights.change(self._call.change_weights(output.new_weights))
-            return
         if self.scores is not None:
             if output.HasField("prompt_logprobs"):
                 self.scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body
 from fault_injection import FaultInjector, random_faults
-from fleet import Fleet, NodeProcess, add_tokenizer, start_elastic
+from fleet import Fleet, NodeProcess, add_tokenizer
 from machine import patience
 from rolling import all_nodes_ready
 
@@ -103,7 +103,7 @@ def roll_twice(fleet: Fleet, rolling: RollingFleet) -> None:
         time.sleep(1.0)
 
 
-def roll_with_faults(fleet: Fleet, rolling: RollingFleet, *whens: str) -> None:
+def roll_with_faults(fleet: Fleet, rolling: RollingFleet) -> None:
     """Change weights at random, also of nodes that are dead or about to be killed, which come back with version a."""
     rng = random.Random(3)
     nodes = [*rolling.prefill, *rolling.decode]
@@ -111,57 +111,11 @@ def roll_with_faults(fleet: Fleet, rolling: RollingFleet, *whens: str) -> None:
     with FaultInjector(fleet, kills) as injector:
         end, changed = time.monotonic() + patience(60.0), 0
         while time.monotonic() < end:
-            changed += reload([rng.choice(nodes)], rng.choice("ab"), rng.choice(whens))
+            changed += reload([rng.choice(nodes)], rng.choice("ab"), rng.choice(("wait", "abort")))
             time.sleep(rng.uniform(0.5, 2.0))
     assert changed > 5
     assert sum(injector.injected.values()) > 5
     rolling.wait_settled()
-
-
-def roll_keeping_requests(fleet: Fleet, rolling: RollingFleet) -> None:
-    """Only D goes on with requests. Routers do not know of a change at once."""
-    for name in "abab":
-        assert reload([*rolling.prefill, *rolling.decode], name, "keep")
-        rolling.wait_settled()
-        time.sleep(1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [SIMULATED, ()], ids=["simulated", "real"])
-def test_kept_requests_do_not_fail_and_others_are_of_one_version(versions: Path, flags: Sequence[str]) -> None:
-    load = roll_under_load(versions, flags, 100, roll_keeping_requests)
-    assert not load.failures, load.failures[0]
-    assert load.outcomes["kept"] > 1
-    assert load.outcomes["exact"] > CLIENTS
-
-
-@pytest.mark.slow
-def test_nodes_of_both_roles_keep_their_requests(versions: Path, tmp_path: Path) -> None:
-    """Each goes on with its requests, and ends those that it computes for the other one."""
-    rng = random.Random(1)
-    load = Load([new_body(rng, max_prompt=200, max_tokens=100) for _ in range(12)])
-    flags = [*SIMULATED, "--handoff-min-tokens", "1", "--allow-weight-changes", str(versions)]
-    with start_elastic(versions / "a", tmp_path / "nodes", 2, flags) as fleet, ThreadPoolExecutor(1) as pool:
-
-        def roll(names: str) -> None:
-            for name in names:
-                assert reload(fleet.both, name, "keep")
-                fleet.wait_until(lambda: all(node.describe().connected_peers for node in fleet.both), 60.0)
-                fleet.wait_until(fleet.serves, 10.0)
-                time.sleep(1.0)
-
-        asyncio.run(load.record_expected(fleet.url, rng))
-        roll("b")
-        asyncio.run(load.record_version(fleet.url))
-        done = pool.submit(roll, "abab")
-        asyncio.run(run_clients(load, fleet.url, done.done))
-        done.result()
-        for node in fleet.both:
-            node.wait_idle(30.0)
-            assert node.counter("handoffs")
-    assert not load.failures, load.failures[0]
-    assert load.outcomes["kept"] > 1
-    assert load.outcomes["exact"] > CLIENTS
 
 
 @pytest.mark.slow
@@ -181,11 +135,9 @@ def test_every_answer_of_a_real_model_is_that_of_the_weights_it_names(versions: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("whens", [("wait", "abort"), ("wait", "keep"), ("keep",)], ids="-".join)
-def test_kills_during_changes_mix_no_weights(versions: Path, whens: Sequence[str]) -> None:
+def test_kills_during_changes_mix_no_weights(versions: Path) -> None:
     """An answer may fail if all nodes with its weights have died or changed, but none is wrong."""
-    load = roll_under_load(versions, SIMULATED, 400, lambda *fleet: roll_with_faults(*fleet, *whens))
-    assert ("keep" in whens) == (load.outcomes["kept"] > 0)
+    load = roll_under_load(versions, SIMULATED, 400, roll_with_faults)
     assert not load.outcomes["different"], load.failures
     assert all(any(text in failure for text in NO_NODE) for failure in load.failures), load.failures
     assert load.outcomes["exact"] > 10 * CLIENTS

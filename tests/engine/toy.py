@@ -15,7 +15,6 @@ from zlib import crc32
 
 import numpy as np
 
-from pdserve.errors import CheckpointError
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
 from pdserve.weight_change import FileStates, WeightChange
@@ -26,9 +25,8 @@ VOCAB = 1000
 Slot = tuple[int, int]  # block, offset
 
 
-def next_token(token_ids: np.ndarray, choice: int, weights: int = 0) -> int:
-    """``weights`` is the number of changes of the weights so far."""
-    return crc32(np.ascontiguousarray(token_ids, dtype=np.uint32).tobytes(), choice + (weights << 16)) % VOCAB
+def next_token(token_ids: np.ndarray, choice: int) -> int:
+    return crc32(np.ascontiguousarray(token_ids, dtype=np.uint32).tobytes(), choice) % VOCAB
 
 
 def reference(prompt: list[int], choice: int, num_outputs: int, stop: tuple[int, ...] = ()) -> list[int]:
@@ -56,7 +54,6 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     choice: int = 0
     num_launched: int = 0
-    weights: int = 0  # when the runner was told of it: it may not read older KV
 
 
 @dataclass(frozen=True)
@@ -101,11 +98,6 @@ class ToyRunner:
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
         self.launched: list[StepPlan] = []
         self.behind: list[int] = []  # steps that were in flight at each of these launches
-        self.weights = 0  # changes so far
-        self.fails_change = False  # the next change leaves it without weights
-        self.has_weights = True
-        self._first_weights: dict[int, int] = {}  # by seq
-        self._written_with = np.zeros((num_blocks, block_size), dtype=np.int64)  # weights of each slot
         self.num_overlapped = 0  # results taken while a later forward pass was launched
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
@@ -138,7 +130,6 @@ class ToyRunner:
 
     def launch(self, plan: StepPlan) -> ToyStep:
         assert len(self._in_flight) < self.max_in_flight
-        assert self.has_weights or not plan.scheduled, "a step without weights"
         self.launched.append(plan)
         self.behind.append(len(self._in_flight))
         for read in plan.connector.reads:
@@ -152,8 +143,6 @@ class ToyRunner:
             tokens = new.tokens(0, new.num_tokens).tolist()
             state = _State(new.seq, tokens, new.num_computed, list(new.block_ids), new.choice)
             state.num_launched = new.num_computed
-            first = self._first_weights.setdefault(new.seq, self.weights)
-            state.weights = first if new.num_computed == new.num_tokens - 1 else self.weights  # it has been paused
             self._states[new.seq] = state
             self._targets.add(new)
         self._check_stages(plan)
@@ -177,8 +166,6 @@ class ToyRunner:
             state = work.state
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
                 self._slot(state, position)[:] = state.token_ids[position], position
-                block, offset = divmod(position, self.kv_layout.block_size)
-                self._written_with[state.blocks[block], offset] = self.weights
             state.num_computed += work.num_tokens
             if work.num_samples:
                 samples += self._sample(state, work.num_samples, work.mask)
@@ -196,12 +183,11 @@ class ToyRunner:
         """It has no weights."""
 
     def change_weights(self, change: WeightChange) -> None:
-        """Raises CheckpointError after ``fails_change`` was set."""
-        assert not self._in_flight, "weights change while a step is in flight"
-        self.has_weights, self.fails_change = not self.fails_change, False
-        if not self.has_weights:
-            raise CheckpointError("half of a checkpoint")
-        self.weights += 1
+        """It has no weights."""
+
+    @property
+    def has_weights(self) -> bool:
+        return True
 
     def close(self) -> None:
         self._states.clear()
@@ -245,12 +231,10 @@ class ToyRunner:
 
     def _sample(self, state: _State, num_samples: int, mask: bytes) -> tuple[Sample, ...]:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
-        written = self._written_with[state.blocks].reshape(-1)[: state.num_computed]
-        assert self.weights == 0 or written.min() >= state.weights, "KV of older weights than the sequence may read"
         choices = range(num_samples) if num_samples > 1 else (state.choice,)
         bits = int.from_bytes(mask, "little")
         allowed = [token for token in range(bits.bit_length()) if bits >> token & 1] or range(VOCAB)
-        samples = tuple(Sample(allowed[next_token(seen, choice, self.weights) % len(allowed)]) for choice in choices)
+        samples = tuple(Sample(allowed[next_token(seen, choice) % len(allowed)]) for choice in choices)
         state.token_ids.append(samples[0].token_id)
         return samples
 

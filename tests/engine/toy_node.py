@@ -24,7 +24,7 @@ from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.ipc.frames import Frames, framed
-from pdserve.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine, WeightsAnswer
+from pdserve.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, ModelRunnerOutput, RankKV, SamplingParams, StepPlan
 
@@ -200,8 +200,8 @@ class Node:
         with contextlib.suppress(BlockingIOError):
             while chunk := self._socket.recv(1 << 20):
                 for message in self._frames.cut(chunk):
-                    assert isinstance(message, Batch | WeightsAnswer)
-                    batches += [message] if isinstance(message, Batch) else []
+                    assert isinstance(message, Batch)
+                    batches.append(message)
         return batches
 
 

@@ -219,7 +219,7 @@ def test_weights_of_ranks_on_two_hosts_are_reloaded_but_not_patched(
         flags = [*FLAGS, *split, "--rank", "0", "--allow-weight-changes", str(tmp_path)]
         node = fleet.start_decode(checkpoint, flags)
         fleet.wait_ready()
-        for path, when in ((other, "wait"), (elsewhere, "keep"), (other, "abort")):
+        for path, when in ((other, "wait"), (elsewhere, "abort"), (other, "wait")):
             assert main(["weights", "reload", node.address, "--model", path.name, "--when", when]) == 0
             with RouterClient(node.address) as router:
                 assert router.generate(PROMPT, greedy(12)).tokens == expected[path]
