@@ -21,7 +21,7 @@ from pdserve.rpc.address import split_address
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.rpc.tls import PeerTls
-from pdserve.weight_change import KEEP, WAIT, WHEN, WHEN_SLEEP
+from pdserve.weight_change import WAIT, WHEN
 
 _PIECE = 256 << 10  # bytes; every node takes a message of this size (pdserve/rpc/message_limits.py)
 _DESCRIBE_SECONDS = 10.0
@@ -51,7 +51,7 @@ def make_parser() -> CommandParser:
         "sleep", help="end the engines of nodes: weights and KV are dropped, all memory is freed"
     )
     _add_nodes(sleep)
-    _add_when(sleep, WHEN_SLEEP)
+    _add_when(sleep)
     wake = actions.add_parser("wake", help="start the engines of sleeping nodes again")
     _add_nodes(wake)
     _add_model(wake, required=False)
@@ -81,14 +81,14 @@ def _add_pause(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_when(parser: argparse.ArgumentParser, choices: Sequence[str] = WHEN) -> None:
-    text = (
-        "wait: requests that run on the node end first, within its --drain-timeout; abort: they end now, and "
-        "routers continue them on nodes with the same weights"
+def _add_when(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--when",
+        choices=WHEN,
+        default=WAIT,
+        help="wait: requests that run on the node end first, within its --drain-timeout; abort: they end now, and "
+        "routers continue them on nodes with the same weights (default %(default)s)",
     )
-    if KEEP in choices:
-        text += "; keep: they go on with the KV that they have, and their answers name both versions"
-    parser.add_argument("--when", choices=choices, default=WAIT, help=f"{text} (default %(default)s)")
 
 
 def weights(args: argparse.Namespace) -> int:
