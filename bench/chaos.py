@@ -33,7 +33,7 @@ from pathlib import Path
 import grpc
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body, new_unbuffered_body

@@ -1,6 +1,6 @@
 """The simulation of bench/elastic_shift.py compared with running nodes: simulated engines, a real router, HTTP clients.
 
-    PYTHONPATH=.:tests python bench/elastic_check.py --rates 8 16 --slower 4
+    PYTHONPATH=.:tests/support python bench/elastic_check.py --rates 8 16 --slower 4
 
 Two nodes, elastic and as a prefill and a decode node; the same lognormal requests for both. Printed are simulated /
 measured ms. All costs are ``--slower`` times as long, so that nodes, router and clients need few CPU cycles; printed

@@ -1,7 +1,7 @@
-"""Elastic fleets compared with fixed splits, simulated (tests/fleet_simulation.py) with the router's real policy.
+"""Elastic fleets beside fixed splits, simulated (tests/support/fleet_simulation.py) with the router's real policy.
 
-    PYTHONPATH=.:tests python bench/elastic_shift.py shift --nodes 2 8 64
-    PYTHONPATH=.:tests python bench/elastic_shift.py load --rates 8 16 24 32
+    PYTHONPATH=.:tests/support python bench/elastic_shift.py shift --nodes 2 8 64
+    PYTHONPATH=.:tests/support python bench/elastic_shift.py load --rates 8 16 24 32
 
 ``shift``: a burst of long prompts with short outputs, then one of short prompts with long outputs, on the same fleet,
 compared with every split into prefill and decode nodes. ``load``: two nodes, lognormal lengths, 2,000 tokens in and 200

@@ -1,8 +1,8 @@
 """Costs of a router and of a decode node by the number of nodes; docs/scale.md has the results.
 
-    PYTHONPATH=.:tests python bench/fleet_scale.py router --nodes 10 100 1000
-    PYTHONPATH=.:tests python bench/fleet_scale.py choice --nodes 10 100 1000
-    PYTHONPATH=.:tests python bench/fleet_scale.py peers --nodes 0 10 100
+    PYTHONPATH=.:tests/support python bench/fleet_scale.py router --nodes 10 100 1000
+    PYTHONPATH=.:tests/support python bench/fleet_scale.py choice --nodes 10 100 1000
+    PYTHONPATH=.:tests/support python bench/fleet_scale.py peers --nodes 0 10 100
 
 ``router``: a real router watches services that act as nodes (bench/many_nodes.py), half of them of each role, first
 without and then with requests. CPU is user + system time of the router process, so other work on the machine matters

@@ -5,8 +5,8 @@ python bench/fuzz_models.py --seed 7 --case 12          one case again, as a dif
 python bench/fuzz_models.py --families gpt_oss,glm4_moe --v2 1
 
 Each case draws a config of a family, the format of its checkpoint, weights, prompts, block sizes, and how prompts
-are cut into steps (tests/random_models.py). Log-probabilities of all generated tokens must equal the library's; with
-dynamic frequencies its greedy tokens. Two experts of almost equal score may swap, so a difference counts if other
+are cut into steps (tests/support/random_models.py). Log-probabilities of all generated tokens must equal the library's;
+with dynamic frequencies its greedy tokens. Two experts of almost equal score may swap, so a difference counts if other
 weights show it as well. A config that is refused counts, too. The exit status is then 1.
 """
 
@@ -27,7 +27,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from checkpoints import FAMILIES
 from differential import EQUAL, LibraryError, compare
 from random_models import RandomModel, draw_model, draw_prompts, draw_setup, fits_v2

@@ -39,7 +39,7 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from answers import Answer, ErrorAnswer, first_difference, send_completion
 from checkpoints import make_checkpoint

@@ -1,7 +1,7 @@
 """Predictions of ``pdserve plan`` compared with measured fleets: simulated nodes with equal costs, or real CPU nodes.
 
-    PYTHONPATH=.:tests python bench/plan_check.py
-    PYTHONPATH=.:tests python bench/plan_check.py --model MODEL --costs costs.toml --workload 256-512:32:1:1:2
+    PYTHONPATH=.:tests/support python bench/plan_check.py
+    PYTHONPATH=.:tests/support python bench/plan_check.py --model MODEL --costs costs.toml --workload 256-512:32:1:1:2
 
 Each workload is PROMPT:OUTPUT:P:D:RATE, with lengths as in ``pdserve plan``; with P = 0 each D also prefills. A real
 router routes the requests of an open-loop load with random arrivals; the prediction is for exactly these requests.

@@ -1,6 +1,6 @@
 """Comparison of router policies: the same trace is replayed to a fleet of simulated nodes with each policy.
 
-    PYTHONPATH=.:tests python bench/replay.py --prefill 4 --decode 4 --requests 400
+    PYTHONPATH=.:tests/support python bench/replay.py --prefill 4 --decode 4 --requests 400
 
 ``--trace`` replays a file in Mooncake's format (cli/plan/workload.py). Without it, a trace is generated: chat
 sessions of several messages, whose prompts repeat the whole conversation after one of 20 system prompts with a Zipf

@@ -1,6 +1,6 @@
 """Throughput of a router: streamed tokens/s, short requests/s, and the latency that it adds to the first token.
 
-    PYTHONPATH=.:tests python bench/router_load.py --nodes 64 --streams 256 --seconds 10
+    PYTHONPATH=.:tests/support python bench/router_load.py --nodes 64 --streams 256 --seconds 10
 
 Simulated decode nodes, a router and closed-loop clients, each in its own process.
 

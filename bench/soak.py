@@ -34,7 +34,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from answers import ErrorAnswer, send_completion
 from client_load import DISCONNECT_SHARE, new_body

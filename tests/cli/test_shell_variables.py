@@ -29,7 +29,7 @@ def test_conftest_clears_variables_of_the_shell(tmp_path: Path) -> None:
     (tmp_path / "test_inherited.py").write_text(TEST_FILE)
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "conftest", "-p", "no:cacheprovider"]
     shell = {VARIABLE: "1", "PDSERVE_LOG_LEVEL": "DEBUG", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "7"}
-    environ = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", **shell}
+    environ = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS / 'support'}:{TESTS.parent}", **shell}
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environ, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
 

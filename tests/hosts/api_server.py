@@ -1,4 +1,4 @@
-"""The API server for EndpointSlices (tests/fake_cluster.py) as a process: python api_server.py PORT FOLDER
+"""The API server for EndpointSlices (tests/support/fake_cluster.py) as a process: python api_server.py PORT FOLDER
 
 FOLDER has the certificate ``tls.pem`` and the list ``slices.json``, which the server polls for changes.
 """

@@ -17,7 +17,7 @@ def test_code_blocks_are_in_the_files_they_name() -> None:
     assert [path for path, _ in blocks] == [
         "pdserve/model/families.py",
         "runner/models/qwen2.py",
-        "tests/checkpoints.py",
+        "tests/support/checkpoints.py",
         "tests/runner/test_against_transformers.py",
     ]
     for path, code in blocks:

@@ -3,7 +3,7 @@
 FlashInfer compiles four kernels for these tests at its first run, each in up to a minute, and more for the slow ones.
 On a machine that has only pytest:
 
-    PYTHONPATH=.:tests python -m pytest -c /dev/null --noconftest -m "not slow" tests/runner/test_attention_gpu.py
+    PYTHONPATH=.:tests/support pytest -c /dev/null --noconftest -m "not slow" tests/runner/test_attention_gpu.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two pipeline stages on two GPUs sample the tokens of one GPU. With pytest and transformers as the only tools:
 
-PYTHONPATH=.:tests:tests/runner python -m pytest -c /dev/null --noconftest tests/runner/test_pipeline_stages_gpu.py
+PYTHONPATH=.:tests/support:tests/runner pytest -c /dev/null --noconftest tests/runner/test_pipeline_stages_gpu.py
 """
 
 from __future__ import annotations

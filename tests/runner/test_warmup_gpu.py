@@ -2,7 +2,7 @@
 
 With pytest and transformers as the only development tools:
 
-    PYTHONPATH=.:tests python -m pytest -c /dev/null --noconftest tests/runner/test_warmup_gpu.py
+    PYTHONPATH=.:tests/support python -m pytest -c /dev/null --noconftest tests/runner/test_warmup_gpu.py
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-KUBERNETES = Path(__file__).parents[1] / "deploy" / "k8s"
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "k8s"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 REVISION = "pdserve.dev/revision"
 COMPONENT = "app.kubernetes.io/component"

@@ -1,6 +1,6 @@
 """Compiles kernels for Hopper, without a GPU, and prints what ``sass.py`` finds in them, a line of JSON each.
 
-    python tests/compiled_kernels.py TILE_ROWS …
+    python tests/support/compiled_kernels.py TILE_ROWS …
 
 It must run without TRITON_INTERPRET=1, and so in a process of its own.
 """

@@ -72,7 +72,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float, what: str) -> Non
 
 
 class FleetHandle:
-    """A process of tests/fleet.py."""
+    """A process of tests/support/fleet.py."""
 
     def __init__(self, process: Process) -> None:
         self.process = process

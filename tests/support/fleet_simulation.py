@@ -1,6 +1,6 @@
 """A discrete-event simulation of a fleet, driven by the router's real policies. Deterministic, and without processes.
 
-Routers see reports that are up to 0.1 s old, and add what they have sent since. tests/simulated_node.py has the nodes.
+Routers see reports that are up to 0.1 s old, and add what they have sent since. simulated_node.py has the nodes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from pdserve.records import ModelRunnerOutput, Sample, SamplingParams, StepOutpu
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.weight_change import WeightChange
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _HEADER = struct.Struct("<I")
 
 

@@ -1,4 +1,4 @@
-"""A node of tests/fleet_simulation.py: it executes steps, each with the costs of an 8B model on an H200.
+"""A node of tests/support/fleet_simulation.py: it executes steps, each with the costs of an 8B model on an H200.
 
 A step is planned while the one before it executes, so an arrival waits for two steps. If anything decodes, every second
 step computes prompts and takes the ITL target, and sequences join in steps without (engine/scheduler/itl_target.py).

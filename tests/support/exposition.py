@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-TABLE = Path(__file__).parents[1] / "docs" / "metrics.md"
+TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 _ROW = re.compile(
     r"\| `(?P<name>\w+)` \| (?P<on>[RPD, ]+) \| (?P<type>\w+) \| (?P<labels>[a-z_, ]*)\| (?P<meaning>.*)\|"
 )

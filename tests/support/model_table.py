@@ -14,7 +14,7 @@ from any_models import CONDITIONS, make_any_checkpoint
 
 from pdserve.errors import PdserveError
 
-PAGE = Path(__file__).parents[1] / "docs" / "model-table.md"
+PAGE = Path(__file__).parents[2] / "docs" / "model-table.md"
 
 EXACT, NOT_BUILT = "exact", "not built"
 

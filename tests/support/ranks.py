@@ -20,7 +20,7 @@ import runner
 from pdserve.config.node_config import NodeConfig
 from pdserve.records import SamplingParams, TokenLogprobs
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 
 
 class Case(msgspec.Struct, frozen=True):
