@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from pdserve.ipc.messages import ReadChecked, ReadEnded
 from pdserve.metrics import FastHistogram, LabeledHistogram
+from pdserve.records import ReadResult
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class PeerMetrics:
         self.transport = ""  # of the connection; empty without one
         self.counters = dict.fromkeys(PEER_COUNTERS, 0.0)
 
-    def count(self, read: ReadEnded) -> None:
+    def count(self, read: ReadResult) -> None:
         counters = self.counters
         counters["pdserve_kv_reads_total"] += 1
         counters["pdserve_kv_read_failures_total"] += bool(read.error)
@@ -90,7 +91,7 @@ class DecodeMetrics:
         """Count a read that has ended. Drop reads that belong to an earlier epoch of the peer."""
         for peer in self._peers:
             if peer.epoch == read.epoch:
-                peer.count(read)
+                peer.count(read.result)
 
     def count_checked(self, read: ReadChecked) -> None:
         """Count a read with blocks that differ from their digests as failed; log the first of them."""

@@ -10,9 +10,8 @@ from prometheus_client.metrics_core import Metric
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.decode_service import DecodeService
-from decode_node.handoff_context import HandoffContext
+from decode_node.handoff_driver import FailurePolicy, Handoffs
 from decode_node.prefill_peers import PrefillPeers
-from decode_node.settings import DecodeSettings, FailurePolicy
 from node.context import NodeContext
 from node.drain import Drainable
 from pdserve.discovery.sources import check_source
@@ -25,30 +24,48 @@ class DecodeRole:
     name = "decode"
     services: tuple[str, ...] = ("pdserve.v1.DecodeNode",)
 
-    def __init__(self, settings: DecodeSettings) -> None:
-        if settings.handoff_min_tokens < 0 or not 0 <= settings.peer_wait < float("inf"):
+    def __init__(
+        self,
+        *,
+        prefill: Sequence[str],
+        failure_policy: FailurePolicy,
+        handoff_min_tokens: int,
+        peer_wait: float,
+        require_transport: str,
+    ) -> None:
+        """The arguments are those of the flags. Raises ConfigError."""
+        if handoff_min_tokens < 0 or not 0 <= peer_wait < float("inf"):
             raise ConfigError(
-                f"--handoff-min-tokens {settings.handoff_min_tokens} and --peer-wait {settings.peer_wait} must be at "
-                "least 0"
+                f"--handoff-min-tokens {handoff_min_tokens} and --peer-wait {peer_wait} must be at least 0"
             )
-        for source in settings.prefill:
+        for source in prefill:
             check_source(source)
-        self.uses_connector = bool(settings.prefill)
-        self.hands_off_all = settings.handoff_min_tokens == 0
-        self._settings = settings
+        self.uses_connector = bool(prefill)
+        self.hands_off_all = handoff_min_tokens == 0
+        self._sources = prefill
+        self._failure_policy = failure_policy
+        self._min_tokens = handoff_min_tokens
+        self._peer_wait = peer_wait
+        self._require_transport = require_transport
         self._metrics = DecodeMetrics()
         self._peers: PrefillPeers | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
-        self._peers = PrefillPeers(self._settings, node, self._metrics)
-        handoffs = HandoffContext(node.engine, self._peers, self._settings, node.config.model, self._metrics)
+        self._peers = PrefillPeers(self._sources, self._require_transport, node, self._metrics)
+        handoffs = Handoffs(
+            node,
+            self._peers,
+            self._metrics,
+            min_tokens=self._min_tokens,
+            failure_policy=self._failure_policy,
+        )
         service = DecodeService(node, handoffs)
         pb_grpc.add_DecodeNodeServicer_to_server(service, server)
         return service
 
     async def connect(self) -> None:
         if self._peers is not None:
-            await self._peers.start(self._settings.peer_wait)
+            await self._peers.start(self._peer_wait)
 
     def drop_peers(self, reason: str) -> None:
         if self._peers is not None:
@@ -107,7 +124,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_role(args: argparse.Namespace) -> DecodeRole:
-    policy = FailurePolicy(args.kv_failure_policy)
     return DecodeRole(
-        DecodeSettings(tuple(args.prefill), policy, args.handoff_min_tokens, args.peer_wait, args.require_transport)
+        prefill=args.prefill,
+        failure_policy=FailurePolicy(args.kv_failure_policy),
+        handoff_min_tokens=args.handoff_min_tokens,
+        peer_wait=args.peer_wait,
+        require_transport=args.require_transport,
     )

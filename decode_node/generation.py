@@ -1,17 +1,16 @@
-"""A router's stream on D, and each of its requests from the submission to the engine to the last output."""
+"""A request on D, from its submission to the engine to the last output."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
 from node.engine_client import EngineClient
 from node.request_events import Event, error_of
 from node.stream_writer import StreamWriter
-from pdserve.errors import DeadlineExceeded, PdserveError, RequestError
+from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import (
     Cancel,
@@ -29,65 +28,14 @@ from pdserve.ipc.messages import (
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, FinishReason, Sample, SamplingParams, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
-from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb
+from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb, sampling_to_pb
+from pdserve.tracing.spans import Span
 
 _LOGPROBS_BYTES = 512 << 10  # of a prompt's log-probabilities in an output
 _TOP_BYTES = 10  # of one of the most likely tokens in an output
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
-
-class RouterStream:
-    """The requests of one router. All outputs of a step travel in one message."""
-
-    def __init__(self) -> None:
-        self.generations: dict[int, NodeGeneration] = {}
-        self.largest = -1  # the router's largest number of a request so far
-        self.writer = StreamWriter(pb.OutputBatch)
-        self._resumed = pb.ResumedChoices()  # of a request that follows
-
-    def is_idle(self) -> bool:
-        return not self.generations and self.writer.empty
-
-    def add_resumed(self, resumed: pb.ResumedChoices, max_tokens: int) -> None:
-        """Keep choices of the next request. Raises RequestError for several requests or over ``max_tokens`` tokens."""
-        kept = self._resumed
-        if kept.choices and kept.request != resumed.request:
-            raise RequestError(f"choices of request {resumed.request} came before request {kept.request} itself")
-        kept.MergeFrom(resumed)
-        if (size := kept.ByteSize()) > max_tokens * TOKEN_BYTES:
-            raise RequestError(f"resumed choices take {size} bytes, the limit is {max_tokens} tokens; resume fewer")
-
-    def take_resumed(self, request: int) -> Iterable[pb.ResumedChoice]:
-        """Return the choices that came before the request."""
-        kept, self._resumed = self._resumed, pb.ResumedChoices()
-        return kept.choices if kept.request == request else ()
-
-    def add(self, request: int, num_bytes: int = 0) -> pb.Output:
-        """Append an output, to be filled in at once; ``num_bytes`` are those of its long fields."""
-        output = self.writer.put(num_bytes).outputs.add()
-        output.request = request
-        return output
-
-    def find(self, number: int) -> NodeGeneration | None:
-        """Return a request, None if it has ended. Raises RequestError if it was never sent on this stream."""
-        if number > self.largest:
-            raise RequestError(f"request {number} was never sent on this stream; only its own stream can change it")
-        return self.generations.get(number)
-
-    def forget(self, generation: NodeGeneration) -> None:
-        self.generations.pop(generation.number, None)
-        self.writer.wake()
-
-
-class HandoffEvents(Protocol):
-    """Receives the engine's events of a request's handoff."""
-
-    def on_reserved(self, cached_tokens: int) -> None: ...
-
-    def on_event(self, event: ReadEnded | ReadChecked) -> None: ...
-
-    def abandon(self) -> None:
-        """The request has ended. Idempotent."""
+HandoffEvent = Reserved | ReadEnded | ReadChecked
 
 
 class NodeGeneration:
@@ -96,24 +44,30 @@ class NodeGeneration:
     def __init__(
         self,
         message: pb.Generate,
+        token_ids: bytes,
         sampling: SamplingParams,
+        resume: Mapping[int, bytes],
+        *,
         engine: EngineClient,
-        stream: RouterStream,
-        on_end: Callable[[NodeGeneration], None],
+        writer: StreamWriter[pb.OutputBatch],
         trace: RequestTrace,
+        on_end: Callable[[NodeGeneration], None],
     ) -> None:
+        """``token_ids``, ``sampling`` and ``resume`` are those of the message. Outputs go to ``writer``."""
         self.message = message
         self.number = message.request  # the router's
         self.trace = trace
-        self.handoff_tokens = _handoff_tokens(message)
+        self.token_ids = token_ids
+        self.handoff_tokens = _handoff_tokens(token_ids, resume)
         self.sampling = sampling
-        self.resume = {choice.choice: choice.token_ids for choice in message.resume}
+        self.resume = dict(resume)
         self.error: PdserveError | None = None
-        self.handoff: HandoffEvents | None = None  # set before ``submit(Mode.HANDOFF)``
         self.rid = engine.open(self)
         self._engine = engine
-        self._stream = stream
+        self._writer = writer
         self._on_end = on_end
+        self._on_handoff_event: Callable[[HandoffEvent], None] = _ignore
+        self._abandon_handoff: Callable[[], None] = _ignore
         self._has_output = False  # of the engine
         self._prefilled = Prefilled(self.rid, 0, 0.0)  # zeros unless the engine computes the prompt
         self._choices = set(self.resume or range(sampling.n))  # unfinished
@@ -140,17 +94,35 @@ class NodeGeneration:
         """Seconds until the deadline; None without one."""
         return max(0.0, self._deadline - time.monotonic()) if self._timeout else None
 
-    def submit(self, mode: Mode) -> None:
-        if mode is Mode.HANDOFF:
-            self.trace.on_reserve()
-        request = self.message
-        self._engine.send(
-            Submit(
-                *(self.rid, request.token_ids, self.sampling, mode, request.cache_salt, request.priority),
-                resume=self.resume,
-                client=request.client,
-                paused=request.paused,
-            )
+    def submit_local(self) -> None:
+        """Have the engine compute the prompt."""
+        self._submit(Mode.LOCAL)
+
+    def submit_handoff(self, on_event: Callable[[HandoffEvent], None], abandon: Callable[[], None]) -> None:
+        """Have the engine reserve blocks for KV from P.
+
+        ``on_event`` receives the engine's events of the handoff. ``abandon`` is called when the request ends.
+        """
+        self.trace.on_reserve()
+        self._on_handoff_event = on_event
+        self._abandon_handoff = abandon
+        self._submit(Mode.HANDOFF)
+
+    def prefill_request(self, cached_tokens: int, span: Span) -> pb.PrefillRequest:
+        """Return the message that has P compute the KV after the first ``cached_tokens`` tokens."""
+        request, remaining = self.message, self.remaining
+        return pb.PrefillRequest(
+            request_id=request.request_id,
+            token_ids=self.handoff_tokens,
+            sampling=sampling_to_pb(self.prefill_sampling),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            skip_tokens=cached_tokens,
+            timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
+            traceparent=span.traceparent,
+            tracestate=span.tracestate,
+            client=request.client,
+            urgent=bool(self.resume),
         )
 
     def emit_peer_token(
@@ -166,7 +138,7 @@ class NodeGeneration:
             return
         self.error = error
         failure = failure_to_pb(error)
-        self._stream.add(self.number, failure.ByteSize()).failure.CopyFrom(failure)
+        self._output(failure.ByteSize()).failure.CopyFrom(failure)
         self.cancel()
 
     def cancel(self) -> None:
@@ -194,14 +166,32 @@ class NodeGeneration:
                 self._prefilled = event
             case Scored(_, found):
                 for part in found.parts(_LOGPROBS_BYTES):
-                    output = self._stream.add(self.number, len(part.table))
-                    output.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(part))
-            case Reserved(_, cached_tokens) if self.handoff is not None:
-                self.handoff.on_reserved(cached_tokens)
-            case ReadEnded() | ReadChecked() if self.handoff is not None:
-                self.handoff.on_event(event)
+                    self._output(len(part.table)).prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(part))
+            case Reserved() | ReadEnded() | ReadChecked():
+                self._on_handoff_event(event)
             case Refused():
                 self.fail(error_of(event))
+
+    def _submit(self, mode: Mode) -> None:
+        request = self.message
+        submit = Submit(
+            rid=self.rid,
+            token_ids=self.token_ids,
+            sampling=self.sampling,
+            mode=mode,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            resume=self.resume,
+            client=request.client,
+            paused=request.paused,
+        )
+        self._engine.send(submit)
+
+    def _output(self, num_bytes: int = 0) -> pb.Output:
+        """Append an output, to be filled in at once; ``num_bytes`` are those of its long fields."""
+        output = self._writer.put(num_bytes).outputs.add()
+        output.request = self.number
+        return output
 
     def _emit(
         self,
@@ -214,10 +204,11 @@ class NodeGeneration:
     ) -> None:
         if choice not in self._choices:
             return
-        output = self._stream.add(self.number, 0 if logprobs is None else _TOP_BYTES * len(logprobs.top_ids))
+        output = self._output(0 if logprobs is None else _TOP_BYTES * len(logprobs.top_ids))
         if choice:
             output.choice = choice
-        output.token_id, output.has_token = token_id, True
+        output.token_id = token_id
+        output.has_token = True
         if logprobs is not None:
             output.logprobs.CopyFrom(logprobs_to_pb(logprobs))
         if cached_tokens:
@@ -239,19 +230,22 @@ class NodeGeneration:
     def _end(self, outcome: RequestOutcome) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self.handoff is not None:
-            self.handoff.abandon()
+        self._abandon_handoff()
         self._engine.close(self.rid)
         self.trace.on_end(outcome, self.error)
-        self._stream.forget(self)
         self._on_end(self)
 
 
-def _handoff_tokens(message: pb.Generate) -> bytes:
+def _handoff_tokens(token_ids: bytes, resume: Mapping[int, bytes]) -> bytes:
     """Return the tokens whose KV comes from P: the prompt, or all but the last one of a single resumed choice.
 
     As ``Sequence.load_len`` in engine/request.py.
     """
-    if len(message.resume) != 1:
-        return message.token_ids
-    return message.token_ids + message.resume[0].token_ids[:-TOKEN_BYTES]
+    if len(resume) != 1:
+        return token_ids
+    (output,) = resume.values()
+    return token_ids + output[:-TOKEN_BYTES]
+
+
+def _ignore(*_: object) -> None:
+    """Replaces the callbacks of a handoff while there is none."""

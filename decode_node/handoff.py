@@ -21,12 +21,15 @@ from math import inf
 from pdserve.errors import PdserveError, PeerError
 from pdserve.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import Peer
 from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.timeouts import PeerTiming
 
-_MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # reading stops this share of a lease before its end; at most this many seconds
+_MARGIN_SHARE = 0.1  # of a lease: reading stops so long before its end
+_MARGIN_MAX = 1.0  # seconds, the longest margin
 _EXTEND_SHARE = 1 / 3  # extend after this share of the time left, or at once if less than this share of a lease is left
-_ANSWER_SHARE, _ANSWER_MAX = 0.2, 0.1  # no read begins with less left: this share of a lease, at most these seconds
+_ANSWER_SHARE = 0.2  # of a lease: no read begins with less left
+_ANSWER_MAX = 0.1  # seconds, the most that must be left
 _MAX_STALL = 3  # lengths of a lease without a read that begins or ends, after which D stops extending
 
 
@@ -40,15 +43,6 @@ class Phase(StrEnum):
     CONFIRMING = "confirming"
     CONFIRMED = "confirmed"
     GIVEN_UP = "given up"
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffPeer:
-    """One epoch of a prefill node."""
-
-    name: str
-    epoch: str
-    timing: PeerTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,9 @@ Action = StartRead | KVConfirmed | ToPeer | HandoffFailed
 class Handoff:
     """One prompt at one prefill node, from the request to P until its KV is confirmed or given up."""
 
-    def __init__(self, rid: int, number: int, peer: HandoffPeer, num_tokens: int, sent_at: float) -> None:
+    def __init__(
+        self, rid: int, number: int, num_tokens: int, *, peer: Peer, timing: PeerTiming, sent_at: float
+    ) -> None:
         """``number`` is the prompt's on the stream to P; ``sent_at`` is when the prompt was sent, or earlier."""
         self.number = number
         self.phase = Phase.WAITING
@@ -77,6 +73,7 @@ class Handoff:
         self.outputs: Outputs = ()  # tokens that P has sampled, by choice
         self._rid = rid
         self._peer = peer
+        self._timing = timing
         self._num_tokens = num_tokens
         self._refused = False  # P failed the prompt before its first part, and holds nothing
         self._lease_seconds = 0.0
@@ -126,7 +123,7 @@ class Handoff:
     def add_first_tokens(self, tokens: Sequence[int]) -> None:
         """Record P's first token of each choice. Raises PeerError on a repetition."""
         if self.outputs:
-            raise PeerError(f"{self._peer.name} sent first tokens twice")
+            raise PeerError(f"{self._peer.node_id} sent first tokens twice")
         self.outputs = tuple((token,) for token in tokens)
 
     def add_next_token(self, token: int, max_tokens: int) -> int:
@@ -135,9 +132,9 @@ class Handoff:
         Raises PeerError unless there is exactly one choice, with fewer than ``max_tokens`` tokens.
         """
         if len(self.outputs) != 1:
-            raise PeerError(f"{self._peer.name} sent a next token of {len(self.outputs)} choices")
+            raise PeerError(f"{self._peer.node_id} sent a next token of {len(self.outputs)} choices")
         if len(self.outputs[0]) >= max_tokens:
-            raise PeerError(f"{self._peer.name} sent a token after the {max_tokens} that were requested")
+            raise PeerError(f"{self._peer.node_id} sent a token after the {max_tokens} that were requested")
         self.outputs = ((*self.outputs[0], token),)
         return len(self.outputs[0])
 
@@ -148,13 +145,13 @@ class Handoff:
             case pb.PrefillEvent():
                 self._apply_prefill_event(event, now)
             case ReadEnded():
-                if event.error:
-                    raise ReadFailed(f"reading KV failed: {event.error}")
+                if event.result.error:
+                    raise ReadFailed(f"reading KV failed: {event.result.error}")
                 self._num_reads -= 1
                 self._progress_at = now
             case ReadChecked():
                 if event.num_corrupt:
-                    raise PeerError(f"KV read from {self._peer.name} is corrupt: {event.error}")
+                    raise PeerError(f"KV read from {self._peer.node_id} is corrupt: {event.error}")
                 self._num_unchecked -= 1
             case PeerError() if not self._stood:
                 raise event
@@ -167,21 +164,22 @@ class Handoff:
                 self._on_part(event.kv_ready, now)
             case "extended" if self.phase is Phase.READING and event.extended.ask == self._num_extends:
                 if not event.extended.lease_ms:
-                    raise PeerError(f"the lease at {self._peer.name} ended while its blocks were being read")
+                    raise PeerError(f"the lease at {self._peer.node_id} ended while its blocks were being read")
                 self._answer_due = inf
                 self._move_limit(self._extend_sent_at, event.extended.lease_ms / 1000, now)
             case "released" if self.phase is Phase.CONFIRMING:
                 if not event.released.stood:
-                    raise PeerError(f"the lease at {self._peer.name} ended before its blocks had been read")
-                self._stood, self._answer_due = True, inf
+                    raise PeerError(f"the lease at {self._peer.node_id} ended before its blocks had been read")
+                self._stood = True
+                self._answer_due = inf
             case "finished" if not self._complete:
-                raise PeerError(f"{self._peer.name} ended a prompt without leasing its blocks")
+                raise PeerError(f"{self._peer.node_id} ended a prompt without leasing its blocks")
             case "failed" if not self._complete or (self.phase is Phase.CONFIRMING and not self._stood):
                 self._refused = not self.announced
-                raise failure_from_pb(event.failed, self._peer.name)
+                raise failure_from_pb(event.failed, self._peer.node_id)
 
     def _on_part(self, part: pb.KVReady, now: float) -> None:
-        peer = self._peer.name
+        peer = self._peer.node_id
         if not part.block_ids or part.num_tokens <= self.announced:
             what = f"{len(part.block_ids)} blocks up to token {part.num_tokens}"
             raise PeerError(f"{peer} announced {what}, after those up to {self.announced}")
@@ -194,16 +192,22 @@ class Handoff:
         self.announced = part.num_tokens
         if self._complete and not self.outputs:
             raise PeerError(f"{peer} announced a whole prompt without first tokens")
-        blocks, digests = tuple(part.block_ids), tuple(part.digests)
-        self._to_read.append(StartRead(self._rid, self._peer.epoch, blocks, part.num_tokens, digests))
+        read = StartRead(
+            rid=self._rid,
+            epoch=self._peer.epoch,
+            remote_blocks=tuple(part.block_ids),
+            num_tokens=part.num_tokens,
+            digests=tuple(part.digests),
+        )
+        self._to_read.append(read)
 
     def _on_answer_timeout(self, now: float) -> None:
         """Extend again before the limit; an unanswered Release ends the handoff."""
         self._answer_due = inf
         if self.phase is Phase.CONFIRMING:
-            raise PeerError(f"{self._peer.name} did not answer whether a lease stood")
+            raise PeerError(f"{self._peer.node_id} did not answer whether a lease stood")
         if now >= self.limit:
-            raise PeerError(f"{self._peer.name} did not answer a request to extend a lease")
+            raise PeerError(f"{self._peer.node_id} did not answer a request to extend a lease")
         self._extend_at = now + (self.limit - now) * _EXTEND_SHARE
 
     def _move_limit(self, sent_at: float, seconds: float, now: float) -> None:
@@ -230,7 +234,7 @@ class Handoff:
             return []
         if self._complete and not self._num_reads and not self._to_read:
             self.phase = Phase.CONFIRMING
-            self._answer_due = now + self._peer.timing.timeout
+            self._answer_due = now + self._timing.timeout
             return [self._release()]
         if now >= self.limit and self._num_reads:
             raise ReadFailed(f"reading took longer than the {self.limit - self._progress_at:.3g} s that the lease left")
@@ -248,7 +252,7 @@ class Handoff:
     def _extend(self, now: float) -> pb.ExtendRequest:
         self._num_extends += 1
         self._extend_sent_at = now
-        self._answer_due = now + self._peer.timing.answer_timeout
+        self._answer_due = now + self._timing.answer_timeout
         return pb.ExtendRequest(request=self.number, ask=self._num_extends)
 
     def _release(self) -> pb.ReleaseRequest:

@@ -1,4 +1,4 @@
-"""Drives a request's handoff: executes the actions of decode_node/handoff.py, which decides.
+"""Begins and drives handoffs: executes the actions of decode_node/handoff.py, which decides.
 
                               ┌─ part announced: read it while P computes the next ─┐
 reserved ─► worth it? ─► prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
@@ -13,34 +13,104 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from math import inf
 from typing import TypeVar
 
-from decode_node.generation import NodeGeneration
+from decode_node.decode_metrics import DecodeMetrics
+from decode_node.generation import HandoffEvent, NodeGeneration
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
-from decode_node.handoff_context import HandoffContext
 from decode_node.prefill_peer import PrefillPeer
+from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefill_stream import PrefillStream
+from node.context import NodeContext
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
-from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
+from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, Reserved, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.rpc.protobuf import logprobs_from_pb, sampling_to_pb
-from pdserve.tracing.spans import Span
+from pdserve.request_cost import worth_handoff
+from pdserve.rpc.protobuf import logprobs_from_pb
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class FailurePolicy(StrEnum):
+    """Treatment of a request whose handoff fails."""
+
+    RECOMPUTE = "recompute"  # D prefills it from its token ids
+    FAIL = "fail"
+
+
+class Handoffs:
+    """All handoffs of D: which prompts are handed off, and what follows a failed handoff."""
+
+    def __init__(
+        self,
+        node: NodeContext,
+        peers: PrefillPeers,
+        metrics: DecodeMetrics,
+        *,
+        min_tokens: int,
+        failure_policy: FailurePolicy,
+    ) -> None:
+        """Prompts that lack KV of fewer than ``min_tokens`` tokens are prefilled on D."""
+        self.node = node
+        self.peers = peers
+        self.metrics = metrics
+        self._min_tokens = min_tokens
+        self._failure_policy = failure_policy
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self.metrics.counters
+
+    def submit(self, generation: NodeGeneration, prefill_node: str) -> None:
+        """Send a request to the engine: with a handoff from the named node, or without."""
+        if not prefill_node:
+            self.counters["pdserve_local_prefills_total"] += 1
+        if not prefill_node or not self.worth(generation, generation.num_handoff_tokens):
+            generation.submit_local()
+            return
+        try:
+            peer = self.peers.get(prefill_node)
+        except PdserveError as exc:
+            if self.recomputes(exc, generation.num_handoff_tokens):
+                generation.submit_local()
+            else:
+                generation.fail(exc)
+            return
+        driver = HandoffDriver(self, generation, peer)
+        generation.submit_handoff(driver.on_engine_event, driver.abandon)
+
+    def worth(self, generation: NodeGeneration, uncached_tokens: int) -> bool:
+        """Return whether to hand off so many tokens; if not, count a local prefill."""
+        worth = worth_handoff(uncached_tokens, generation.sampling.prompt_logprobs, self._min_tokens)
+        self.counters["pdserve_local_prefills_total"] += not worth
+        return worth
+
+    def recomputes(self, error: PdserveError, uncached_tokens: int) -> bool:
+        """Count a failed or refused handoff; return whether the failure policy is to prefill its prompt on D."""
+        refused = isinstance(error, Overloaded)
+        self.counters["pdserve_handoff_refusals_total" if refused else "pdserve_handoff_failures_total"] += 1
+        if self._failure_policy is FailurePolicy.FAIL or isinstance(error, PrefillCrashed):
+            return False  # the prompt that ended P's engine may end this one, too
+        if not refused:
+            self.counters["pdserve_handoff_recomputes_total"] += 1
+            self.counters["pdserve_handoff_recomputed_tokens_total"] += uncached_tokens
+        return True
+
+
 class HandoffDriver:
-    """One request from Submit(HANDOFF) until it decodes, has ended, or is prefilled on D.
+    """One request from its submission until it decodes, has ended, or is prefilled on D.
 
     Every action is taken in the callback that brings its reason: an event of P or the engine, or a timer. An unexpected
     exception ends this request only.
     """
 
-    def __init__(self, context: HandoffContext, generation: NodeGeneration, peer: PrefillPeer) -> None:
-        self._context = context
+    def __init__(self, handoffs: Handoffs, generation: NodeGeneration, peer: PrefillPeer) -> None:
+        self._handoffs = handoffs
+        self._engine = handoffs.node.engine
         self._generation = generation
         self._peer = peer
         self._handoff: Handoff | None = None
@@ -49,10 +119,12 @@ class HandoffDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False
 
-    def on_reserved(self, cached_tokens: int) -> None:
-        """Hand the prompt off, or prefill it on D if most of it is cached."""
-        if not self._ended:
-            self._guard(self._start, cached_tokens)
+    def on_engine_event(self, event: HandoffEvent) -> None:
+        """When blocks are reserved, hand the prompt off, or prefill it on D if most of it is cached."""
+        if not isinstance(event, Reserved):
+            self.on_event(event)
+        elif not self._ended:
+            self._guard(self._start, event.cached_tokens)
 
     def on_event(self, event: Event) -> None:
         """Advance the handoff. Events after its end change nothing."""
@@ -78,28 +150,37 @@ class HandoffDriver:
             generation.fail(NodeError("the handoff failed; the decode node's log has the reason"))
 
     def _start(self, cached_tokens: int) -> None:
-        context, generation = self._context, self._generation
+        generation = self._generation
         generation.trace.on_reserved()
         self._uncached_tokens = generation.num_handoff_tokens - cached_tokens
-        if not context.worth(generation, self._uncached_tokens):
-            context.engine.send(PrefillLocally(generation.rid))
+        if not self._handoffs.worth(generation, self._uncached_tokens):
+            self._engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return
-        context.counters["pdserve_handoffs_total"] += 1
+        self._handoffs.counters["pdserve_handoffs_total"] += 1
         self._prefill_at(self._peer)
 
     def _prefill_at(self, peer: PrefillPeer) -> None:
         """Raises PdserveError when the prompt cannot be sent."""
         assert self._handoff is None or not self._handoff.active, "a drained P's events would reach the next handoff"
-        self._handoff, self._peer, generation = None, peer, self._generation
+        self._handoff = None
+        self._peer = peer
+        generation = self._generation
         stream = self._stream = peer.stream
         if stream is None:
             raise PeerError(f"{peer.address} was lost while the request waited for KV blocks")
         now = time.monotonic()
-        span = generation.trace.start_handoff(stream.peer.name, self._uncached_tokens)
-        request = _prefill_request(generation, generation.num_handoff_tokens - self._uncached_tokens, span)
+        span = generation.trace.start_handoff(stream.peer.node_id, self._uncached_tokens)
+        request = generation.prefill_request(generation.num_handoff_tokens - self._uncached_tokens, span)
         number = stream.prefill(request, self.on_event)
-        self._handoff = Handoff(generation.rid, number, stream.peer, generation.num_handoff_tokens, now)
+        self._handoff = Handoff(
+            generation.rid,
+            number,
+            generation.num_handoff_tokens,
+            peer=stream.peer,
+            timing=self._handoffs.node.config.peer_timing,
+            sent_at=now,
+        )
 
     def _advance(self, event: Event) -> None:
         handoff = self._handoff
@@ -109,9 +190,9 @@ class HandoffDriver:
         if handoff.active:
             match event:
                 case ReadEnded():
-                    self._generation.trace.on_read_ended(event.num_bytes, event.num_descriptors)
+                    self._generation.trace.on_read_ended(event.result)
                 case pb.PrefillEvent() if event.HasField("last_chunk"):
-                    self._context.engine.send(HandoffEnds(self._generation.rid))
+                    self._engine.send(HandoffEnds(self._generation.rid))
                 case pb.PrefillEvent() if event.HasField("first_tokens"):
                     self._emit_first_tokens(handoff, event.first_tokens)
                 case pb.PrefillEvent() if event.HasField("next_token"):
@@ -129,9 +210,9 @@ class HandoffDriver:
                     failure = error
                 case StartRead():
                     trace.on_read_started()
-                    self._context.engine.send(action)
+                    self._engine.send(action)
                 case KVConfirmed():
-                    self._context.engine.send(action)
+                    self._engine.send(action)
                     self._ended = True
                     trace.on_confirmed()
                 case _:
@@ -146,10 +227,10 @@ class HandoffDriver:
         """Try another P if this one drains and has announced nothing; else apply the failure policy."""
         if self._ended:
             return
-        context, generation = self._context, self._generation
+        handoffs, generation = self._handoffs, self._generation
         generation.trace.on_handoff_failed(error)
         announced = self._handoff is not None and self._handoff.announced
-        if isinstance(error, Draining) and not announced and (other := context.peers.other()) is not None:
+        if isinstance(error, Draining) and not announced and (other := handoffs.peers.other()) is not None:
             generation.trace.restart()
             self._guard(self._prefill_at, other)
             return
@@ -158,7 +239,7 @@ class HandoffDriver:
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):
             self._peer.check()
-        if not context.recomputes(error, self._uncached_tokens):
+        if not handoffs.recomputes(error, self._uncached_tokens):
             # Other errors between nodes are not the client's fault.
             passed_on = isinstance(error, Overloaded | PrefillCrashed)
             generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
@@ -168,10 +249,10 @@ class HandoffDriver:
         level = logging.INFO if isinstance(error, Overloaded) else logging.WARNING
         _log.log(level, "request %s is prefilled on this node: %s", name, error, extra=generation.trace.log_fields)
         outputs = self._handoff.outputs if self._handoff is not None else ()
-        context.engine.send(PrefillLocally(generation.rid, outputs))
+        self._engine.send(PrefillLocally(generation.rid, outputs))
 
     def _emit_first_tokens(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
-        generation, model = self._generation, self._context.model
+        generation, model = self._generation, self._handoffs.node.config.model
         first = _samples(tokens.choices, generation.prefill_sampling.n, model.vocab_size, self._peer.address)
         handoff.add_first_tokens([sample.token_id for sample in first])
         generation.trace.on_first_tokens(tokens.queued_ms / 1000)
@@ -183,16 +264,16 @@ class HandoffDriver:
 
     def _emit_next_token(self, handoff: Handoff, token: pb.SampledToken) -> None:
         """Emit a token that P decoded ahead while D reads the KV."""
-        generation, model = self._generation, self._context.model
+        generation, model = self._generation, self._handoffs.node.config.model
         (sample,) = _samples([token], 1, model.vocab_size, self._peer.address)
         number = handoff.add_next_token(sample.token_id, generation.prefill_sampling.max_tokens)
-        self._context.counters["pdserve_handoff_ahead_tokens_total"] += 1
+        self._handoffs.counters["pdserve_handoff_ahead_tokens_total"] += 1
         generation.emit_peer_token(0, sample, number, model.eos_token_ids)
         self._free_if_ended()
 
     def _free_if_ended(self) -> None:
         if self._generation.ended:
-            self._context.engine.send(Cancel(self._generation.rid))
+            self._engine.send(Cancel(self._generation.rid))
 
     def _wake_at(self, when: float) -> None:
         """Set the timer to a time of ``time.monotonic``; infinity stops it."""
@@ -201,23 +282,6 @@ class HandoffDriver:
             self._timer = None
         if when < inf:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self.on_event, None)
-
-
-def _prefill_request(generation: NodeGeneration, cached_tokens: int, span: Span) -> pb.PrefillRequest:
-    request, remaining = generation.message, generation.remaining
-    return pb.PrefillRequest(
-        request_id=request.request_id,
-        token_ids=generation.handoff_tokens,
-        sampling=sampling_to_pb(generation.prefill_sampling),
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        skip_tokens=cached_tokens,
-        timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
-        traceparent=span.traceparent,
-        tracestate=span.tracestate,
-        client=request.client,
-        urgent=bool(generation.resume),
-    )
 
 
 def _samples(tokens: Sequence[pb.SampledToken], n: int, vocab_size: int, peer: str) -> tuple[Sample, ...]:

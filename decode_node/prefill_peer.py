@@ -24,15 +24,13 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from decode_node.background_tasks import BackgroundTasks
 from decode_node.decode_metrics import PeerMetrics
-from decode_node.engine_peers import EnginePeers
-from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
 from node.context import NodeContext
 from node.health import State
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import ConfigError, PdserveError, PeerError
+from pdserve.ipc.messages import Connect, Disconnect
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
@@ -45,7 +43,9 @@ from pdserve.transports import Connected
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_BACKOFF_MIN, _BACKOFF_MAX = 0.1, 5.0
+_BACKOFF_MIN = 0.1  # seconds until the second attempt
+_BACKOFF_MAX = 5.0  # seconds between attempts, at most
+_RELEASE_SECONDS = 0.5  # for P to receive the releases of leases before this node closes its connection
 _LOADING_SECONDS = 0.2  # between attempts at a peer that is not ready yet
 _SELF_FAILURES = 10  # the longest pause at this node's own address, which may become that of another node
 
@@ -82,11 +82,9 @@ class PrefillPeer:
         self,
         address: str,
         node: NodeContext,
-        engine: EnginePeers,
         metrics: PeerMetrics,
-        required_transport: str,
-        streams: BackgroundTasks,
         registry: PeerRegistry,
+        required_transport: str,
     ) -> None:
         self.address = address
         self.node_id = ""
@@ -95,13 +93,12 @@ class PrefillPeer:
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
         self._dialer = Dialer(address, self._timing, node.tls)
-        self._use(self._dialer.channel)
         self._node = node
-        self._engine = engine
         self._metrics = metrics
-        self._required_transport = required_transport
-        self._streams = streams
         self._registry = registry
+        self._required_transport = required_transport
+        self._connecting: asyncio.Future[Connected] | None = None  # the connector's answer
+        self._closing: PrefillStream | None = None  # the previous stream, which may still deliver releases
         self._drained = False  # the latest epoch ended by draining
         self._unlisted = False
         self._check_now = asyncio.Event()
@@ -138,12 +135,21 @@ class PrefillPeer:
         self.reset(reason)
 
     async def close(self) -> None:
+        """Close the connection once the last stream has delivered its releases."""
+        if self._closing is not None:
+            await self._closing.closed(_RELEASE_SECONDS)
         await self._dialer.close()
 
-    def _use(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
-        self._describer = pb_grpc.NodeStub(channel)
-        self._stub = pb_grpc.PrefillNodeStub(channel)
+    def on_connector_connected(self, connection: Connected) -> None:
+        if self._connecting is not None and not self._connecting.done():
+            self._connecting.set_result(connection)
+
+    def on_connector_failed(self, reason: str) -> None:
+        """The connector cannot connect, or has lost the connection."""
+        if self._connecting is None:
+            self.reset(reason)
+        elif not self._connecting.done():
+            self._connecting.set_exception(PeerError(f"the connector cannot connect: {reason}"))
 
     async def run(self) -> None:
         """Connect and stay connected until the peer is unlisted and no handoff needs it."""
@@ -172,7 +178,7 @@ class PrefillPeer:
     async def _connect(self) -> None:
         """Raises PdserveError when the peer cannot be connected now."""
         self._check_own_state()
-        self._use(await self._dialer.renew())
+        stub: pb_grpc.PrefillNodeAsyncStub = pb_grpc.PrefillNodeStub(await self._dialer.renew())
         description = await self._describe()
         self._check_identity(description)
         if (state := _state(description)) != "ready":
@@ -184,7 +190,7 @@ class PrefillPeer:
             node_id=self._node.node_id,
             epoch=self._node.epoch,
         )
-        reply = await self._call(self._stub.Handshake(request, timeout=self._timing.answer_timeout))
+        reply = await self._call(stub.Handshake(request, timeout=self._timing.answer_timeout))
         if (reply.node_id, reply.epoch) != (description.node_id, description.epoch):
             raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
         if self._registry.has(reply.node_id):
@@ -197,18 +203,29 @@ class PrefillPeer:
         except ConfigError as exc:
             raise PeerError(f"describes an impossible KV layout: {exc}") from exc
         self._metrics.epoch = reply.epoch
-        connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
+        peer = Peer(reply.node_id, reply.epoch, ranks)
+        connection = await self._connect_connector(peer)
         if request.epoch != self._node.epoch:
             raise PeerLoading("was asked before this node changed its weights")
         self._check_own_state()  # it may change its weights now
         self._check_transport(connection)
         self._metrics.transport = connection.transport
-        peer = HandoffPeer(self.node_id, self.epoch, self._timing)
-        limit = request_limit(description.max_model_len)
-        self.stream = PrefillStream(self._stub, peer, limit, self._streams, self.check)
+        self.stream = PrefillStream(stub, peer, request_limit(description.max_model_len), self.check)
         self._drained = False
         self._registry.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
+
+    async def _connect_connector(self, peer: Peer) -> Connected:
+        """Have the engine's connector connect. Raises PeerError when it cannot."""
+        self._connecting = asyncio.get_running_loop().create_future()
+        self._node.engine.send(Connect(peer))
+        try:
+            return await asyncio.wait_for(self._connecting, self._timing.connect_timeout)
+        except TimeoutError as exc:
+            limit = self._timing.connect_timeout
+            raise PeerError(f"the connector did not connect within {limit:.3g} s") from exc
+        finally:
+            self._connecting = None
 
     def _check_own_state(self) -> None:
         """Raises PeerLoading while this node has no weights to exchange KV for."""
@@ -227,26 +244,16 @@ class PrefillPeer:
 
     def _check_transport(self, connection: Connected) -> None:
         """Raises TransportTooSlow if the transport does not meet ``--require-transport``."""
-        required = self._required_transport
-        if not required or connection.meets(required):
-            return
-        remedy = "unset UCX_LOG_LEVEL and UCX_LOG_FILE, which hide UCX's lanes"
-        if connection.lanes:
-            remedy = (
-                f"UCX can use {connection.lanes}; check UCX_TLS, UCX_NET_DEVICES and the output of `ucx_info -d` on "
-                "both nodes"
-            )
-        error = TransportTooSlow(
-            f"the transport to {self.address} is {connection.transport}, --require-transport asks for {required}: "
-            f"{remedy}"
-        )
-        self._registry.on_too_slow(error)
-        raise error
+        if shortfall := connection.shortfall(self._required_transport):
+            error = TransportTooSlow(f"the transport to {self.address} {shortfall}")
+            self._registry.on_too_slow(error)
+            raise error
 
     async def _watch(self) -> None:
         """Check the connection periodically and on suspicion. Raises PdserveError when it is lost; never returns."""
+        channel = self._dialer.channel
         # One waiter for all rounds: gRPC keeps each waiter until the state changes, even a cancelled one.
-        broken = asyncio.ensure_future(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        broken = asyncio.ensure_future(channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
         broken.add_done_callback(lambda _: self._check_now.set())
         try:
             while True:
@@ -260,12 +267,12 @@ class PrefillPeer:
 
     async def _check_connection(self) -> None:
         """Raises PdserveError when the connection is lost."""
-        if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+        if self._dialer.channel.get_state() is not grpc.ChannelConnectivity.READY:
             raise PeerError("the connection broke")
         if self._broken:
             raise PeerError(f"reconnecting: {self._broken}")
         if self.stream is not None and self.stream.ended:
-            raise (PeerLoading if self.stream.draining else PeerError)(self.stream.ended)
+            raise (PeerLoading if self.stream.draining else PeerError)(self.stream.end_reason)
         if self._unlisted and (self.stream is None or self.stream.idle):
             raise PeerError("is no longer listed")
         description = await self._describe()
@@ -278,15 +285,19 @@ class PrefillPeer:
 
     def _disconnect(self) -> None:
         if self.epoch:
-            self._engine.disconnect(self.epoch)
-        stream, self.stream, self.epoch, self._metrics.transport = self.stream, None, "", ""
-        if stream is not None:
-            self._drained = stream.draining
-            self._metrics.counters["pdserve_peer_losses_total"] += not stream.draining
-            stream.close(f"{self.address} was lost")
+            self._node.engine.send(Disconnect(self.epoch))  # its reads in flight end with an error
+        self.epoch = ""
+        self._metrics.transport = ""
+        if self.stream is not None:
+            self._closing = self.stream
+            self.stream = None
+            self._drained = self._closing.draining
+            self._metrics.counters["pdserve_peer_losses_total"] += not self._drained
+            self._closing.close(f"{self.address} was lost")
 
     async def _describe(self) -> pb.NodeDescription:
-        return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=self._timing.answer_timeout))
+        stub: pb_grpc.NodeAsyncStub = pb_grpc.NodeStub(self._dialer.channel)
+        return await self._call(stub.Describe(pb.DescribeRequest(), timeout=self._timing.answer_timeout))
 
     async def _call(self, call: Awaitable[T]) -> T:
         try:

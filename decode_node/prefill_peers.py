@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Sequence
 
-from decode_node.background_tasks import BackgroundTasks
 from decode_node.decode_metrics import DecodeMetrics
-from decode_node.engine_peers import EnginePeers
 from decode_node.prefill_peer import PrefillPeer, TransportTooSlow
-from decode_node.settings import DecodeSettings
 from node.context import NodeContext
 from pdserve.discovery.sources import Directory
 from pdserve.errors import ConfigError, Draining, PeerError
+from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
 
@@ -23,17 +22,25 @@ _log = logging.getLogger(__name__)
 class PrefillPeers:
     """The listed prefill nodes, and unlisted ones that handoffs still need."""
 
-    def __init__(self, settings: DecodeSettings, node: NodeContext, metrics: DecodeMetrics) -> None:
-        """Raises ConfigError for a source that this machine cannot query."""
-        self._settings, self._node, self._metrics = settings, node, metrics
-        self._engine_peers = EnginePeers(node.engine, node.config.peer_timing.connect_timeout, self._on_engine_lost)
-        self._directory = Directory(settings.prefill, self._on_listed)
+    def __init__(
+        self, sources: Sequence[str], required_transport: str, node: NodeContext, metrics: DecodeMetrics
+    ) -> None:
+        """``sources`` are those of pdserve/discovery/sources.py; an empty ``required_transport`` accepts any.
+
+        Raises ConfigError for a source that this machine cannot query.
+        """
+        self._sources = tuple(sources)
+        self._required_transport = required_transport
+        self._node = node
+        self._metrics = metrics
+        self._directory = Directory(self._sources, self._on_listed)
         self._peers: dict[str, PrefillPeer] = {}  # by address
         self._first = asyncio.Event()  # a peer has connected, or was refused for its transport
         self._too_slow: TransportTooSlow | None = None  # latest
         self._next_other = 0  # round robin over substitutes of a draining peer
-        self._streams = BackgroundTasks()
-        self._background = BackgroundTasks()
+        self._tasks: set[asyncio.Task[None]] = set()
+        node.engine.on_connected = self._on_connector_connected
+        node.engine.on_failed_peer = self._on_connector_failed
         node.engine.on_read = metrics.count_read
         node.engine.on_read_checked = metrics.count_checked
 
@@ -67,9 +74,9 @@ class PrefillPeers:
         A node that prefills itself waits for no connection: nodes that start together would wait for each other.
         Raises ConfigError if a transport is slower than ``--require-transport``.
         """
-        if not self._settings.prefill:
+        if not self._sources:
             return
-        self._background.start(self._directory.run(), "discovery of prefill nodes")
+        self._start(self._directory.run(), "discovery of prefill nodes")
         try:
             async with asyncio.timeout(seconds):
                 await self._directory.complete.wait()
@@ -83,7 +90,7 @@ class PrefillPeers:
             _log.warning(
                 "no prefill node could be reached within %.3g s (%s): prompts are prefilled on this node until one can",
                 seconds,
-                ", ".join(self._peers) or f"none is listed at {', '.join(self._settings.prefill)}",
+                ", ".join(self._peers) or f"none is listed at {', '.join(self._sources)}",
             )
 
     def drop(self, reason: str) -> None:
@@ -92,10 +99,11 @@ class PrefillPeers:
             peer.drop(reason)
 
     async def close(self) -> None:
-        await self._background.close(0)
-        await self._streams.close()  # delivers releases of leases
-        for peer in self._peers.values():
-            await peer.close()
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
     # ------------------------------------------------------------ PeerRegistry
 
@@ -116,10 +124,13 @@ class PrefillPeers:
             peer.set_listed(address in addresses)
         for address in sorted(addresses - self._peers.keys()):
             peer = self._peers[address] = PrefillPeer(
-                *(address, self._node, self._engine_peers, self._metrics.add_peer(address)),
-                *(self._settings.require_transport, self._streams, self),
+                address,
+                self._node,
+                self._metrics.add_peer(address),
+                registry=self,
+                required_transport=self._required_transport,
             )
-            self._background.start(self._run_peer(peer), f"peer {address}")
+            self._start(self._run_peer(peer), f"peer {address}")
 
     async def _run_peer(self, peer: PrefillPeer) -> None:
         await peer.run()
@@ -128,7 +139,23 @@ class PrefillPeers:
         self._metrics.drop_peer(peer.address)
         await peer.close()
 
-    def _on_engine_lost(self, epoch: str, reason: str) -> None:
+    def _on_connector_connected(self, connection: Connected) -> None:
+        for peer in self._peers.values():
+            if peer.epoch == connection.epoch:
+                peer.on_connector_connected(connection)
+
+    def _on_connector_failed(self, epoch: str, reason: str) -> None:
         for peer in self._peers.values():
             if peer.epoch == epoch:
-                peer.reset(reason)
+                peer.on_connector_failed(reason)
+
+    def _start(self, coroutine: Coroutine[None, None, None], name: str) -> None:
+        """Run a coroutine until ``close``."""
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed", task.get_name(), exc_info=error)

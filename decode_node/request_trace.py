@@ -18,6 +18,7 @@ from enum import StrEnum
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import PdserveError
 from pdserve.logs import request_fields
+from pdserve.records import ReadResult
 from pdserve.tracing.spans import NO_SPAN, Attributes, Span, SpanKind
 
 _log = logging.getLogger(__name__)
@@ -52,10 +53,14 @@ class RequestTrace:
         self._resumed = resumed
         self._log = log
         self._stage = TraceStage.PROMPT
-        self._started_at = self._since = time.monotonic()  # of the request, and of the stage
+        self._started_at = time.monotonic()
+        self._since = self._started_at  # of the stage
         self._parts: dict[str, float] = {}  # seconds
-        self._handoff = self._transfer = NO_SPAN
-        self._reads = [0, 0, 0]  # ended reads, their bytes and descriptors
+        self._handoff = NO_SPAN
+        self._transfer = NO_SPAN
+        self._num_reads = 0  # ended
+        self._read_bytes = 0
+        self._read_descriptors = 0
 
     @property
     def log_fields(self) -> dict[str, object]:
@@ -90,8 +95,10 @@ class RequestTrace:
         if self._transfer is NO_SPAN:
             self._transfer = self._handoff.child("transfer")
 
-    def on_read_ended(self, num_bytes: int, num_descriptors: int) -> None:
-        self._reads = [total + new for total, new in zip(self._reads, (1, num_bytes, num_descriptors), strict=True)]
+    def on_read_ended(self, read: ReadResult) -> None:
+        self._num_reads += 1
+        self._read_bytes += read.num_bytes
+        self._read_descriptors += read.num_descriptors
 
     def on_confirmed(self) -> None:
         """All of P's KV has been read and confirmed."""
@@ -152,9 +159,12 @@ class RequestTrace:
             self.span.event("first token")
 
     def _end_handoff(self, now: float) -> None:
-        reads, num_bytes, num_descriptors = self._reads
-        sizes = {"parts": reads, "bytes": num_bytes, "descriptors": num_descriptors}
-        self._transfer.set({f"pdserve.transfer.{name}": size for name, size in sizes.items()})
+        sizes: Attributes = {
+            "pdserve.transfer.parts": self._num_reads,
+            "pdserve.transfer.bytes": self._read_bytes,
+            "pdserve.transfer.descriptors": self._read_descriptors,
+        }
+        self._transfer.set(sizes)
         self._transfer.end(now)
         self._handoff.end(now)
 

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from node.drain import Drainable
 from node.engine_client import EngineClient
 from node.health import State
-from node.stream_writer import Violations
+from node.served_streams import Violations
 from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError

@@ -13,11 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
-from node.stream_writer import StreamWriter
 from pdserve.errors import Draining
 
 _log = logging.getLogger(__name__)
@@ -37,63 +34,6 @@ class ShutdownSignals:
         if number == signal.SIGINT or self.stop.is_set():
             self.hurry.set()
         self.stop.set()
-
-
-class Stream(Protocol):
-    """A long-lived stream to this node."""
-
-    writer: StreamWriter[Any]  # of messages with a field ``draining``
-
-
-S = TypeVar("S", bound=Stream)
-
-
-class Streams(Generic[S]):
-    """The open streams of a service. Each receives one ``draining`` message."""
-
-    def __init__(self) -> None:
-        self.draining = False
-        self._open: list[S] = []
-        self._changed = asyncio.Event()
-
-    def __iter__(self) -> Iterator[S]:
-        return iter(tuple(self._open))
-
-    @contextmanager
-    def opened(self, stream: S) -> Iterator[None]:
-        """Keep ``stream`` among the open ones while the context lasts."""
-        self._open.append(stream)
-        if self.draining:
-            stream.writer.put().draining = True
-        try:
-            yield
-        finally:
-            self._open.remove(stream)
-            self.changed()
-
-    def drain(self) -> None:
-        """Send ``draining`` on every stream. Idempotent."""
-        if not self.draining:
-            self.draining = True
-            for stream in self:
-                stream.writer.put().draining = True
-
-    def reopen(self) -> None:
-        """Accept requests again, on new streams: peers end those that were told to drain."""
-        self.draining = False
-
-    def changed(self) -> None:
-        """Have ``until`` check its condition again."""
-        self._changed.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Return once ``condition`` holds; it is checked after every call of ``changed``."""
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def ended(self) -> None:
-        await self.until(lambda: not self._open)
 
 
 class Drainable(Protocol):

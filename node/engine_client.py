@@ -30,7 +30,6 @@ from pdserve.ipc.messages import (
     Ready,
     Status,
     ToEngine,
-    Totals,
     WeightsAnswer,
 )
 from pdserve.records import RankKV
@@ -39,7 +38,6 @@ from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer
 
 _SLEEP_SECONDS = 10.0  # for all ranks to free their devices
-_STOPPED = Status(0, 0, 0, 0, 0, 0, 0, 0, Totals())
 
 
 class EngineClient:
@@ -54,7 +52,7 @@ class EngineClient:
         self._started: asyncio.Future[Ready]
         self._must_run = False
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
-        self.status = _STOPPED
+        self.status = Status()
         self.monitor = HeartbeatMonitor(config.peer_timing.answer_timeout)
         self.kv_layout = config.kv_layout  # an estimate until the engine is ready, where memory is measured
         self.decision = config.decision  # likewise until ranks on other hosts have joined
@@ -80,15 +78,18 @@ class EngineClient:
         self._started = asyncio.get_running_loop().create_future()
         # Stale references to an earlier start cannot match.
         agent = self._agent and f"{self._agent}-{next(self._starts)}"
-        self._process, self._suspects = EngineProcess(self._receive, self._on_exit), None
+        self._process = EngineProcess(self._receive, self._on_exit)
+        self._suspects = None
         await self._process.start()
         self.monitor.restart()
         self.send(Configure(config, agent, self._placement, peer))
         ready = await self._started
-        self.ranks, self.kv_layout, self.decision = ready.ranks, ready.kv_layout, ready.decision
+        self.ranks = ready.ranks
+        self.kv_layout = ready.kv_layout
+        self.decision = ready.decision
         self.weights = ready.weights
         total = ready.kv_layout.num_blocks
-        self.status = Status(total, 0, 0, 0, total, 0, 0, 0, Totals())
+        self.status = Status(free=total, total=total)
         self.has_weights = True
         return ready.loaded_files
 
@@ -96,7 +97,8 @@ class EngineClient:
         """End the engine, or what has failed to start, until the next ``start``. No request may be open."""
         self._must_run = False
         await self.shutdown(_SLEEP_SECONDS)
-        self.status, self.weights = _STOPPED, ()
+        self.status = Status()
+        self.weights = ()
 
     async def shutdown(self, seconds: float = 1.0) -> None:
         """End the engine: request, terminate, kill. Takes little more than twice ``seconds``. Idempotent."""

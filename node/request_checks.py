@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
+
+import numpy as np
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.grammar import check_size
 from pdserve.records import MAX_PROMPT_LOGPROBS, SamplingParams
+from pdserve.rpc.protobuf import count_tokens
 
 
-def check_request(
-    token_ids: Sequence[int], sampling: SamplingParams, config: NodeConfig, max_tokens: int | None = None
-) -> None:
-    """Raise RequestError for a request that this node can never serve.
+def check_request(token_ids: bytes, sampling: SamplingParams, config: NodeConfig, max_tokens: int | None = None) -> int:
+    """Return the number of a prompt's tokens, which stay packed. Raises RequestError if this node can never serve it.
 
     ``max_tokens`` replaces that of ``sampling``: a prompt that is pooled gets no output.
     """
-    if not token_ids:
+    num_tokens = count_tokens(token_ids)
+    if not num_tokens:
         raise RequestError("the prompt has 0 tokens; it needs at least 1", "prompt")
     _check_sampling(sampling, config)
     max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
-    total = len(token_ids) + max_tokens
+    total = num_tokens + max_tokens
     if total > config.max_model_len:
         raise RequestTooLong(
-            f"the prompt's {len(token_ids)} tokens and max_tokens {max_tokens} make {total}, more than the "
+            f"the prompt's {num_tokens} tokens and max_tokens {max_tokens} make {total}, more than the "
             f"{config.max_model_len} tokens this model is served with; shorten the prompt or lower max_tokens",
-            "max_tokens" if len(token_ids) < config.max_model_len else "prompt",
+            "max_tokens" if num_tokens < config.max_model_len else "prompt",
             "context_length_exceeded",
         )
-    _check_ids("prompt", "token id", (max(token_ids),), config.model.vocab_size)
+    _check_ids("prompt", "token id", (_largest(token_ids),), config.model.vocab_size)
+    return num_tokens
 
 
-def check_resume(resume: Mapping[int, Sequence[int]], sampling: SamplingParams, config: NodeConfig) -> None:
+def check_resume(resume: Mapping[int, bytes], sampling: SamplingParams, config: NodeConfig) -> None:
     """Raise RequestError unless each choice exists in the request, has output, and may continue."""
     for choice, output in resume.items():
         _check_range("resume: choice", choice, 0, sampling.n - 1)
-        _check_range("resume: number of output tokens", len(output), 1, sampling.max_tokens - 1)
-        _check_ids("resume", "token id", (max(output),), config.model.vocab_size)
+        _check_range("resume: number of output tokens", count_tokens(output), 1, sampling.max_tokens - 1)
+        _check_ids("resume", "token id", (_largest(output),), config.model.vocab_size)
 
 
 def check_skip(skip_tokens: int, num_tokens: int, block_size: int) -> None:
@@ -50,6 +53,10 @@ def check_skip(skip_tokens: int, num_tokens: int, block_size: int) -> None:
             "tokens",
             "skip_tokens",
         )
+
+
+def _largest(token_ids: bytes) -> int:
+    return int(np.frombuffer(token_ids, "<u4").max())
 
 
 def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:

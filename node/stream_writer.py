@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from math import inf
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from pdserve.errors import RequestError
-from pdserve.rpc.errors import abort
 from pdserve.rpc.message_limits import BATCH_LIMIT, ENTRY_BYTES
 
 M = TypeVar("M")
@@ -21,30 +16,6 @@ M = TypeVar("M")
 _MOST_UNSENT = 4096  # entries; beyond, no messages are read that would produce more
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-_log = logging.getLogger(__name__)
-
-_LOG_SECONDS = 10.0  # between two lines, as a hostile peer may open streams without end
-
-
-class Violations:
-    """Protocol violations at one node since its start. ``count`` is exported as a metric."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._logged_count = 0
-        self._log_at = -inf  # earliest time of the next line
-
-    def add(self, peer: str, error: RequestError) -> None:
-        """Count a stream of ``peer``, a network address, that ``error`` ended."""
-        self.count += 1
-        now = time.monotonic()
-        if now < self._log_at:
-            return
-        more = self.count - self._logged_count - 1
-        others = f"; so did {more} more streams since the last such line" if more else ""
-        _log.warning("the stream of %s broke the protocol and was ended: %s%s", peer, error, others)
-        self._logged_count, self._log_at = self.count, now + _LOG_SECONDS
 
 
 class StreamWriter(Generic[M]):
@@ -90,7 +61,8 @@ class StreamWriter(Generic[M]):
             self._wake.set()
             return message
         self._messages.append(self._kind())
-        self._size = self._bytes = 0
+        self._size = 0
+        self._bytes = 0
         self._sent.set()
         return message
 
@@ -99,30 +71,3 @@ class StreamWriter(Generic[M]):
         while self._size >= _MOST_UNSENT:
             self._sent.clear()
             await self._sent.wait()
-
-
-async def serve(
-    context: Context,
-    writer: StreamWriter[Any],
-    read: Coroutine[Any, Any, None],
-    is_over: Callable[[], bool],
-    violations: Violations,
-) -> None:
-    """Serve a bidirectional call: send what ``writer`` collects, until ``read`` has ended and ``is_over()``.
-
-    An exception of ``read`` ends the call at once; a RequestError is a violation of the protocol, counted in
-    ``violations``, and becomes the call's status message.
-    """
-    reader = asyncio.create_task(read, name="stream reader")
-    reader.add_done_callback(lambda _: writer.wake())
-    try:
-        while not (reader.done() and (is_over() or reader.exception())):
-            message = await writer.take()
-            if message is not None:
-                await context.write(message)
-        reader.result()
-    except RequestError as exc:
-        violations.add(context.peer(), exc)
-        await abort(context, exc)
-    finally:
-        reader.cancel()

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable
-from functools import partial
-from typing import Any
+import logging
+from collections.abc import AsyncIterable
 
 from node.context import NodeContext
 from node.request_checks import check_request, check_skip
-from node.stream_writer import StreamWriter
+from node.served_streams import ServedStream
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_to_pb
-from pdserve.rpc.protobuf import sampling_from_pb, unpack_tokens
+from pdserve.rpc.protobuf import sampling_from_pb
 from pdserve.tracing.spans import Attributes
-from prefill_node.lease_manager import LeaseManager
 from prefill_node.leases import LeaseId
-from prefill_node.pending_prefill import PendingPrefill
 from prefill_node.prefill_trace import PrefillTrace
+from prefill_node.prefills import Prefill, Prefills
+
+_log = logging.getLogger(__name__)
 
 
-class DecodeStream:
-    """The prompts of one decode node. Each event is in ``writer`` when the callback that causes it returns.
+class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
+    """The prompts of one decode node.
 
     While too many events wait for a slow D, ``read`` waits too, so that only accepted prompts add a few events each.
     """
 
-    def __init__(
-        self, number: int, node: NodeContext, leases: LeaseManager, decode_ahead: int, on_change: Callable[[], None]
-    ) -> None:
-        """``number`` tells this stream's leases from those of all other streams of this node.
+    def __init__(self, number: int, peer: str, node: NodeContext, prefills: Prefills, decode_ahead: int) -> None:
+        """``number`` tells this stream's leases from those of all other streams of this node; ``peer`` is for the log.
 
-        Decode at most ``decode_ahead`` tokens after a prompt's first; call ``on_change`` after each prompt's end.
+        Decode at most ``decode_ahead`` tokens after a prompt's first.
         """
-        self.writer = StreamWriter(pb.PrefillEvents)
-        self.prefills: dict[int, PendingPrefill] = {}  # by D's number, until their leases end
+        super().__init__(pb.PrefillEvents)
         self._number = number
-        self._largest = -1  # D's largest number of a prompt so far
+        self._peer = peer
         self._node = node
-        self._leases = leases
+        self._prefills = prefills
         self._decode_ahead = decode_ahead
-        self._on_change = on_change
 
     async def read(self, requests: AsyncIterable[pb.HandoffRequest]) -> None:
-        """Handle messages until D ends the stream. Raises RequestError for a protocol violation."""
         async for message in requests:
             match message.WhichOneof("kind"):
                 case "prefill":
@@ -56,44 +51,46 @@ class DecodeStream:
                     raise RequestError("a HandoffRequest is of no known kind; use the same version everywhere")
             await self.writer.room()
 
+    @property
+    def idle(self) -> bool:
+        return self.writer.empty
+
     def close(self) -> None:
         """Cancel all prompts, as the stream has ended. Announced blocks stay leased."""
-        for prefill in self.prefills.values():
+        cancelled = 0
+        for prefill in self._prefills.of_stream(self._number):
             prefill.cancel()
-        self.prefills.clear()
+            cancelled += 1
+        if cancelled:
+            text = "the stream of %s ended; its %d prompts without a Release are cancelled"
+            _log.info(text, self._peer, cancelled)
 
     def fail(self, error: PdserveError) -> None:
         """Fail all prompts that are not computed. Announced blocks stay leased."""
-        for number, prefill in tuple(self.prefills.items()):
-            prefill.cancel()
-            self.end(number, None if prefill.complete else error)
+        for prefill in self._prefills.of_stream(self._number):
+            if prefill.complete:
+                prefill.cancel()
+            else:
+                prefill.fail(error)
 
-    def send(self, number: int, **kind: Any) -> None:
-        """Queue an event of prompt ``number``; ``kind`` is the field that is set."""
-        event = pb.PrefillEvent(request=number, **kind)
+    def _send(self, event: pb.PrefillEvent) -> None:
         self.writer.put(event.ByteSize()).events.append(event)
 
-    def end(self, number: int, error: PdserveError | None) -> None:
-        """Forget a prompt; send the error, if any."""
-        self.prefills.pop(number, None)
-        if error is not None:
-            self.send(number, failed=failure_to_pb(error))
-        self._on_change()
-
     def _prefill(self, request: pb.PrefillRequest) -> None:
+        """Begin a prompt, or answer why not. Raises RequestError for a number that is in use."""
         number = request.request
-        if LeaseId(self._number, number) in self._leases.table:
+        if self._prefills.table.get(LeaseId(self._number, number)) is not None:
             raise RequestError(f"prompt {number} is computed for this stream already; number them uniquely")
-        self._largest = max(self._largest, number)
+        self.add_number(number)
         try:
-            prefill = self._submit(request)
+            self._begin(request)
         except PdserveError as exc:
-            self.end(number, exc)
-            return
-        self.prefills[number] = prefill
-        self.send(number, accepted=pb.Accepted())
+            self._send(pb.PrefillEvent(request=number, failed=failure_to_pb(exc)))
+        else:
+            self._send(pb.PrefillEvent(request=number, accepted=pb.Accepted()))
 
-    def _submit(self, request: pb.PrefillRequest) -> PendingPrefill:
+    def _begin(self, request: pb.PrefillRequest) -> None:
+        """Raises PdserveError for a prompt that cannot be computed."""
         node = self._node
         node.check_ready()
         if request.epoch != node.epoch:
@@ -101,43 +98,36 @@ class DecodeStream:
                 f"epoch {request.epoch or '(none)'} is not that of {node.node_id}, which is {node.epoch}; "
                 "repeat the handshake"
             )
-        tokens, sampling = unpack_tokens(request.token_ids), sampling_from_pb(request.sampling)
-        check_request(tokens, sampling, node.config)
-        check_skip(request.skip_tokens, len(tokens), node.config.kv_layout.block_size)
-        prefill = PendingPrefill(
-            *(node.engine, self._leases, LeaseId(self._number, request.request)),
-            *(len(tokens), request.timeout_ms / 1000),
-            *(partial(self.send, request.request), partial(self.end, request.request)),
-            self._begin_trace(request, len(tokens)),
-        )
-        prefill.submit(request, sampling, self._decode_ahead)
-        return prefill
+        token_ids = request.token_ids
+        sampling = sampling_from_pb(request.sampling)
+        num_tokens = check_request(token_ids, sampling, node.config)
+        check_skip(request.skip_tokens, num_tokens, node.config.kv_layout.block_size)
+        trace = self._begin_trace(request, num_tokens)
+        lease = LeaseId(self._number, request.request)
+        prefill = Prefill(lease, self._prefills, num_tokens, trace, send=self._send)
+        prefill.submit(request, token_ids, sampling, self._decode_ahead)
 
     def _begin_trace(self, request: pb.PrefillRequest, num_tokens: int) -> PrefillTrace:
         attributes: Attributes = {"pdserve.request_id": request.request_id, "gen_ai.usage.input_tokens": num_tokens}
         span = self._node.tracer.continue_span("prefill node", request.traceparent, request.tracestate, attributes)
-        return PrefillTrace(request.request_id, num_tokens, span, self._node.log_requests)
+        return PrefillTrace(request.request_id, num_tokens, span, log=self._node.log_requests)
 
     def _extend(self, request: pb.ExtendRequest) -> None:
-        seconds = self._leases.extend(self._lease(request.request))
-        self.send(request.request, extended=pb.Extended(ask=request.ask, lease_ms=int(seconds * 1000)))
+        self.check_number(request.request)
+        seconds = self._prefills.extend(LeaseId(self._number, request.request))
+        extended = pb.Extended(ask=request.ask, lease_ms=int(seconds * 1000))
+        self._send(pb.PrefillEvent(request=request.request, extended=extended))
 
     def _release(self, number: int) -> None:
-        lease = self._lease(number)
+        self.check_number(number)
+        lease = LeaseId(self._number, number)
 
         def release() -> None:
-            self.send(number, released=pb.Released(stood=self._leases.release(lease)))
+            released = pb.Released(stood=self._prefills.release(lease))
+            self._send(pb.PrefillEvent(request=number, released=released))
 
-        prefill = self.prefills.get(number)
+        prefill = self._prefills.table.get(lease)
         if prefill is not None:
             prefill.after_step(release)
         else:
             release()
-
-    def _lease(self, number: int) -> LeaseId:
-        """Return the lease of a prompt on this stream. Raises RequestError for a prompt that was never sent on it."""
-        if number > self._largest:
-            raise RequestError(
-                f"prompt {number} was never sent on this stream; only its own stream can extend or end it"
-            )
-        return LeaseId(self._number, number)

@@ -20,10 +20,11 @@ are drawn in docs/leases.md.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 _MAX_TERMS = 10  # lengths of a lease by which extensions can move its end beyond the latest announcement
 
@@ -41,7 +42,8 @@ class LeaseState(StrEnum):
 
 
 @dataclass(slots=True)
-class _Lease:
+class Lease:
+    id: LeaseId
     ends: float = inf  # guard included; infinity before the grant
     latest: float = inf  # upper bound of ``ends``
     complete: bool = False  # all blocks of the prompt have been announced
@@ -51,24 +53,31 @@ class _Lease:
         return self.ends < inf
 
 
-class LeaseTable:
-    """All leases of one node. Times are seconds of one monotonic clock."""
+L = TypeVar("L", bound=Lease)
+
+
+class LeaseTable(Generic[L]):
+    """All leases of one node that have not ended. Times are seconds of one monotonic clock."""
 
     def __init__(self, seconds: float, guard: float) -> None:
         self.seconds = seconds
         self.guard = guard
-        self._leases: dict[LeaseId, _Lease] = {}  # active
+        self._leases: dict[LeaseId, L] = {}
         self._heap: list[tuple[float, LeaseId]] = []  # (end, lease), with stale entries of ended and extended leases
         self.counts = dict.fromkeys(LeaseState, 0)
 
-    def __contains__(self, lease: LeaseId) -> bool:
-        """Return whether the lease has been accepted and has not ended."""
-        return lease in self._leases
+    def __iter__(self) -> Iterator[L]:
+        """Iterate over a copy: leases may end meanwhile."""
+        return iter(tuple(self._leases.values()))
 
-    def accept(self, lease: LeaseId) -> None:
+    def get(self, lease: LeaseId) -> L | None:
+        """Return a lease that has been accepted and has not ended."""
+        return self._leases.get(lease)
+
+    def accept(self, lease: L) -> None:
         """Register the lease of a new prompt. Nothing is promised yet."""
-        assert lease not in self._leases, lease
-        self._leases[lease] = _Lease()
+        assert lease.id not in self._leases, lease.id
+        self._leases[lease.id] = lease
 
     def announce(self, lease: LeaseId, complete: bool, now: float) -> bool:
         """Promise more blocks; the first ones grant the lease. Return False if it has ended: D must not read them."""
@@ -79,7 +88,7 @@ class LeaseTable:
         entry.complete = complete
         if not entry.granted:
             self.counts[LeaseState.GRANTED] += 1
-            self._keep_until(lease, entry, now + self.seconds + self.guard)
+            self._keep_until(entry, now + self.seconds + self.guard)
         return True
 
     def extend(self, lease: LeaseId, now: float) -> float:
@@ -90,7 +99,7 @@ class LeaseTable:
         entry = self._leases.get(lease)
         if entry is None or not entry.granted:
             return 0.0
-        self._keep_until(lease, entry, min(now + self.seconds + self.guard, entry.latest))
+        self._keep_until(entry, min(now + self.seconds + self.guard, entry.latest))
         return max(0.0, entry.ends - self.guard - now)
 
     def release(self, lease: LeaseId) -> tuple[bool, bool]:
@@ -101,7 +110,7 @@ class LeaseTable:
         entry = self._leases.get(lease)
         if entry is None:
             return False, False
-        self._end(lease, LeaseState.RELEASED if entry.complete else LeaseState.ABORTED)
+        self._end(entry, LeaseState.RELEASED if entry.complete else LeaseState.ABORTED)
         return entry.complete, True
 
     def cancel(self, lease: LeaseId) -> bool:
@@ -109,10 +118,10 @@ class LeaseTable:
         entry = self._leases.get(lease)
         if entry is None or entry.granted:
             return False
-        self._end(lease, LeaseState.ABORTED)
+        self._end(entry, LeaseState.ABORTED)
         return True
 
-    def expire(self, now: float) -> list[LeaseId]:
+    def expire(self, now: float) -> list[L]:
         """End and return all leases whose time and guard have passed; the caller must free their blocks.
 
         A lease stands until this call, however late it comes.
@@ -120,9 +129,10 @@ class LeaseTable:
         expired = []
         while self._heap and self._heap[0][0] <= now:
             _, lease = heapq.heappop(self._heap)
-            if lease in self._leases and self._leases[lease].ends <= now:
-                self._end(lease, LeaseState.EXPIRED)
-                expired.append(lease)
+            entry = self._leases.get(lease)
+            if entry is not None and entry.ends <= now:
+                self._end(entry, LeaseState.EXPIRED)
+                expired.append(entry)
         return expired
 
     def next_expiry(self) -> float | None:
@@ -131,18 +141,15 @@ class LeaseTable:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def __len__(self) -> int:
-        """Return the number of granted leases."""
-        return sum(entry.granted for entry in self._leases.values())
-
-    def _keep_until(self, lease: LeaseId, entry: _Lease, ends: float) -> None:
+    def _keep_until(self, entry: L, ends: float) -> None:
         if not entry.granted or ends > entry.ends:
             entry.ends = ends
-            heapq.heappush(self._heap, (ends, lease))
+            heapq.heappush(self._heap, (ends, entry.id))
 
     def _is_current(self, when: float, lease: LeaseId) -> bool:
         return lease in self._leases and self._leases[lease].ends == when
 
-    def _end(self, lease: LeaseId, state: LeaseState) -> None:
-        if self._leases.pop(lease).granted:
+    def _end(self, entry: L, state: LeaseState) -> None:
+        del self._leases[entry.id]
+        if entry.granted:
             self.counts[state] += 1

@@ -20,7 +20,6 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.rpc.errors import abort
 from pdserve.rpc.message_limits import ANSWER_LIMIT
-from pdserve.rpc.protobuf import unpack_tokens
 
 _ONE_STEP = SamplingParams(max_tokens=1, temperature=0.0)  # the token means nothing
 _VALUE_BYTES = 4  # of float32
@@ -35,12 +34,16 @@ class PendingPrompt:
         self._rid = engine.open(self)
         self._cached_tokens = 0
         self._vector = b""
-        engine.send(
-            Submit(
-                *(self._rid, token_ids, _ONE_STEP, Mode.LOCAL, cache_salt, message.priority),
-                client=message.client,
-            )
+        submit = Submit(
+            rid=self._rid,
+            token_ids=token_ids,
+            sampling=_ONE_STEP,
+            mode=Mode.LOCAL,
+            cache_salt=cache_salt,
+            priority=message.priority,
+            client=message.client,
         )
+        engine.send(submit)
 
     def close(self) -> None:
         """Forget the prompt, and cancel it if it has not ended."""
@@ -105,7 +108,7 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
     def _check(self, request: pb.PoolRequest) -> None:
         config, size = self._node.config, self._config.size
         for prompt in request.prompts:
-            check_request(unpack_tokens(prompt), _ONE_STEP, config, max_tokens=0)
+            check_request(prompt, _ONE_STEP, config, max_tokens=0)
         if not request.prompts:
             raise RequestError("the request has 0 prompts; send at least 1", "prompts")
         if len(request.prompts) * size * _VALUE_BYTES > ANSWER_LIMIT // 2:

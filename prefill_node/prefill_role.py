@@ -13,10 +13,9 @@ from node.context import NodeContext
 from node.drain import Drainable
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from prefill_node.lease_manager import LeaseManager
-from prefill_node.leases import LeaseTable
 from prefill_node.pooling_service import PoolingService
 from prefill_node.prefill_service import PrefillService
+from prefill_node.prefills import Prefills
 
 
 class PrefillRole:
@@ -26,7 +25,7 @@ class PrefillRole:
     uses_connector = True
     hands_off_all = False
 
-    def __init__(self, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:
+    def __init__(self, *, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:
         if not 0 < lease_seconds < float("inf") or not 0 <= lease_guard < float("inf"):
             raise ConfigError(
                 f"--lease-seconds {lease_seconds} must be above 0 and --lease-guard {lease_guard} at least 0"
@@ -36,15 +35,15 @@ class PrefillRole:
         self._decode_ahead = decode_ahead
         self._lease_seconds = lease_seconds
         self._lease_guard = lease_guard
-        self._leases: LeaseManager | None = None
+        self._prefills: Prefills | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         if node.config.pooling is not None:
             pooling = PoolingService(node, node.config.pooling)
             pb_grpc.add_PoolingNodeServicer_to_server(pooling, server)
             return pooling
-        self._leases = LeaseManager(node.engine, LeaseTable(self._lease_seconds, self._lease_guard))
-        service = PrefillService(node, self._leases, self._decode_ahead)
+        self._prefills = Prefills(node.engine, self._lease_seconds, self._lease_guard)
+        service = PrefillService(node, self._prefills, self._decode_ahead)
         pb_grpc.add_PrefillNodeServicer_to_server(service, server)
         return service
 
@@ -53,20 +52,20 @@ class PrefillRole:
 
     def drop_peers(self, reason: str) -> None:
         """End all leases; decode nodes connect again by themselves."""
-        if self._leases is not None:
-            self._leases.end_all()
+        if self._prefills is not None:
+            self._prefills.end_all()
 
     def connected_peers(self) -> Sequence[str]:
         return ()
 
     def metrics(self) -> Iterable[Metric]:
-        counts = {} if self._leases is None else self._leases.table.counts
+        counts = {} if self._prefills is None else self._prefills.table.counts
         for state, count in counts.items():
             yield CounterMetricFamily(f"pdserve_leases_{state}", f"Leases {state}.", count)
 
     async def close(self) -> None:
-        if self._leases is not None:
-            self._leases.close()
+        if self._prefills is not None:
+            self._prefills.close()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,4 +96,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_role(args: argparse.Namespace) -> PrefillRole:
-    return PrefillRole(args.lease_seconds, args.lease_guard, args.decode_ahead)
+    return PrefillRole(
+        lease_seconds=args.lease_seconds,
+        lease_guard=args.lease_guard,
+        decode_ahead=args.decode_ahead,
+    )

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterable
 from itertools import count
 
 from node.context import NodeContext
-from node.drain import Streams
-from node.stream_writer import Context, serve
+from node.served_streams import ServedStreams
+from node.stream_writer import Context
 from pdserve.config.compatibility import PROTOCOL_VERSION, differences
 from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
@@ -16,24 +16,24 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
 from pdserve.rpc.protobuf import rank_to_pb
 from prefill_node.decode_stream import DecodeStream
-from prefill_node.lease_manager import LeaseManager
+from prefill_node.prefills import Prefills
 
 _log = logging.getLogger(__name__)
 
 
 class PrefillService(pb_grpc.PrefillNodeServicer):
-    def __init__(self, node: NodeContext, leases: LeaseManager, decode_ahead: int) -> None:
+    def __init__(self, node: NodeContext, prefills: Prefills, decode_ahead: int) -> None:
         self._node = node
-        self._leases = leases
+        self._prefills = prefills
         self._decode_ahead = decode_ahead
-        self._streams: Streams[DecodeStream] = Streams()
+        self._streams: ServedStreams[DecodeStream] = ServedStreams(node.violations)
         self._numbers = count(1)  # of streams
-        self.release_timeout = leases.table.seconds + leases.table.guard
-        leases.on_change = self._streams.changed
+        self.release_timeout = prefills.table.seconds + prefills.table.guard
+        prefills.on_change = self._streams.changed
 
     async def finish(self) -> None:
         self._streams.drain()
-        await self._streams.until(lambda: self._leases.idle and not any(stream.prefills for stream in self._streams))
+        await self._streams.until(lambda: self._prefills.idle)
 
     def hand_over(self, why: Draining) -> None:
         """Fail the prompts that are not computed, for decode nodes to send elsewhere. Announced blocks stay leased."""
@@ -45,7 +45,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         self._streams.reopen()
 
     async def wait_released(self) -> None:
-        await self._streams.until(lambda: self._leases.idle)
+        await self._streams.until(lambda: self._prefills.idle)
         await self._streams.ended()
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
@@ -64,17 +64,9 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     async def Serve(  # type: ignore[override]  # not a generator, which would not notice a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        node, number = self._node, next(self._numbers)
-        stream = DecodeStream(number, node, self._leases, self._decode_ahead, self._streams.changed)
-        with self._streams.opened(stream):
-            try:
-                read = stream.read(request_iterator)
-                await serve(context, stream.writer, read, lambda: stream.writer.empty, node.violations)
-            finally:
-                if stream.prefills:
-                    text = "the stream of %s ended; its %d prompts without a Release are cancelled"
-                    _log.info(text, context.peer(), len(stream.prefills))
-                stream.close()
+        number = next(self._numbers)
+        stream = DecodeStream(number, context.peer(), self._node, self._prefills, self._decode_ahead)
+        await self._streams.serve(stream, request_iterator, context)
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:
         if request.protocol != PROTOCOL_VERSION:

@@ -200,11 +200,12 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         end = self._num_blocks(message.num_tokens)
         blocks = load.sequence.blocks[load.num_announced : end]
         problem = self._check_announcement(message, load.sequence.load_len, end - load.num_announced)
-        if problem:
-            self._events.reads.append(ReadEnded(message.rid, problem, epoch=message.epoch))
-            return
-        order = KVRead(self._next_id, message.epoch, tuple(blocks), message.remote_blocks)
+        read_id = self._next_id
         self._next_id += 1
+        if problem:
+            self._events.reads.append(ReadEnded(message.rid, message.epoch, ReadResult(read_id, problem)))
+            return
+        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks)
         load.num_announced = end
         load.reads.add(order.read_id)
         self._reads[order.read_id] = _Read(message, order, load)
@@ -282,15 +283,13 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         for result in results:
             read = self._reads.pop(result.read_id)
             blocks = read.order.local_blocks
-            sizes = (result.num_bytes, result.num_descriptors, result.seconds)
-            ended = ReadEnded(read.message.rid, result.error, *sizes, epoch=read.order.epoch)
             if not result.error:
                 self._cost.add(len(blocks) * self._block_size, result.seconds)
             if read.load is None:
                 self._pool.drop(blocks, Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
-            self._events.reads.append(ended)
+            self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
             if self._checksum and read.load is not None and not result.error:
                 self._order_digests(blocks, read.message.num_tokens, partial(self._compare, read))
 

@@ -9,7 +9,7 @@ A request with handoff on D:
       Submit(HANDOFF)             ──►
                                   ◄──       reserved(rid, cached_tokens)      blocks are held
       StartRead(blocks)           ──►                                         a part of the prompt that P announced
-                                  ◄──       reads(rid, error="")              its bytes are here, not used yet
+                                  ◄──       reads(rid, result)                its bytes are here, not used yet
                                   ◄──       checked(rid, num_corrupt=0)       with checksums: they are as P announced
       … until every block of the prompt has been read and checked
       KVConfirmed(outputs)        ──►                                         P confirmed the lease
@@ -38,7 +38,16 @@ from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.process import one_line
-from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams, TokenLogprobs
+from pdserve.records import (
+    FinishReason,
+    Peer,
+    PromptLogprobs,
+    RankKV,
+    ReadResult,
+    Sample,
+    SamplingParams,
+    TokenLogprobs,
+)
 from pdserve.request_cost import Throughput
 from pdserve.transports import Connected
 from pdserve.weight_change import FileStates, WeightChange
@@ -304,11 +313,8 @@ class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
     """The read of one part of a prompt has ended. The request may have ended before."""
 
     rid: int
-    error: str  # empty: all bytes arrived
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    seconds: float = 0.0
-    epoch: str = ""  # of the peer
+    epoch: str  # of the peer
+    result: ReadResult  # as the connector reports it
 
 
 class ReadChecked(msgspec.Struct, frozen=True, array_like=True):

@@ -15,8 +15,11 @@ from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, Sampl
 from pdserve.request_cost import LinearCost, Throughput
 
 _SAMPLING_LISTS = (
-    *("stop_token_ids", "allowed_token_ids", "logprob_token_ids"),
-    *("thinking_start_ids", "thinking_end_ids"),
+    "stop_token_ids",
+    "allowed_token_ids",
+    "logprob_token_ids",
+    "thinking_start_ids",
+    "thinking_end_ids",
 )
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in (*_SAMPLING_LISTS, "logit_bias", "bad_words")
@@ -29,20 +32,26 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
-def unpack_tokens(data: bytes) -> array[int]:
-    """Return the token ids of ``pack_tokens``. Raises RequestError unless the bytes are whole ids."""
+def count_tokens(data: bytes) -> int:
+    """Return the number of packed token ids. Raises RequestError unless the bytes are whole ids."""
     if len(data) % TOKEN_BYTES:
         raise RequestError(f"token_ids has {len(data)} bytes, which is not a multiple of {TOKEN_BYTES}", "token_ids")
+    return len(data) // TOKEN_BYTES
+
+
+def unpack_tokens(data: bytes) -> array[int]:
+    """Return the token ids of ``pack_tokens``. Raises RequestError unless the bytes are whole ids."""
+    count_tokens(data)
     return array("I", data)
 
 
-def unpack_resumed(choices: Iterable[pb.ResumedChoice]) -> dict[int, array[int]]:
+def resumed_outputs(choices: Iterable[pb.ResumedChoice]) -> dict[int, bytes]:
     """Return the output so far of each choice. Raises RequestError for a choice that is there twice."""
-    found: dict[int, array[int]] = {}
+    found: dict[int, bytes] = {}
     for each in choices:
         if each.choice in found:
             raise RequestError(f"resume has choice {each.choice} twice; send all its tokens at once", "resume")
-        found[each.choice] = unpack_tokens(each.token_ids)
+        found[each.choice] = each.token_ids
     return found
 
 
@@ -103,7 +112,15 @@ def throughput_to_pb(throughput: Throughput) -> pb.Throughput:
 
 
 def throughput_from_pb(message: pb.Throughput) -> Throughput:
-    return Throughput(*(LinearCost(line.base, line.slope) for line in (message.prompt, message.decode, message.read)))
+    return Throughput(
+        prompt=_cost_from_pb(message.prompt),
+        decode=_cost_from_pb(message.decode),
+        read=_cost_from_pb(message.read),
+    )
+
+
+def _cost_from_pb(message: pb.LinearCost) -> LinearCost:
+    return LinearCost(message.base, message.slope)
 
 
 def rank_to_pb(rank: RankKV) -> pb.RankKV:

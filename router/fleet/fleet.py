@@ -73,7 +73,7 @@ class NodeCall:
 
     def finish(self) -> None:
         self._release()
-        self._stream.finished(self._number)
+        self._stream.forget(self._number)
 
     def cancel(self) -> None:
         self._release()

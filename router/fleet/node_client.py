@@ -301,8 +301,8 @@ class NodeClient:
             self._prefixes.close(self.cached)
             self.cached = None
 
-    def _on_stream_change(self, stream: ServeStream) -> None:
-        if stream.ended and self.stream is stream:
+    def _on_stream_change(self) -> None:
+        if self.stream is not None and self.stream.ended:
             self.stream = None
         self._view = None
         self._on_change()

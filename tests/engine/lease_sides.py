@@ -11,7 +11,7 @@ from itertools import count
 from toy import reference
 from toy_node import BLOCK, Node
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, ToPeer
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ToPeer
 from pdserve.errors import Overloaded, PeerError
 from pdserve.ipc.messages import (
     Batch,
@@ -28,7 +28,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, SamplingParams
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
-from prefill_node.leases import LeaseId, LeaseTable
+from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
 Tokens = tuple[int, ...]  # the first token of each choice, or one that P decodes ahead
@@ -118,7 +118,7 @@ class PrefillSide:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.table = LeaseTable(SECONDS, GUARD)
+        self.table: LeaseTable[Lease] = LeaseTable(SECONDS, GUARD)
         self._calls: dict[int, Call] = {}  # by rid, as all of these; not ended
         self._leases: dict[int, LeaseId] = {}
         self._samples: dict[int, Tokens] = {}
@@ -130,7 +130,7 @@ class PrefillSide:
 
     def prefill(self, call: Call) -> None:
         rid, job = call.stream, call.job
-        self.table.accept(call.lease)
+        self.table.accept(Lease(call.lease))
         self._calls[rid], self._leases[rid] = call, call.lease
         self._samples[rid] = ()
         self._unleased[rid] = job
@@ -150,7 +150,7 @@ class PrefillSide:
 
     def expire(self, now: float) -> None:
         for lease in self.table.expire(now):
-            self._free(lease)
+            self._free(lease.id)
 
     def expire_lease(self, call: Call, now: float) -> None:
         """Let the time of a call's lease pass, and of no other, as if P's clock was wrong."""
@@ -285,7 +285,8 @@ class DecodeSide:
         if cached >= len(job.handoff_tokens):
             self.node.obey(PrefillLocally(rid))
             return
-        handoff = Handoff(rid, rid, HandoffPeer("p", self.peer, DEFAULT_TIMING), len(job.handoff_tokens), now)
+        peer = Peer("p", self.peer, ())
+        handoff = Handoff(rid, rid, len(job.handoff_tokens), peer=peer, timing=DEFAULT_TIMING, sent_at=now)
         call = self.calls[rid] = Call(rid, self.peer, job, cached, handoff)
         self.sent.append(Request("prefill", call))
 

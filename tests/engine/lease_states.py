@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, Phase
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, Phase
 from pdserve.errors import PeerError
 from pdserve.ipc.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import PeerTiming
-from prefill_node.leases import LeaseId, LeaseTable
+from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
 PARTS = 2
@@ -30,7 +31,8 @@ HOSTILE = LeaseId(2, 1)  # what the messages of the hostile stream name
 OTHER = LeaseId(3, 1)  # of another D, in P's second epoch
 
 FAILED, ENDED = -1, 0  # events of P's stream besides numbers of parts
-PEER = HandoffPeer("p", "first", PeerTiming(2 * TICK))  # an Extend is answered within a tick, a Release within two
+PEER = Peer("p", "first", ())
+TIMING = PeerTiming(2 * TICK)  # an Extend is answered within a tick, a Release within two
 
 Message = tuple[str, int]  # to P: its kind, and the number of an extension
 Answer = tuple[str, int, int]  # to D: its kind, the number of an extension, and milliseconds or whether the lease stood
@@ -42,13 +44,15 @@ class State:
 
     faults: int
     d_runs: bool
-    make_table: Callable[[float, float], LeaseTable] = LeaseTable
+    make_table: Callable[[float, float], LeaseTable[Lease]] = LeaseTable
     now: float = 0.0
     epoch: str = "first"
-    table: LeaseTable = field(init=False)
+    table: LeaseTable[Lease] = field(init=False)
     computed: int | None = None  # parts of the prompt on P; None: not requested there
     leased: frozenset[int] = frozenset()  # parts
-    handoff: Handoff | None = field(default_factory=lambda: Handoff(1, 1, PEER, PARTS, 0.0))  # None: it is done
+    handoff: Handoff | None = field(
+        default_factory=lambda: Handoff(1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0)
+    )  # None: it is done
     open: bool = True  # D's stream to P
     lost: bool = False  # a message to P, or one side's state
     to_p: list[Message] = field(default_factory=lambda: [("prefill", 0)])
@@ -87,6 +91,10 @@ class State:
 # ---------------------------------------------------------------- P
 
 
+def grants(s: State) -> bool:
+    return any(lease.granted for lease in s.table)
+
+
 def p_computes_a_part(s: State) -> None:
     assert s.computed is not None
     s.computed += 1
@@ -116,7 +124,7 @@ def p_receives(index: int, again: bool, s: State) -> None:
         del s.to_p[index]
     match kind:
         case "prefill" if s.epoch == "first":
-            s.table.accept(LEASE)
+            s.table.accept(Lease(LEASE))
             s.computed = 0
         case "prefill":
             s.stream.append(FAILED)
@@ -139,7 +147,7 @@ def p_restarts(s: State) -> None:
     """Another D's prompt gets the same number in the second epoch."""
     s.epoch, s.lost = "second", True
     s.table = s.make_table(SECONDS, GUARD)
-    s.table.accept(OTHER)
+    s.table.accept(Lease(OTHER))
     s.table.announce(OTHER, True, s.now)
     s.computed, s.leased = None, frozenset()
     if s.open:
@@ -220,12 +228,12 @@ def d_receives_answer(index: int, s: State) -> None:
 def read_ends(part: int, s: State) -> None:
     s.reads -= {part}
     s.tainted |= part not in s.leased
-    d_decides(ReadEnded(1, ""), s)
+    d_decides(ReadEnded(1, "first", ReadResult(1)), s)
 
 
 def read_fails(part: int, s: State) -> None:
     s.reads -= {part}
-    d_decides(ReadEnded(1, "broken"), s)
+    d_decides(ReadEnded(1, "first", ReadResult(1, "broken")), s)
 
 
 def d_checks_its_clock(s: State) -> None:
@@ -270,7 +278,7 @@ def moves(s: State) -> Iterator[Callable[[State], None]]:
     """Yield the possible next events without faults."""
     if s.computed is not None:
         yield p_computes_a_part
-    if len(s.table):  # P may check its clock at any time
+    if grants(s):  # P may check its clock at any time
         yield p_checks_its_clock
     if len(s.table._leases):
         yield hostile_releases
@@ -312,7 +320,7 @@ def check(s: State) -> None:
     if s.handoff is None and not (s.lost or s.to_p or s.computed is not None):
         assert not s.leased, "D is done, every message to P has arrived, and P still leases blocks"
     if s.epoch == "first":
-        assert bool(s.leased) == bool(len(s.table)), "blocks are leased without a lease, or the other way round"
+        assert bool(s.leased) == grants(s), "blocks are leased without a lease, or the other way round"
         handoff = s.handoff
         if s.d_runs and handoff is not None and handoff.phase is Phase.READING and s.d_now < handoff.limit:
             assert s.announced <= s.leased, "P freed blocks that D may read"

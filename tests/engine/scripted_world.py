@@ -137,7 +137,7 @@ class ScriptedWorld(World):
 
     def check_read(self, ended: ReadEnded) -> None:
         """Assert that only reads with a fault fail."""
-        assert ended.rid in self._broken or not ended.error, ended
+        assert ended.rid in self._broken or not ended.result.error, ended
 
     def check_digests(self, checked: ReadChecked) -> None:
         """Assert that only requests with a fault read corrupt blocks."""

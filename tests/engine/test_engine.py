@@ -47,7 +47,7 @@ def test_connector_orders_are_carried_out_without_tokens_to_compute(depth: int) 
     while not reads:
         time.sleep(0.001)  # the connector's thread is at work
         reads += node.step().reads
-    assert [(read.rid, "no connection" in read.error) for read in reads] == [(0, True)]
+    assert [(read.rid, "no connection" in read.result.error) for read in reads] == [(0, True)]
     node.close()
 
 

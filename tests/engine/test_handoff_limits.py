@@ -9,9 +9,10 @@ from math import inf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decode_node.handoff import Event, Handoff, HandoffFailed, HandoffPeer, Phase
+from decode_node.handoff import Event, Handoff, HandoffFailed, Phase
 from pdserve.ipc.messages import ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 TimedEvent = tuple[float, int, Event]  # time, and a number that orders events of the same time
@@ -33,7 +34,7 @@ def test_no_read_is_given_up_while_p_answers(lease_ms: int, pauses: list[float],
     P answers each Extend after the share ``answer`` of the time that it has for that.
     """
     lease = lease_ms / 1000
-    handoff = Handoff(1, 1, HandoffPeer("p", "epoch", DEFAULT_TIMING), len(pauses), sent_at=0.0)
+    handoff = Handoff(1, 1, len(pauses), peer=Peer("p", "epoch", ()), timing=DEFAULT_TIMING, sent_at=0.0)
     handoff.add_first_tokens([7])
     numbers = count()
     events: list[TimedEvent] = []
@@ -51,7 +52,7 @@ def test_no_read_is_given_up_while_p_answers(lease_ms: int, pauses: list[float],
         for action in handoff.on(event, now):
             assert not isinstance(action, HandoffFailed), action.error
             if isinstance(action, StartRead):
-                heappush(events, (now + read * lease, next(numbers), ReadEnded(1, "")))
+                heappush(events, (now + read * lease, next(numbers), ReadEnded(1, "epoch", ReadResult(1))))
             elif isinstance(action, pb.ExtendRequest):
                 num_extends += 1
                 extended = pb.PrefillEvent(extended=pb.Extended(ask=action.ask, lease_ms=lease_ms))

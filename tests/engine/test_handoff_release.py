@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, Phase
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, Phase
 from pdserve.errors import Draining, PeerError
 from pdserve.ipc.messages import KVConfirmed, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import PeerTiming
 
+PEER = Peer("p", "epoch", ())
 TIMING = PeerTiming(4.0)
 RELEASE = pb.ReleaseRequest(request=9)
 ACCEPTED = pb.PrefillEvent(request=9, accepted=pb.Accepted())
@@ -29,7 +31,7 @@ def part(num_tokens: int, digests: Sequence[int] = ()) -> pb.PrefillEvent:
 
 def waiting() -> Handoff:
     """A prompt of two tokens, in blocks of one, that was sent at time 0."""
-    return Handoff(1, 9, HandoffPeer("p", "epoch", TIMING), 2, sent_at=0.0)
+    return Handoff(1, 9, 2, peer=PEER, timing=TIMING, sent_at=0.0)
 
 
 def confirming(digests: Sequence[int] = ()) -> Handoff:
@@ -37,7 +39,7 @@ def confirming(digests: Sequence[int] = ()) -> Handoff:
     handoff.on(ACCEPTED, 0.1)
     handoff.add_first_tokens([7])
     assert [type(action) for action in handoff.on(part(2, digests=digests), 0.2)] == [StartRead]
-    assert handoff.on(ReadEnded(1, ""), 0.3) == [RELEASE]
+    assert handoff.on(ReadEnded(1, "epoch", ReadResult(1)), 0.3) == [RELEASE]
     return handoff
 
 
@@ -145,7 +147,7 @@ def test_an_unanswered_extend_is_repeated_before_the_limit_and_gives_up_after_it
     handoff = waiting()
     handoff.add_first_tokens([7])
     handoff.on(part(1), 0.0)
-    handoff.on(ReadEnded(1, ""), 0.1)
+    handoff.on(ReadEnded(1, "epoch", ReadResult(1)), 0.1)
     limit, asks, now = handoff.limit, [], 0.0
     while handoff.active:
         now = handoff.wake_at
@@ -157,7 +159,7 @@ def test_an_unanswered_extend_is_repeated_before_the_limit_and_gives_up_after_it
 
 
 def test_a_late_answer_to_an_earlier_extend_does_not_move_the_limit() -> None:
-    handoff = Handoff(1, 9, HandoffPeer("p", "epoch", PeerTiming(1.0)), 2, sent_at=0.0)
+    handoff = Handoff(1, 9, 2, peer=PEER, timing=PeerTiming(1.0), sent_at=0.0)
     handoff.on(part(1), 0.0)
     (first,) = handoff.on(None, handoff.wake_at)
     assert handoff.on(None, handoff.wake_at) == [], "the answer is due"

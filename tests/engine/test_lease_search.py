@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from lease_states import State, check, faults, moves
 
-from prefill_node.leases import LeaseId, LeaseTable
+from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 
 def search(initial: State) -> int:
@@ -55,7 +55,7 @@ def test_no_order_of_events_and_faults_breaks_a_promise(num_faults: int, d_runs:
     assert search(State(num_faults, d_runs)) > 1000
 
 
-class SharedLeases(LeaseTable):
+class SharedLeases(LeaseTable[Lease]):
     """Leases that every stream can name."""
 
     def release(self, lease: LeaseId) -> tuple[bool, bool]:

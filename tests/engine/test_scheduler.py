@@ -151,7 +151,7 @@ def test_read_with_too_few_blocks_from_the_peer_is_refused(make: Make) -> None:
     assert [r.rid for r in node.step().reserved] == [0]
     node.obey(StartRead(0, "unknown", (1, 2), 10))
     (ended,) = node.step().reads
-    assert "2 blocks where 3" in ended.error
+    assert "2 blocks where 3" in ended.result.error
     node.obey(PrefillLocally(0, ((5,),)))
     node.run()
     assert node.tokens[0, 0] == reference([1] * 10 + [5], 0, 2)  # P's first token stands

@@ -13,6 +13,7 @@ from node.request_checks import check_request, check_skip
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.records import SamplingParams
+from pdserve.rpc.protobuf import pack_tokens
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def config(checkpoint: Path) -> NodeConfig:
 
 @pytest.mark.parametrize("prompt", [[0], [127] * 63, list(range(62))])
 def test_what_fits_is_accepted(prompt: list[int], config: NodeConfig) -> None:
-    check_request(prompt, SamplingParams(max_tokens=64 - len(prompt)), config)
+    check_request(pack_tokens(prompt), SamplingParams(max_tokens=64 - len(prompt)), config)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +53,14 @@ def test_what_fits_is_accepted(prompt: list[int], config: NodeConfig) -> None:
 )
 def test_refusals(prompt: list[int], fields: dict[str, Any], words: list[str], config: NodeConfig) -> None:
     with pytest.raises(RequestError) as raised:
-        check_request(prompt, SamplingParams(**{"max_tokens": 8, **fields}), config)
+        check_request(pack_tokens(prompt), SamplingParams(**{"max_tokens": 8, **fields}), config)
     for word in words:
         assert word in str(raised.value)
 
 
 def test_too_long_names_both_lengths(config: NodeConfig) -> None:
     with pytest.raises(RequestTooLong) as raised:
-        check_request([1] * 60, SamplingParams(max_tokens=5), config)
+        check_request(pack_tokens([1] * 60), SamplingParams(max_tokens=5), config)
     for number in ("60", "5", "65", "64"):
         assert number in str(raised.value)
 

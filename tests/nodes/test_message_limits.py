@@ -107,12 +107,12 @@ def largest(output: int) -> pb.Generate:
 def generate(node: NodeProcess, message: pb.Generate) -> PdserveError | None:
     async def run() -> PdserveError | None:
         async with open_channel(node.address) as channel:
-            stream = ServeStream(channel, "d", request_limit(CONTEXT), lambda stream: None)
+            stream = ServeStream(channel, "d", request_limit(CONTEXT), lambda: None)
             outputs = Outputs()
             number = stream.generate(message, outputs)
             async with asyncio.timeout(60.0):
                 error = await outputs.done
-            stream.finished(number)
+            stream.forget(number)
             stream.close("the test has ended")
             return error
 

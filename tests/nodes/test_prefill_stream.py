@@ -10,14 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node.background_tasks import BackgroundTasks
-from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
 from pdserve.errors import Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.records import Peer
 from pdserve.rpc.channel import open_channel
-from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
 
@@ -33,14 +31,15 @@ async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[Prefill
         async def Serve(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
             await serve(request_iterator, context)
 
-    server, background = grpc.aio.server(), BackgroundTasks()
+    server = grpc.aio.server()
     pb_grpc.add_PrefillNodeServicer_to_server(Servicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        peer = HandoffPeer("p", "epoch", DEFAULT_TIMING)
-        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), peer, 1 << 20, background, ended.set)
-    await background.close()
+        stub: pb_grpc.PrefillNodeAsyncStub = pb_grpc.PrefillNodeStub(channel)
+        stream = PrefillStream(stub, Peer("p", "epoch", ()), 1 << 20, ended.set)
+        yield stream
+        stream.close("the test has ended")
     await server.stop(0)
 
 

@@ -155,7 +155,7 @@ def test_node_with_two_addresses_counts_once(pair: Pair) -> None:
 
 
 def test_node_that_does_not_read_gets_no_new_requests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.fleet.serve_stream.MAX_UNSENT", 1 << 20, raising=False)
+    monkeypatch.setattr("pdserve.rpc.multiplexed_stream.MAX_UNSENT", 1 << 20)
     stuck = pair.first
     prompt = pack_tokens([1] * 131_072)
 
