@@ -51,7 +51,12 @@ class DecodeRole:
         self._peers: PrefillPeers | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
-        self._peers = PrefillPeers(self._sources, self._require_transport, node, self._metrics)
+        self._peers = PrefillPeers(
+            node,
+            self._metrics,
+            sources=self._sources,
+            required_transport=self._require_transport,
+        )
         handoffs = Handoffs(
             node,
             self._peers,

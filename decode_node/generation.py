@@ -44,10 +44,10 @@ class NodeGeneration:
     def __init__(
         self,
         message: pb.Generate,
+        *,
         token_ids: bytes,
         sampling: SamplingParams,
         resume: Mapping[int, bytes],
-        *,
         engine: EngineClient,
         writer: StreamWriter[pb.OutputBatch],
         trace: RequestTrace,
@@ -126,11 +126,18 @@ class NodeGeneration:
         )
 
     def emit_peer_token(
-        self, choice: int, sample: Sample, number: int, eos_token_ids: Sequence[int], cached_tokens: int = 0
+        self, choice: int, sample: Sample, number: int, *, eos_token_ids: Sequence[int], cached_tokens: int = 0
     ) -> None:
         """Forward the ``number``-th token of a choice, which P has sampled; end the choice if it is the last."""
         reason = finish_reason(sample.token_id, number, self.sampling, eos_token_ids)
-        self._emit(choice, sample.token_id, sample.logprobs, reason, cached_tokens, number == 1)
+        self._emit(
+            choice,
+            sample.token_id,
+            sample.logprobs,
+            finish=reason,
+            cached_tokens=cached_tokens,
+            handed_off=number == 1,
+        )
 
     def fail(self, error: PdserveError) -> None:
         """End the request with an error, here and in the engine. Idempotent."""
@@ -158,7 +165,7 @@ class NodeGeneration:
             self._has_output = True
             self.trace.on_output(self._prefilled.queued)
             cached_tokens = self._prefilled.cached_tokens
-        self._emit(choice, token_id, logprobs, finish, cached_tokens)
+        self._emit(choice, token_id, logprobs, finish=finish, cached_tokens=cached_tokens)
 
     def on_event(self, event: Event) -> None:
         match event:
@@ -198,6 +205,7 @@ class NodeGeneration:
         choice: int,
         token_id: int,
         logprobs: TokenLogprobs | None,
+        *,
         finish: FinishReason | None,
         cached_tokens: int,
         handed_off: bool = False,

@@ -253,23 +253,42 @@ class HandoffDriver:
 
     def _emit_first_tokens(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
         generation, model = self._generation, self._handoffs.node.config.model
-        first = _samples(tokens.choices, generation.prefill_sampling.n, model.vocab_size, self._peer.address)
+        first = self._samples(tokens.choices, generation.prefill_sampling.n)
         handoff.add_first_tokens([sample.token_id for sample in first])
         generation.trace.on_first_tokens(tokens.queued_ms / 1000)
         if generation.resume:
             return
         for choice, sample in enumerate(first):
-            generation.emit_peer_token(choice, sample, 1, model.eos_token_ids, 0 if choice else tokens.cached_tokens)
+            generation.emit_peer_token(
+                choice,
+                sample,
+                1,
+                eos_token_ids=model.eos_token_ids,
+                cached_tokens=0 if choice else tokens.cached_tokens,
+            )
         self._free_if_ended()
 
     def _emit_next_token(self, handoff: Handoff, token: pb.SampledToken) -> None:
         """Emit a token that P decoded ahead while D reads the KV."""
         generation, model = self._generation, self._handoffs.node.config.model
-        (sample,) = _samples([token], 1, model.vocab_size, self._peer.address)
+        (sample,) = self._samples([token], 1)
         number = handoff.add_next_token(sample.token_id, generation.prefill_sampling.max_tokens)
         self._handoffs.counters["pdserve_handoff_ahead_tokens_total"] += 1
-        generation.emit_peer_token(0, sample, number, model.eos_token_ids)
+        generation.emit_peer_token(0, sample, number, eos_token_ids=model.eos_token_ids)
         self._free_if_ended()
+
+    def _samples(self, tokens: Sequence[pb.SampledToken], n: int) -> tuple[Sample, ...]:
+        """Convert tokens of P. Raises PeerError unless there are ``n``, all within the vocabulary."""
+        peer, vocab_size = self._peer.address, self._handoffs.node.config.model.vocab_size
+        if len(tokens) != n:
+            raise PeerError(f"{peer} sent the first tokens of {len(tokens)} choices instead of {n}")
+        largest = max(token.token_id for token in tokens)
+        if largest >= vocab_size:
+            raise PeerError(f"{peer} sent token {largest}; the largest token id is {vocab_size - 1}")
+        return tuple(
+            Sample(token.token_id, logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None)
+            for token in tokens
+        )
 
     def _free_if_ended(self) -> None:
         if self._generation.ended:
@@ -282,16 +301,3 @@ class HandoffDriver:
             self._timer = None
         if when < inf:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self.on_event, None)
-
-
-def _samples(tokens: Sequence[pb.SampledToken], n: int, vocab_size: int, peer: str) -> tuple[Sample, ...]:
-    """Convert sampled tokens. Raises PeerError unless there are ``n``, all within the vocabulary."""
-    if len(tokens) != n:
-        raise PeerError(f"{peer} sent the first tokens of {len(tokens)} choices instead of {n}")
-    largest = max(token.token_id for token in tokens)
-    if largest >= vocab_size:
-        raise PeerError(f"{peer} sent token {largest}; the largest token id is {vocab_size - 1}")
-    return tuple(
-        Sample(token.token_id, logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None)
-        for token in tokens
-    )

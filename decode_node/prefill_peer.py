@@ -195,7 +195,8 @@ class PrefillPeer:
             raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
         if self._registry.has(reply.node_id):
             raise PeerError(f"is {reply.node_id}, which is connected through another address")
-        self.node_id, self.epoch = reply.node_id, reply.epoch
+        self.node_id = reply.node_id
+        self.epoch = reply.epoch
         self._broken = ""
         self._check_now.clear()
         try:
@@ -210,7 +211,8 @@ class PrefillPeer:
         self._check_own_state()  # it may change its weights now
         self._check_transport(connection)
         self._metrics.transport = connection.transport
-        self.stream = PrefillStream(stub, peer, request_limit(description.max_model_len), self.check)
+        limit = request_limit(description.max_model_len)
+        self.stream = PrefillStream(stub, peer, max_request=limit, on_change=self.check)
         self._drained = False
         self._registry.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)

@@ -23,7 +23,7 @@ class PrefillPeers:
     """The listed prefill nodes, and unlisted ones that handoffs still need."""
 
     def __init__(
-        self, sources: Sequence[str], required_transport: str, node: NodeContext, metrics: DecodeMetrics
+        self, node: NodeContext, metrics: DecodeMetrics, *, sources: Sequence[str], required_transport: str
     ) -> None:
         """``sources`` are those of pdserve/discovery/sources.py; an empty ``required_transport`` accepts any.
 

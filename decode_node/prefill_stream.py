@@ -20,7 +20,7 @@ class PrefillStream(MultiplexedStream[pb.HandoffRequest, pb.PrefillEvents, pb.Pr
     """Each prompt has a handler, called with P's events in their order, and with a PeerError if the stream ends."""
 
     def __init__(
-        self, stub: pb_grpc.PrefillNodeAsyncStub, peer: Peer, max_request: int, on_change: Callable[[], None]
+        self, stub: pb_grpc.PrefillNodeAsyncStub, peer: Peer, *, max_request: int, on_change: Callable[[], None]
     ) -> None:
         """``max_request`` is what P accepts, in bytes."""
         super().__init__(

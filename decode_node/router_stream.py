@@ -64,7 +64,8 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
 
     def _add_resumed(self, resumed: pb.ResumedChoices) -> None:
         """Keep choices of the next request. Raises RequestError for several requests or too many tokens."""
-        kept, max_tokens = self._resumed, _RESUMED_LENGTHS * self._node.config.max_model_len
+        kept = self._resumed
+        max_tokens = _RESUMED_LENGTHS * self._node.config.max_model_len
         if kept.choices and kept.request != resumed.request:
             raise RequestError(f"choices of request {resumed.request} came before request {kept.request} itself")
         kept.MergeFrom(resumed)
@@ -107,9 +108,9 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
         check_resume(resume, sampling, node.config)
         return NodeGeneration(
             message,
-            token_ids,
-            sampling,
-            resume,
+            token_ids=token_ids,
+            sampling=sampling,
+            resume=resume,
             engine=node.engine,
             writer=self.writer,
             trace=self._begin_trace(message, num_tokens),

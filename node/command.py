@@ -103,7 +103,16 @@ async def _serve(
     agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
     engine = EngineClient(config, agent, RankPlacement(devices, local.leader))
     tracer = make_tracer(frontend.traces, role.name, node_id)
-    context = NodeContext(role.name, node_id, epoch, config, engine, tls, tracer, frontend.log_requests)
+    context = NodeContext(
+        role=role.name,
+        node_id=node_id,
+        epoch=epoch,
+        config=config,
+        engine=engine,
+        tls=tls,
+        tracer=tracer,
+        log_requests=frontend.log_requests,
+    )
     set_process_fields(node=node_id)
     node = Node(role, context, server, status, frontend.allow_weight_changes)
     try:

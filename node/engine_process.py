@@ -54,7 +54,11 @@ class EngineProcess:
         with theirs, their_heartbeats:
             fds = theirs.fileno(), their_heartbeats.fileno()
             process = self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "engine.process", *map(str, fds)),
+                sys.executable,
+                "-P",
+                "-m",
+                "engine.process",
+                *map(str, fds),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

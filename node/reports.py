@@ -36,7 +36,9 @@ class PromptShare:
     """The share of recent time that a node's steps spent on prompts: an exponential mean over a second."""
 
     def __init__(self, now: float) -> None:
-        self._share, self._at, self._total = 0.0, now, 0.0
+        self._share = 0.0
+        self._at = now
+        self._total = 0.0
 
     def update(self, prompt_seconds: float, now: float) -> float:
         """Return the share, 0 … 1, given the seconds spent on prompts since the node's start."""
@@ -44,7 +46,8 @@ class PromptShare:
             keep = math.exp(-passed / _SHARE_SECONDS)
             spent = (prompt_seconds - self._total) / passed
             self._share = keep * self._share + (1.0 - keep) * spent
-            self._at, self._total = now, prompt_seconds
+            self._at = now
+            self._total = prompt_seconds
         return min(self._share, 1.0)
 
 

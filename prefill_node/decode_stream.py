@@ -26,7 +26,7 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
     While too many events wait for a slow D, ``read`` waits too, so that only accepted prompts add a few events each.
     """
 
-    def __init__(self, number: int, peer: str, node: NodeContext, prefills: Prefills, decode_ahead: int) -> None:
+    def __init__(self, number: int, node: NodeContext, prefills: Prefills, *, decode_ahead: int, peer: str) -> None:
         """``number`` tells this stream's leases from those of all other streams of this node; ``peer`` is for the log.
 
         Decode at most ``decode_ahead`` tokens after a prompt's first.
@@ -102,10 +102,14 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
         sampling = sampling_from_pb(request.sampling)
         num_tokens = check_request(token_ids, sampling, node.config)
         check_skip(request.skip_tokens, num_tokens, node.config.kv_layout.block_size)
-        trace = self._begin_trace(request, num_tokens)
-        lease = LeaseId(self._number, request.request)
-        prefill = Prefill(lease, self._prefills, num_tokens, trace, send=self._send)
-        prefill.submit(request, token_ids, sampling, self._decode_ahead)
+        prefill = Prefill(
+            LeaseId(self._number, request.request),
+            self._prefills,
+            num_tokens=num_tokens,
+            trace=self._begin_trace(request, num_tokens),
+            send=self._send,
+        )
+        prefill.submit(request, token_ids=token_ids, sampling=sampling, decode_ahead=self._decode_ahead)
 
     def _begin_trace(self, request: pb.PrefillRequest, num_tokens: int) -> PrefillTrace:
         attributes: Attributes = {"pdserve.request_id": request.request_id, "gen_ai.usage.input_tokens": num_tokens}

@@ -41,8 +41,10 @@ class LeaseState(StrEnum):
     ABORTED = "aborted"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
+    """One lease, with the prompt that it belongs to in a subclass (prefill_node/prefills.py)."""
+
     id: LeaseId
     ends: float = inf  # guard included; infinity before the grant
     latest: float = inf  # upper bound of ``ends``
@@ -65,6 +67,9 @@ class LeaseTable(Generic[L]):
         self._leases: dict[LeaseId, L] = {}
         self._heap: list[tuple[float, LeaseId]] = []  # (end, lease), with stale entries of ended and extended leases
         self.counts = dict.fromkeys(LeaseState, 0)
+
+    def __len__(self) -> int:
+        return len(self._leases)
 
     def __iter__(self) -> Iterator[L]:
         """Iterate over a copy: leases may end meanwhile."""

@@ -28,7 +28,7 @@ _VALUE_BYTES = 4  # of float32
 class PendingPrompt:
     """A prompt in the engine; ``result`` is its vector and the number of its cached tokens."""
 
-    def __init__(self, engine: EngineClient, message: pb.PoolRequest, token_ids: bytes, cache_salt: str) -> None:
+    def __init__(self, engine: EngineClient, message: pb.PoolRequest, *, token_ids: bytes, cache_salt: str) -> None:
         self.result: asyncio.Future[tuple[bytes, int]] = asyncio.get_running_loop().create_future()
         self._engine = engine
         self._rid = engine.open(self)
@@ -120,7 +120,8 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
     async def _pool(self, request: pb.PoolRequest) -> pb.PoolReply:
         weights = self._node.weights  # a change waits for open prompts, or fails them
         prompts = [
-            PendingPrompt(self._node.engine, request, token_ids, self._salt(request)) for token_ids in request.prompts
+            PendingPrompt(self._node.engine, request, token_ids=token_ids, cache_salt=self._salt(request))
+            for token_ids in request.prompts
         ]
         self._open.update(prompts)
         try:

@@ -64,8 +64,13 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     async def Serve(  # type: ignore[override]  # not a generator, which would not notice a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        number = next(self._numbers)
-        stream = DecodeStream(number, context.peer(), self._node, self._prefills, self._decode_ahead)
+        stream = DecodeStream(
+            next(self._numbers),
+            self._node,
+            self._prefills,
+            decode_ahead=self._decode_ahead,
+            peer=context.peer(),
+        )
         await self._streams.serve(stream, request_iterator, context)
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:

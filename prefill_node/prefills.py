@@ -49,6 +49,7 @@ class Prefill(Lease):
         self,
         lease: LeaseId,
         prefills: Prefills,
+        *,
         num_tokens: int,
         trace: PrefillTrace,
         send: Callable[[pb.PrefillEvent], None],
@@ -67,7 +68,9 @@ class Prefill(Lease):
         self._timer: asyncio.TimerHandle | None = None
         prefills.table.accept(self)
 
-    def submit(self, request: pb.PrefillRequest, token_ids: bytes, sampling: SamplingParams, decode_ahead: int) -> None:
+    def submit(
+        self, request: pb.PrefillRequest, *, token_ids: bytes, sampling: SamplingParams, decode_ahead: int
+    ) -> None:
         """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first."""
         if request.timeout_ms:
             seconds = request.timeout_ms / 1000
@@ -216,7 +219,7 @@ class Prefills:
 
     @property
     def idle(self) -> bool:
-        return not any(self.table)
+        return not len(self.table)
 
     def of_stream(self, stream: int) -> Iterator[Prefill]:
         """Yield the prompts of a stream that are computed or decode ahead."""

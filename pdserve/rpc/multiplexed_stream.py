@@ -70,7 +70,7 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
     ) -> None:
         """``serve`` makes the call. ``node`` names the peer in errors; it accepts messages of ``max_request`` bytes.
 
-        The call is cancelled ``linger`` seconds after ``close``: messages that were sent before still arrive.
+        The call is cancelled ``linger`` seconds after ``close``, so that the node receives what waits until then.
         """
         self.draining = False  # the node takes no new request
         self.end_reason = ""  # empty until the end
@@ -127,7 +127,7 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
             self._end_if_drained()
 
     def close(self, reason: str) -> None:
-        """End the stream and fail its requests; messages that they send in response still leave. Idempotent."""
+        """End the stream and fail its requests; what they send in response leaves within ``linger``. Idempotent."""
         if self.ended:
             return
         self.end_reason = reason
@@ -194,7 +194,7 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
                 self._on_change()
 
     async def _read(self) -> None:
-        reason = "it ended the stream"
+        reason = ""
         try:
             async for batch in self._call:
                 if batch.draining:
@@ -216,4 +216,4 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
             _log.exception("messages of %s could not be handled", self._node)
             reason = "its messages could not be handled"
         finally:  # also when the channel was closed, which cancels its calls
-            self.close(reason)
+            self.close(reason or ("it is draining" if self.draining else "it ended the stream"))

@@ -138,5 +138,16 @@ def rank_from_pb(message: pb.RankKV) -> RankKV:
     share = None
     if message.HasField("share"):
         share = KVShare(**{name: getattr(message.share, name) for name in KVShare.__struct_fields__})
-    region = KVRegion(message.address, message.num_bytes, message.device, message.device_id)
-    return RankKV(message.agent, message.metadata, region, layout_from_pb(message.layout), share)
+    region = KVRegion(
+        address=message.address,
+        num_bytes=message.num_bytes,
+        device=message.device,
+        device_id=message.device_id,
+    )
+    return RankKV(
+        agent=message.agent,
+        metadata=message.metadata,
+        region=region,
+        layout=layout_from_pb(message.layout),
+        share=share,
+    )

@@ -250,9 +250,13 @@ class NodeClient:
         assert self.description is not None, "the first report has a description"
         if self._usable and self._decodes and self.stream is None:
             node = self.description
-            limit = request_limit(node.max_model_len)
-            on_change = self._on_stream_change
-            self.stream = ServeStream(self._dialer.channel, node.node_id, limit, on_change, node.epoch)
+            self.stream = ServeStream(
+                self._dialer.channel,
+                node.node_id,
+                max_request=request_limit(node.max_model_len),
+                on_change=self._on_stream_change,
+                epoch=node.epoch,
+            )
             changed = True
         if self.stream is not None and self.description.state == "draining":
             self.stream.drain()

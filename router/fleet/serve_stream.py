@@ -55,7 +55,13 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, name: str, max_request: int, on_change: Callable[[], None], epoch: str = ""
+        self,
+        channel: grpc.aio.Channel,
+        name: str,
+        *,
+        max_request: int,
+        on_change: Callable[[], None],
+        epoch: str = "",
     ) -> None:
         """``max_request`` is what the node accepts, in bytes; in another ``epoch`` it refuses all requests."""
         stub: DecodeNodeAsyncStub = DecodeNodeStub(channel)

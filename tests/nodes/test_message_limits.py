@@ -107,7 +107,7 @@ def largest(output: int) -> pb.Generate:
 def generate(node: NodeProcess, message: pb.Generate) -> PdserveError | None:
     async def run() -> PdserveError | None:
         async with open_channel(node.address) as channel:
-            stream = ServeStream(channel, "d", request_limit(CONTEXT), lambda: None)
+            stream = ServeStream(channel, "d", max_request=request_limit(CONTEXT), on_change=lambda: None)
             outputs = Outputs()
             number = stream.generate(message, outputs)
             async with asyncio.timeout(60.0):

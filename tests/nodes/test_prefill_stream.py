@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from decode_node.prefill_stream import PrefillStream
-from pdserve.errors import Overloaded, PeerError
+from pdserve.errors import Draining, Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
@@ -21,8 +21,8 @@ Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
 
 
 @asynccontextmanager
-async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[PrefillStream]:
-    """Open a stream to a prefill node that runs ``serve``; set ``ended`` when the stream has ended."""
+async def stream_to(serve: Serve, changed: asyncio.Event) -> AsyncIterator[PrefillStream]:
+    """Open a stream to a prefill node that runs ``serve``; set ``changed`` when the stream drains or has ended."""
 
     class Servicer(pb_grpc.PrefillNodeServicer):
         async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeReply:
@@ -37,7 +37,7 @@ async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[Prefill
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub: pb_grpc.PrefillNodeAsyncStub = pb_grpc.PrefillNodeStub(channel)
-        stream = PrefillStream(stub, Peer("p", "epoch", ()), 1 << 20, ended.set)
+        stream = PrefillStream(stub, Peer("p", "epoch", ()), max_request=1 << 20, on_change=changed.set)
         yield stream
         stream.close("the test has ended")
     await server.stop(0)
@@ -86,3 +86,34 @@ def test_the_end_of_the_stream_fails_every_prompt_once() -> None:
 
     asyncio.run(run(serve, close=False))
     asyncio.run(run(stay, close=True))
+
+
+def test_a_draining_peer_keeps_its_prompts_and_gets_no_other() -> None:
+    """Its stream ends when it has read the release of the last prompt."""
+    released: list[int] = []
+
+    async def serve(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
+        async for request in requests:
+            if request.WhichOneof("kind") == "prefill":
+                await context.write(pb.PrefillEvents(draining=True))
+            else:
+                released.append(request.release.request)
+
+    async def run() -> None:
+        changed = asyncio.Event()
+        async with stream_to(serve, changed) as stream:
+            number = stream.prefill(pb.PrefillRequest(), lambda event: None)
+            async with asyncio.timeout(20.0):
+                while not stream.draining:
+                    await changed.wait()
+                    changed.clear()
+                with pytest.raises(Draining):
+                    stream.prefill(pb.PrefillRequest(), lambda event: None)
+                stream.send(pb.ReleaseRequest(request=number))
+                stream.forget(number)
+                while not stream.ended:
+                    await changed.wait()
+                    changed.clear()
+            assert released == [number]
+
+    asyncio.run(run())
