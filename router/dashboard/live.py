@@ -81,7 +81,7 @@ class LiveHandoffs(msgspec.Struct, frozen=True):
     rate: float
     failure_rate: float
     recompute_rate: float
-    local_rate: float  # prompts prefilled on decode nodes by choice
+    local_rate: float  # prompts that a policy left to decode nodes
     byte_rate: float
     exposed: Quantiles
 

@@ -1,4 +1,4 @@
-"""The nodes of one model: the policy chooses among them, and a request is sent to its choice."""
+"""The nodes of one model: the policy places each request on them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from router.fleet.policy import (
     PREFIX_AWARE,
     TASKS,
     FleetSnapshot,
-    NodeChoice,
     NodeView,
+    Placement,
     PolicyRequest,
     no_serving_node,
     pooling_node,
@@ -169,19 +169,19 @@ class Fleet:
         else:
             request = PolicyRequest(prefix.num_tokens, may_hand_off=False)
         snapshot = FleetSnapshot(self._model, views, self._nodes.placement_counter, typical)
-        chosen = POLICIES[self._policy](snapshot, request)
+        placement = POLICIES[self._policy](snapshot, request)
         self._nodes.placement_counter += 1
-        decode = self._nodes.find("decode", chosen.decode)
-        prefill = None if chosen.prefill is None else self._nodes.find("prefill", chosen.prefill)
-        message.prefill_node = chosen.prefill or ""
+        decode = self._nodes.find("decode", placement.decode)
+        prefill = None if placement.prefill is None else self._nodes.find("prefill", placement.prefill)
+        message.prefill_node = placement.prefill or ""
         view = decode.view()
         assert decode.stream is not None, "a ready decode node has a stream"
         assert view is not None, "it was chosen by its view"
         number = decode.stream.generate(message, handler)
-        self._account(request, chosen.prefill or chosen.decode, decode, prefill)
+        self._account(request, placement.prefill or placement.decode, decode, prefill)
         return NodeCall(view, decode.stream, number, decode, prefill)
 
-    def move(self, message: pb.Generate, handler: OutputHandler, to: NodeChoice, num_tokens: int) -> NodeCall:
+    def move(self, message: pb.Generate, handler: OutputHandler, to: Placement, num_tokens: int) -> NodeCall:
         """Send a running request of ``num_tokens`` to ``to.decode``, which reads its KV from ``to.prefill``.
 
         Raises Overloaded when that node is not ready for it.

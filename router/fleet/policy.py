@@ -98,28 +98,28 @@ class PolicyRequest(msgspec.Struct, frozen=True):
         return max(1, self.num_tokens - self.cached.get(node_id, 0))
 
 
-class NodeChoice(msgspec.Struct, frozen=True):
-    """Node ids. Without ``prefill`` the decode node computes the prompt."""
+class Placement(msgspec.Struct, frozen=True):
+    """The ids of a request's nodes. Without ``prefill`` the decode node computes the prompt."""
 
     decode: str
     prefill: str | None
 
 
-Policy = Callable[[FleetSnapshot, PolicyRequest], NodeChoice]
+Policy = Callable[[FleetSnapshot, PolicyRequest], Placement]
 """Raises Overloaded when no D of the model is ready."""
 
 
-def round_robin(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
+def round_robin(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     """Cycle through the D, and through the P that D can read from."""
     return _cycle(snapshot, request, _decode_nodes(snapshot), lambda prefills: prefills)
 
 
-def least_loaded(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
+def least_loaded(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     """Choose the D with the fewest requests, then the P with the fewest that D can read from."""
     return _cycle(snapshot, request, _fewest_requests(_decode_nodes(snapshot)), _fewest_requests)
 
 
-def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
+def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     """Choose the pair, or the D alone, of the lowest cost by pdserve/request_cost.py."""
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_throughput([*decodes, *prefills])
@@ -138,7 +138,7 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
             candidates.append(_Candidate(seconds, decode, peer.node))
     cheapest = _cheapest(candidates)
     best = cheapest[snapshot.counter % len(cheapest)]
-    return NodeChoice(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
+    return Placement(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
 
 
 def pooling_node(
@@ -198,10 +198,10 @@ def _cycle(
     request: PolicyRequest,
     decodes: list[NodeView],
     best: Callable[[list[NodeView]], list[NodeView]],
-) -> NodeChoice:
+) -> Placement:
     decode = decodes[snapshot.counter % len(decodes)]
     prefills = best([node for node in _prefill_nodes(snapshot, request) if decode.reads_from(node)])
-    return NodeChoice(decode.node_id, prefills[snapshot.counter % len(prefills)].node_id if prefills else None)
+    return Placement(decode.node_id, prefills[snapshot.counter % len(prefills)].node_id if prefills else None)
 
 
 def _fewest_requests(nodes: list[NodeView]) -> list[NodeView]:

@@ -14,8 +14,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
 from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.message_limits import RESUME_LIMIT
-from pdserve.rpc.multiplexed_stream import MultiplexedStream
-from router.fleet.policy import NodeChoice
+from router.fleet.policy import Placement
 
 if TYPE_CHECKING:  # exists in the stubs' types only
     from pdserve.pb.pdserve_pb2_grpc import DecodeNodeAsyncStub
@@ -43,7 +42,7 @@ class OutputHandler(Protocol):
     def movable_tokens(self) -> int:
         """Tokens of KV that a move of the request would read; 0: it stays."""
 
-    def move(self, to: NodeChoice) -> None:
+    def move(self, to: Placement) -> None:
         """Continue at another node, which reads the KV from the present one. Ignored if the request stays."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from router.fleet.fleet import Fleet
 from router.fleet.moves import Move, moves
-from router.fleet.policy import BOTH, FleetSnapshot, NodeChoice
+from router.fleet.policy import BOTH, FleetSnapshot, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ class StreamMover:
         if not any(node.role == BOTH for node in snapshot.nodes):
             return
         pending = [
-            (NodeChoice(move.target, move.source), deque(self._fleet.movable(move.source)[: min(move.streams, _MOST)]))
+            (Placement(move.target, move.source), deque(self._fleet.movable(move.source)[: min(move.streams, _MOST)]))
             for move in self._decide(snapshot)
         ]
-        while pending := [(choice, streams) for choice, streams in pending if streams]:
-            for choice, streams in pending:
-                streams.popleft().move(choice)
+        while pending := [(placement, streams) for placement, streams in pending if streams]:
+            for placement, streams in pending:
+                streams.popleft().move(placement)
             await asyncio.sleep(_DISTANCE)

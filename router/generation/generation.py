@@ -15,7 +15,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, SpanKind
 from router.fleet.fleet import Fleet, NodeCall
-from router.fleet.policy import NodeChoice, NodeView
+from router.fleet.policy import NodeView, Placement
 from router.fleet.prefix_index import PromptPrefix
 from router.generation.answer_weights import AnswerWeights
 from router.generation.choice import Choice
@@ -153,7 +153,7 @@ class PromptRun:
         self._fleet = fleet
         self._send(None)
 
-    def _send(self, to: Accepts | NodeChoice | None, on_trial: bool = False) -> None:
+    def _send(self, to: Accepts | Placement | None, on_trial: bool = False) -> None:
         """Send the prompt with the tokens so far. Raises Overloaded when no accepted decode node is ready.
 
         ``on_trial``: it is suspect, so no prefill node takes part.
@@ -177,7 +177,7 @@ class PromptRun:
                 message.resume.add(choice=index, token_ids=pack_tokens(choice.token_ids))
         span = options.span.child("generate", kind=SpanKind.CLIENT)
         message.traceparent, message.tracestate = span.traceparent, span.tracestate
-        if isinstance(to, NodeChoice):
+        if isinstance(to, Placement):
             num_tokens = self.prefix.num_tokens + self._num_unfinished_tokens
             self._call = self._fleet.move(message, self, to, num_tokens)
         else:
@@ -212,7 +212,7 @@ class PromptRun:
         num_outputs = len(self.choices[0].token_ids)
         return self.prefix.num_tokens + num_outputs if self.job.sampling.max_tokens - num_outputs >= _MIN_LEFT else 0
 
-    def move(self, to: NodeChoice) -> None:
+    def move(self, to: Placement) -> None:
         if self.movable_tokens:
             self._migration.move(self._leave(), self._num_unfinished_tokens, to)
 

@@ -26,7 +26,7 @@ from time import perf_counter
 from pdserve.errors import DeadlineExceeded, Draining, EngineCrashed, NodeError, Overloaded, PdserveError
 from router.errors import CrashingRequest
 from router.fleet.fleet import NodeCall
-from router.fleet.policy import NodeChoice, NodeView
+from router.fleet.policy import NodeView, Placement
 from router.fleet.serve_stream import NodeLost
 from router.generation.job import GenerationOptions
 from router.generation.suspicion import Suspicion
@@ -55,7 +55,7 @@ class Migration:
         self,
         options: GenerationOptions,
         metrics: RouterMetrics,
-        send: Callable[[Accepts | NodeChoice, bool], None],
+        send: Callable[[Accepts | Placement, bool], None],
         give_up: Callable[[PdserveError], None],
         num_choices: int,
     ) -> None:
@@ -123,7 +123,7 @@ class Migration:
             return False
         return perf_counter() > self._moved_at + _REST
 
-    def move(self, node: NodeView, num_tokens: int, to: NodeChoice) -> None:
+    def move(self, node: NodeView, num_tokens: int, to: Placement) -> None:
         """Continue on ``to.decode``, which reads the KV from ``node``; if that is refused, anywhere."""
         self._count(node, num_tokens, f"to {to.decode}", "moved")
         self._computed_by, self._moving = node, True

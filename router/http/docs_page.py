@@ -86,8 +86,8 @@ def _type(schema: Fields) -> str:
             return f"<a href=#{name}>{name}</a>"
         case {"anyOf": kinds}:
             return " | ".join(map(_type, kinds))
-        case {"enum": choices}:
-            return " | ".join(map(_json, choices))
+        case {"enum": values}:
+            return " | ".join(map(_json, values))
         case {"type": "array", "items": dict() as items}:
             return f"list of {_type(items)}"
         case {"type": "object", "additionalProperties": dict() as values}:

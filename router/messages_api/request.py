@@ -136,10 +136,10 @@ def _tool(tool: ToolParam, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _tool_choice(choice: ToolChoiceParam) -> str | dict[str, Any]:
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
-    return _MODES[choice.type]
+def _tool_choice(tool_choice: ToolChoiceParam) -> str | dict[str, Any]:
+    if tool_choice.type == "tool":
+        return {"type": "function", "function": {"name": tool_choice.name}}
+    return _MODES[tool_choice.type]
 
 
 def _response_format(config: OutputConfigParam) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def new_response(
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         text=TextConfig(_shown_format(request.text.format), request.text.verbosity or "medium"),
-        tool_choice=_shown_choice(request.tool_choice),
+        tool_choice=_shown_tool_choice(request.tool_choice),
         tools=[_shown_tool(tool) for tool in request.tools],
         top_p=sampling.top_p,
         user=body.user,
@@ -94,10 +94,10 @@ def _shown_tool(tool: dict[str, Any]) -> FunctionTool:
     return FunctionTool(tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
 
 
-def _shown_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return {"mode": "auto", **choice}
-    return choice
+def _shown_tool_choice(tool_choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(tool_choice, dict) and tool_choice.get("type") == "allowed_tools":
+        return {"mode": "auto", **tool_choice}
+    return tool_choice
 
 
 class OutputItemsResponse(Response):

@@ -161,16 +161,16 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
 
 
-def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
+def _tool_choice(tool_choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    if not isinstance(tool_choice, dict):
+        return tool_choice
+    if tool_choice.get("type") == "function":
+        return {"type": "function", "function": {"name": tool_choice.get("name")}}
+    if tool_choice.get("type") == "allowed_tools":
+        tools = tool_choice.get("tools")
         nested = [_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": nested}}
-    return choice
+        return {"type": "allowed_tools", "allowed_tools": {"mode": tool_choice.get("mode", "auto"), "tools": nested}}
+    return tool_choice
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:

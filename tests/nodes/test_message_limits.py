@@ -22,7 +22,7 @@ from pdserve.records import PromptLogprobs, SamplingParams
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.message_limits import ANSWER_LIMIT, request_limit
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
-from router.fleet.policy import NodeChoice
+from router.fleet.policy import Placement
 from router.fleet.serve_stream import ServeStream
 
 CONTEXT = 8192  # tokens
@@ -83,7 +83,7 @@ class Outputs:
 
     movable_tokens = 0
 
-    def move(self, to: NodeChoice) -> None: ...
+    def move(self, to: Placement) -> None: ...
 
 
 def largest(output: int) -> pb.Generate:

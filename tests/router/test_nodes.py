@@ -19,7 +19,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
-from router.fleet.policy import NodeChoice
+from router.fleet.policy import Placement
 from router.fleet.serve_stream import lightest_first
 from router.metrics import RouterMetrics
 
@@ -42,7 +42,7 @@ class Outputs:
 
     movable_tokens = 0
 
-    def move(self, to: NodeChoice) -> None: ...
+    def move(self, to: Placement) -> None: ...
 
     async def token(self) -> int:
         """Wait for the next token."""

@@ -15,8 +15,8 @@ from pdserve.request_cost import LinearCost, RequestLoad, Throughput
 from router.fleet.policy import (
     POLICIES,
     FleetSnapshot,
-    NodeChoice,
     NodeView,
+    Placement,
     Policy,
     PolicyRequest,
     least_loaded,
@@ -56,7 +56,7 @@ def test_stalled_nodes_are_chosen_only_if_all_are(policy: Policy, counter: int) 
     nodes = (decode("d0", stalled=True), decode("d1", requests=50), prefill("p0", stalled=True), prefill("p1"))
     assert policy(FleetSnapshot("m", nodes, counter), ASK).decode == "d1"
     assert policy(FleetSnapshot("m", nodes, counter), ASK).prefill in ("p1", None)
-    assert policy(FleetSnapshot("m", nodes[:1], counter), ASK) == NodeChoice("d0", None)
+    assert policy(FleetSnapshot("m", nodes[:1], counter), ASK) == Placement("d0", None)
 
 
 # ------------------------------------------------------------ each policy
@@ -65,12 +65,12 @@ def test_stalled_nodes_are_chosen_only_if_all_are(policy: Policy, counter: int) 
 def test_round_robin_cycles_through_nodes() -> None:
     nodes = (decode("d0", in_flight=9), decode("d1"), prefill("p0"), prefill("p1", backlog=10_000))
     placements = [round_robin(FleetSnapshot("m", nodes, counter), ASK) for counter in range(3)]
-    assert placements == [NodeChoice("d0", "p0"), NodeChoice("d1", "p1"), NodeChoice("d0", "p0")]
+    assert placements == [Placement("d0", "p0"), Placement("d1", "p1"), Placement("d0", "p0")]
 
 
 def test_least_loaded_counts_requests_of_all_routers() -> None:
     nodes = (decode("d0", requests=3), decode("d1", in_flight=1), prefill("p0", in_flight=2), prefill("p1", requests=1))
-    assert least_loaded(FleetSnapshot("m", nodes), ASK) == NodeChoice("d1", "p1")
+    assert least_loaded(FleetSnapshot("m", nodes), ASK) == Placement("d1", "p1")
 
 
 def test_least_loaded_ties_are_broken_round_robin() -> None:
@@ -86,57 +86,57 @@ def test_least_loaded_ties_are_broken_round_robin() -> None:
 def test_prompt_goes_to_the_longest_cached_prefix() -> None:
     nodes = (decode("d0"), prefill("p0"), prefill("p1"))
     for counter in range(4):
-        assert prefix_aware(FleetSnapshot("m", nodes, counter), PolicyRequest(4000, {"p1": 3200})) == NodeChoice(
+        assert prefix_aware(FleetSnapshot("m", nodes, counter), PolicyRequest(4000, {"p1": 3200})) == Placement(
             "d0", "p1"
         )
 
 
 def test_long_queue_outweighs_a_cached_prefix() -> None:
     nodes = (decode("d0"), prefill("p0"), prefill("p1", backlog=8000))
-    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"p1": 3200})) == NodeChoice("d0", "p0")
+    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"p1": 3200})) == Placement("d0", "p0")
 
 
 def test_prompt_cached_on_a_decode_node_is_prefilled_there() -> None:
     nodes = (decode("d0"), decode("d1"), prefill("p0"))
-    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"d1": 3984})) == NodeChoice("d1", None)
+    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"d1": 3984})) == Placement("d1", None)
 
 
 def test_short_prompt_is_handed_off_from_a_busy_decode_node() -> None:
     busy = (decode("d0", requests=60, decoding=60), prefill("p0"))
     idle = (decode("d0"), prefill("p0"))
-    assert prefix_aware(FleetSnapshot("m", busy), PolicyRequest(100)) == NodeChoice("d0", "p0")
-    assert prefix_aware(FleetSnapshot("m", idle), PolicyRequest(100)) == NodeChoice("d0", None)
+    assert prefix_aware(FleetSnapshot("m", busy), PolicyRequest(100)) == Placement("d0", "p0")
+    assert prefix_aware(FleetSnapshot("m", idle), PolicyRequest(100)) == Placement("d0", None)
 
 
 @pytest.mark.parametrize("make", [decode, both])
 def test_node_that_hands_off_all_computes_prompts_only_without_another(make: Callable[..., NodeView]) -> None:
     node, short = make("d0", hands_off_all=True), PolicyRequest(1)
     busy = prefill("p0", backlog=1_000_000)
-    assert prefix_aware(FleetSnapshot("m", (node, busy)), short) == NodeChoice("d0", "p0")
-    assert prefix_aware(FleetSnapshot("m", (node, prefill("p9"))), short) == NodeChoice("d0", None)
-    assert prefix_aware(FleetSnapshot("m", (node, busy)), PolicyRequest(1, {}, False)) == NodeChoice("d0", None)
+    assert prefix_aware(FleetSnapshot("m", (node, busy)), short) == Placement("d0", "p0")
+    assert prefix_aware(FleetSnapshot("m", (node, prefill("p9"))), short) == Placement("d0", None)
+    assert prefix_aware(FleetSnapshot("m", (node, busy)), PolicyRequest(1, {}, False)) == Placement("d0", None)
 
 
 def test_idle_node_of_both_roles_serves_a_request_alone() -> None:
     nodes = (both("b0"), both("b1"))
-    choices = [prefix_aware(FleetSnapshot("m", nodes, counter), ASK) for counter in range(4)]
-    assert choices == [NodeChoice("b0", None), NodeChoice("b1", None)] * 2
+    placements = [prefix_aware(FleetSnapshot("m", nodes, counter), ASK) for counter in range(4)]
+    assert placements == [Placement("b0", None), Placement("b1", None)] * 2
 
 
 def test_prompt_goes_to_the_node_that_decodes_least_and_decodes_to_the_one_that_prefills_least() -> None:
     leaning = {"requests": 30, "decoding": 30}, {"requests": 3, "for_peers": 3, "backlog": 2000, "prompt_share": 0.7}
     nodes = (both("b0", **leaning[0]), both("b1", **leaning[1]))
-    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("b0", "b1")
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("b0", "b1")
 
 
 def test_queue_of_the_prefill_node_is_weighed_against_the_sequences_of_the_decode_node() -> None:
-    def chosen(decoding: int, backlog: int) -> NodeChoice:
+    def chosen(decoding: int, backlog: int) -> Placement:
         busy = decode("d0", requests=decoding, decoding=decoding, itl_target=0.05)
         return prefix_aware(FleetSnapshot("m", (busy, prefill("p0", backlog=backlog))), PolicyRequest(2000))
 
     for decoding, enough in ((2, 4_000), (20, 10_000), (60, 24_000)):
-        assert chosen(decoding, 0) == chosen(decoding, enough // 2) == NodeChoice("d0", "p0")
-        assert chosen(decoding, enough) == NodeChoice("d0", None)
+        assert chosen(decoding, 0) == chosen(decoding, enough // 2) == Placement("d0", "p0")
+        assert chosen(decoding, enough) == Placement("d0", None)
 
 
 def test_nodes_of_all_roles_share_a_load() -> None:
@@ -147,7 +147,7 @@ def test_nodes_of_all_roles_share_a_load() -> None:
         both("b0", requests=9, decoding=9, prompt_share=0.5),
         both("b1", requests=1, for_peers=1, prompt_share=0.8),
     )
-    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("d0", "b1")
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("d0", "b1")
 
 
 def test_full_decode_node_is_avoided() -> None:
@@ -158,7 +158,7 @@ def test_full_decode_node_is_avoided() -> None:
 def test_slow_node_gets_fewer_requests() -> None:
     slow = Throughput(prompt=LinearCost(5e-3, 100e-6), decode=THROUGHPUT.decode, read=THROUGHPUT.read)
     nodes = (decode("d0"), prefill("p0", throughput=slow), prefill("p1", backlog=3000))
-    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("d0", "p1")
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("d0", "p1")
 
 
 def test_slow_read_throughput_is_tried_again_after_a_while() -> None:
@@ -194,7 +194,7 @@ def test_unmeasured_costs_default_to_the_mean() -> None:
     ],
 )
 def test_decode_node_prefills_without_a_compatible_prefill_node(policy: Policy, unusable: NodeView) -> None:
-    assert policy(FleetSnapshot("m", (decode("d0"), unusable)), ASK) == NodeChoice("d0", None)
+    assert policy(FleetSnapshot("m", (decode("d0"), unusable)), ASK) == Placement("d0", None)
 
 
 @every_policy

@@ -10,7 +10,7 @@ from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.message_limits import request_limit
-from router.fleet.policy import NodeChoice
+from router.fleet.policy import Placement
 from router.fleet.serve_stream import NodeLost, ServeStream
 
 
@@ -32,7 +32,7 @@ class Handler:
 
     movable_tokens = 0
 
-    def move(self, to: NodeChoice) -> None: ...
+    def move(self, to: Placement) -> None: ...
 
 
 def test_requests_leave_a_stream_that_is_not_read_any_more() -> None:

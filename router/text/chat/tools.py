@@ -32,7 +32,7 @@ class ToolUse(msgspec.Struct, frozen=True):
         return self.required or bool(self.named)
 
 
-def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel: bool) -> ToolUse:
+def tool_use(tools: list[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool) -> ToolUse:
     """Check tools and tool_choice; "none" returns no tools. Raises RequestError that names the field."""
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"{len(tools)} tools exceed {MAX_TOOLS}; send fewer", "tools")
@@ -40,17 +40,17 @@ def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise RequestError(f"two tools have the name {twice!r}; rename one", "tools")
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        tools, choice = _allowed(choice, dict(zip(names, tools, strict=True)))
+    if isinstance(tool_choice, dict) and tool_choice.get("type") == "allowed_tools":
+        tools, tool_choice = _allowed(tool_choice, dict(zip(names, tools, strict=True)))
         names = [tool["function"]["name"] for tool in tools]
-    named = _named(choice)
-    if not tools and (named or choice == "required"):
+    named = _named(tool_choice)
+    if not tools and (named or tool_choice == "required"):
         raise RequestError("tool_choice needs tools; give at least one", "tool_choice")
     if named and named not in names:
         raise RequestError(f"tool_choice names {shown(named)}, which is not in tools; use {names[0]!r}", "tool_choice")
-    if choice == "none":
+    if tool_choice == "none":
         return ToolUse()
-    return ToolUse(tuple(tools), choice == "required", named, parallel)
+    return ToolUse(tuple(tools), tool_choice == "required", named, parallel)
 
 
 def _checked_name(tool: dict[str, Any], where: str) -> str:
@@ -73,9 +73,9 @@ def _checked_name(tool: dict[str, Any], where: str) -> str:
     return name
 
 
-def _allowed(choice: dict[str, Any], tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+def _allowed(tool_choice: dict[str, Any], tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Return the tools, of ``tools`` by name, that an allowed_tools choice lists, and its mode. Raises RequestError."""
-    allowed = choice.get("allowed_tools")
+    allowed = tool_choice.get("allowed_tools")
     mode, listed = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         text = "an allowed_tools choice needs the mode 'auto' or 'required' and a list of at least one tool"
@@ -87,17 +87,17 @@ def _allowed(choice: dict[str, Any], tools: dict[str, dict[str, Any]]) -> tuple[
     return [tool for name, tool in tools.items() if name in names], mode
 
 
-def _named(choice: str | dict[str, Any]) -> str:
+def _named(tool_choice: str | dict[str, Any]) -> str:
     """Return the function that tool_choice names; empty for a mode."""
-    if isinstance(choice, str):
-        if choice not in _MODES:
+    if isinstance(tool_choice, str):
+        if tool_choice not in _MODES:
             raise RequestError(
-                f"tool_choice {shown(choice)} is not known; use {', '.join(_MODES)} or a function", "tool_choice"
+                f"tool_choice {shown(tool_choice)} is not known; use {', '.join(_MODES)} or a function", "tool_choice"
             )
         return ""
-    function = choice.get("function")
+    function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str) or not name:
+    if tool_choice.get("type") != "function" or not isinstance(name, str) or not name:
         shape = '{"type": "function", "function": {"name": …}}'
         raise RequestError(f"tool_choice must be one of {', '.join(_MODES)}, or {shape}", "tool_choice")
     return name

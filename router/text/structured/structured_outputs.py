@@ -71,11 +71,11 @@ def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None 
     return grammars.from_json_schema(text, whitespace)
 
 
-def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts. Raises RequestError without choices, and for an empty one."""
-    if not choices or "" in choices:
+def choice_grammar(texts: Sequence[str]) -> str:
+    """One of these texts. Raises RequestError without texts, and for an empty one."""
+    if not texts or "" in texts:
         raise RequestError("choice must be a list of at least one string, none of them empty")
-    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
+    return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
 def _lark_or_ebnf(text: str) -> str:
