@@ -14,6 +14,10 @@ ClientDisconnected (no PdserveError: there is no response)
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
 import msgspec
 
 from pdserve.errors import DeadlineExceeded, ModelNotFound, NodeError, Overloaded, PdserveError, RequestError, cut
@@ -98,12 +102,40 @@ def status_and_type(error: PdserveError) -> tuple[int, str]:
     return next(found, (500, "server_error"))
 
 
+def error_info(error: PdserveError) -> ErrorInfo:
+    _, kind = status_and_type(error)
+    code = getattr(error, "code", None) or _DEFAULT_CODES.get(kind)
+    param = getattr(error, "param", None)
+    return ErrorInfo(cut(str(error), MAX_MESSAGE), kind, None if param is None else cut(param), code)
+
+
 def error_body(error: PdserveError) -> bytes:
-    _, name = status_and_type(error)
-    code = getattr(error, "code", None) or _DEFAULT_CODES.get(name)
-    return encode_error(str(error), name, getattr(error, "param", None), code)
+    return msgspec.json.encode(ErrorResponse(error_info(error)))
 
 
-def encode_error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    param = None if param is None else cut(param)
-    return msgspec.json.encode(ErrorResponse(ErrorInfo(cut(message, MAX_MESSAGE), kind, param, code)))
+class ErrorFormat(ABC):
+    """How a protocol writes errors and names requests."""
+
+    id_headers: ClassVar[Sequence[bytes]]  # response headers with the id of the request
+
+    @abstractmethod
+    def body(self, error: PdserveError, request_id: str | None) -> bytes:
+        """Return the JSON of an error."""
+
+    @abstractmethod
+    def http_body(self, status: int, message: str) -> bytes:
+        """Return the JSON of a failure of HTTP itself, such as an unknown path."""
+
+
+class OpenAIErrors(ErrorFormat):
+    id_headers = (b"x-request-id",)
+
+    def body(self, error: PdserveError, request_id: str | None) -> bytes:
+        return error_body(error)
+
+    def http_body(self, status: int, message: str) -> bytes:
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        return msgspec.json.encode(ErrorResponse(ErrorInfo(cut(message, MAX_MESSAGE), kind, None, None)))
+
+
+OPENAI_ERRORS = OpenAIErrors()

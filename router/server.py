@@ -28,7 +28,7 @@ from pdserve.rpc.tls import load_chain
 from pdserve.tracing.trace_flags import make_tracer
 from router.file_reload import FileReloader
 from router.http.app import create_app
-from router.http.body_reader import BODIES_IN_MEMORY
+from router.http.endpoints.body_reader import BODIES_IN_MEMORY
 from router.https_server import HttpsServer
 from router.options import RouterOptions
 from router.service import Service

@@ -106,6 +106,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     limit_field: ClassVar[str] = "max_tokens"  # of ``output_limit``
     logprobs_field: ClassVar[str]  # of ``num_logprobs``
 
+    usual_tokens: ClassVar[int | None] = None  # of output, if neither client nor model has a limit; None: what fits
+
     @property
     def num_logprobs(self) -> int:
         """Best tokens to report per output token; -1: no log-probabilities."""
@@ -120,6 +122,11 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     def echoes(self) -> bool:
         """Whether the answer begins with text of the prompt."""
         return False
+
+    @property
+    def echoed_text(self) -> str:
+        """The text of a chat that the answer begins with; a completion begins with its prompt."""
+        return ""
 
     @property
     def continues_prompt(self) -> bool:

@@ -12,12 +12,14 @@ from pdserve.model.generation_defaults import GenerationDefaults
 from pdserve.records import SamplingParams
 from router.completions_api.generate_body import GenerateBody
 from router.completions_api.request_bodies import ChatBody, CompletionBody
+from router.dialect.dialect import Prepared
 from router.fleet.fleet import ModelLimits
 from router.generation.job import Job
+from router.text.chat.output_parsing import OutputParsing
 from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
+from router.text.stop_strings import build_stop_strings
 
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat may fill the model's length
 _UNCHANGED = ("n", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty")  # as in SamplingParams
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # the model may have a default
 MAX_REPEATED = 128 * 1024 * 1024  # bytes about its prompts in an answer
@@ -26,25 +28,28 @@ _SEED_BITS = 63
 _SEED_RANGE = 2**64  # negative seeds are taken modulo this
 
 
-async def encode_prompts(body: GenerateBody, encoder: PromptEncoder, limits: ModelLimits) -> list[Prompt]:
-    """Render and tokenize, then truncate. Raises RequestError for messages that cannot be rendered."""
-    if isinstance(body, ChatBody):
-        prompts = [await encoder.encode_chat(body.render_request, body.add_special_tokens)]
-    else:
-        assert isinstance(body, CompletionBody)
-        prompts = await encoder.encode_all(body.pack_prompts(), body.add_special_tokens, "prompt")
+async def encode_completion(body: CompletionBody, encoder: PromptEncoder, limits: ModelLimits) -> list[Prompt]:
+    """Tokenize, then truncate. Raises RequestError."""
+    prompts = await encoder.encode_all(body.pack_prompts(), body.add_special_tokens, "prompt")
     prompts = [_truncated(prompt, body, limits) for prompt in prompts]
-    _check_repeated(sum(prompt.num_tokens for prompt in prompts), body)
+    # -1 log-probabilities: none
+    echo_bytes = _ID_BYTES + _LOGPROB_BYTES * (1 + body.num_logprobs) if body.echo else 0
+    _check_repeated(sum(prompt.num_tokens for prompt in prompts), body, copies=body.n, echo_bytes=echo_bytes)
     return prompts
 
 
-def _check_repeated(num_tokens: int, body: GenerateBody) -> None:
+async def encode_chat(body: ChatBody, encoder: PromptEncoder, limits: ModelLimits) -> Prompt:
+    """Render and tokenize, then truncate. Raises RequestError for messages that cannot be rendered."""
+    prompt = await encoder.encode_chat(body.render_request, body.add_special_tokens)
+    prompt = _truncated(prompt, body, limits, keeps_text=True)
+    _check_repeated(prompt.num_tokens, body)
+    return prompt
+
+
+def _check_repeated(num_tokens: int, body: GenerateBody, *, copies: int = 1, echo_bytes: int = 0) -> None:
     """Bound what the answer holds about its prompts, which a completion repeats in each choice. Raises RequestError."""
-    copies = body.n if isinstance(body, CompletionBody) else 1
-    num_bytes = _ID_BYTES if body.return_token_ids else 0
+    num_bytes = echo_bytes + (_ID_BYTES if body.return_token_ids else 0)
     num_bytes += _LOGPROB_BYTES * (1 + body.prompt_logprobs) if body.prompt_logprobs is not None else 0
-    if isinstance(body, CompletionBody) and body.echo:  # -1 log-probabilities: none
-        num_bytes += _ID_BYTES + _LOGPROB_BYTES * (1 + body.num_logprobs)
     if num_bytes * num_tokens * copies > MAX_REPEATED:
         remedy = "lower n or the number of log-probabilities, or send fewer prompts"
         raise RequestError(
@@ -53,7 +58,7 @@ def _check_repeated(num_tokens: int, body: GenerateBody) -> None:
         )
 
 
-def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits) -> Prompt:
+def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits, *, keeps_text: bool = False) -> Prompt:
     """Keep ``truncate_prompt_tokens`` tokens; -1 leaves room for ``max_tokens``, or for one token."""
     most = body.truncate_prompt_tokens
     if most == -1:
@@ -63,13 +68,7 @@ def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits) -> Promp
     if body.truncation_side == "right":
         return Prompt(prompt.first(most))
     # A chat keeps its text: the end of it says whether the prompt opens reasoning.
-    return Prompt(prompt.last(most), prompt.text if isinstance(body, ChatBody) else None)
-
-
-async def add_echo(prompts: list[Prompt], body: GenerateBody, encoder: PromptEncoder) -> list[Prompt]:
-    if not (isinstance(body, CompletionBody) and body.echo):
-        return prompts
-    return await encoder.add_echo(prompts, body.num_logprobs >= 0, body.add_special_tokens)
+    return Prompt(prompt.last(most), prompt.text if keeps_text else None)
 
 
 def make_job(
@@ -122,7 +121,7 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limit: int, defaults: Gener
         if body.lowers_max_tokens:
             wanted = max(min(wanted, room), 1)
     else:
-        usual = room if isinstance(body, ChatBody) else _DEFAULT_COMPLETION_TOKENS
+        usual = room if body.usual_tokens is None else body.usual_tokens
         wanted = max(min(_first(defaults.max_tokens(prompt_len), usual), room), 1)
     if wanted > room:
         remedy = f"lower {body.limit_field} to {room}" if room > 0 else "shorten the prompt"
@@ -153,3 +152,15 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
         if not math.isfinite(value):
             raise RequestError(f"logit_bias of token {token_id} is not finite", "logit_bias")
     return ids
+
+
+async def prepared(body: GenerateBody, jobs: Sequence[Job], parsing: OutputParsing | None) -> Prepared:
+    """Add what the router needs to read the output. Raises RequestError."""
+    visible: tuple[str, ...] | None = () if parsing is None else parsing.markers
+    return Prepared(
+        jobs=jobs,
+        stops=await build_stop_strings(body.stops, body.include_stop_str_in_output or body.no_stop_trim),
+        continues_prompt=body.continues_prompt,
+        visible_special_tokens=visible if body.skip_special_tokens else None,
+        parsing=parsing,
+    )

@@ -25,6 +25,7 @@ class CompletionBody(GenerateBody, kw_only=True, frozen=True):
     echo: bool = False
     logprobs: int | None = None
     logprobs_field = "logprobs"
+    usual_tokens = 16  # OpenAI's default
     add_special_tokens: bool = True
 
     @property

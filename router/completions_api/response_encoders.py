@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from router.completions_api.json_pieces import json_chunks, json_pieces, lazy_numbers
 from router.completions_api.response_objects import (
     ChatChoice,
     ChatCompletion,
@@ -26,12 +25,14 @@ from router.completions_api.response_objects import (
     lazy_chat_logprobs,
     lazy_completion_logprobs,
 )
+from router.dialect.events import Event
+from router.dialect.json_pieces import json_chunks, json_pieces, lazy_numbers
 from router.generation.choice import Choice
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
 
-DONE = b"data: [DONE]\n\n"
+DONE = Event("", b"[DONE]")
 _encode = msgspec.json.encode
 
 
@@ -62,14 +63,14 @@ class ResponseEncoder(ABC):
         self._num_top = num_top  # alternatives per token
         self._head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": int(time.time()), "model": model}
         self.use_weights("")
-        self._no_usage = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._no_usage = b'],"usage":null}' if include_usage else b"]}"
         self._text_chunk_end = b',"logprobs":null,"finish_reason":null}' + self._no_usage
 
     def use_weights(self, weights: str) -> None:
         """Name the version of the weights in what follows; "" if it is not known."""
         self._head["system_fingerprint"] = f"fp_{weights}" if weights else None
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
-        self._chunk_head = b"data: " + head + b',"choices":['
+        self._chunk_head = head + b',"choices":['
 
     @abstractmethod
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
@@ -77,7 +78,7 @@ class ResponseEncoder(ABC):
 
     @abstractmethod
     def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
-        """The chunk that opens a choice, in pieces; may be empty. ``prompt_ids`` are set for return_token_ids."""
+        """The chunk that opens a choice, in pieces, if there is one. ``prompt_ids`` are set for return_token_ids."""
 
     @abstractmethod
     def full_response(
@@ -93,7 +94,7 @@ class ResponseEncoder(ABC):
         token_ids: Sequence[int] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """New text of a choice, as one server-sent event."""
+        """New text of a choice."""
         reason = b"null"
         if choice.finish_reason:
             stops = (choice.finish_reason.encode(), _encode(choice.stop_reason), _encode(choice.matched_stop))
@@ -123,7 +124,7 @@ class ResponseEncoder(ABC):
         return self._no_usage if usage is None else self._usage(usage)
 
     def _usage(self, usage: Usage) -> bytes:
-        return b'],"usage":' + _encode(UsageInfo.of(usage)) + b"}\n\n"
+        return b'],"usage":' + _encode(UsageInfo.of(usage)) + b"}"
 
     def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> Any:
         return None if tokens is None else self.format_logprobs(self.names, tokens, self._num_top)

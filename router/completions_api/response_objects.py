@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
-from router.completions_api.json_pieces import lazy_list, parts
+from router.dialect.json_pieces import lazy_list, parts
 from router.generation.logprob_table import LogprobTable, all_batches
 from router.generation.prompt_scores import PromptScores
 from router.generation.token_logprob import TokenLogprob

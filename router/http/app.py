@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -14,27 +15,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import PdserveError, cut
 from router.chat_page import PAGE as CHAT_PAGE
-from router.completions_api.request_bodies import parse_chat, parse_completion
+from router.completions_api.chat_dialect import ChatDialect
+from router.completions_api.completions_dialect import CompletionsDialect
 from router.dashboard.routes import PAGE, add_dashboard
+from router.dialect.dialect import GenerateDialect
+from router.dialect.node_headers import DECODE_NODE, PREFILL_NODE
 from router.errors import ClientDisconnected
 from router.gate.keys import fairness_key
-from router.http.authentication import Authentication, address_of, client_of
-from router.http.body_reader import BodyReader
+from router.http.authentication import Authentication, KeyCheck, address_of, client_of
 from router.http.docs_page import DOCS_PATH, docs_page
-from router.http.error_responses import error_response, http_error, server_error
-from router.http.generate_endpoint import GenerateEndpoint
-from router.http.node_headers import DECODE_NODE, PREFILL_NODE
-from router.http.openapi import check_documented, openapi_document
-from router.http.pooling_endpoint import PoolingEndpoint
+from router.http.endpoints.body_reader import BodyReader
+from router.http.endpoints.generate_endpoint import GenerateEndpoint
+from router.http.endpoints.pooling_endpoint import PoolingEndpoint
+from router.http.endpoints.responses_socket import ResponsesSocket
+from router.http.endpoints.server_info import add_server_routes
+from router.http.endpoints.small_endpoints import VERSION, add_info_routes, add_token_routes
+from router.http.endpoints.stored_responses import add_stored_responses
+from router.http.error_responses import ErrorFormats, error_response, http_error, server_error
+from router.http.openapi import all_operations, check_documented, openapi_document
 from router.http.request_ids import send_with_id
-from router.http.responses_endpoint import CompactEndpoint, ResponsesEndpoint, RunningResponses
-from router.http.responses_socket import KeptMemory, ResponsesSocket, SocketTurns
-from router.http.server_info import add_server_routes
-from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
-from router.http.stored_responses import add_stored_responses
-from router.messages_api.request import parse_messages
+from router.messages_api.dialect import MessagesDialect
 from router.page_files import add_page
-from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
+from router.pooling.dialects import EmbeddingsDialect, PoolingDialect, RerankDialect, ScoreDialect
+from router.responses_api.background import RunningResponses
+from router.responses_api.dialect import CompactDialect, ResponsesDialect
 from router.responses_api.response_database import StoreLimits
 from router.responses_api.response_store import ResponseStore
 from router.service import Service
@@ -49,11 +53,18 @@ class DirectRoutes:
     FastAPI has the same routes, to reject other methods.
     """
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp], sockets: Mapping[str, ASGIApp]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        endpoints: Mapping[str, ASGIApp],
+        sockets: Mapping[str, ASGIApp],
+        formats: ErrorFormats,
+    ) -> None:
         """``sockets``: applications of WebSockets; other paths have none."""
         self._app = app
         self._endpoints = endpoints
         self._sockets = sockets
+        self._formats = formats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         CLIENT.set(fairness_key(client_of(scope), address_of(scope)))
@@ -61,14 +72,18 @@ class DirectRoutes:
         if scope["type"] == "websocket":
             await self._sockets.get(scope["path"], self._app)(scope, receive, send)
             return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        errors = self._formats.of(scope["path"])
         if endpoint is None:
-            await self._app(scope, receive, send_with_id(scope, send) if scope["type"] == "http" else send)
+            await self._app(scope, receive, send_with_id(scope, send, errors))
             return
         try:
             await endpoint(scope, receive, send)
         except Exception:
             with suppress(RuntimeError):  # the response has begun; uvicorn closes the connection
-                await server_error(scope["path"])(scope, receive, send_with_id(scope, send))
+                await server_error(errors)(scope, receive, send_with_id(scope, send, errors))
             raise  # uvicorn logs it
 
 
@@ -89,20 +104,28 @@ def create_app(service: Service) -> ASGIApp:
 
     app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(service.options.max_body_bytes, service.longest_context, service.metrics)
-    endpoints: dict[str, ASGIApp] = {
-        "/v1/completions": GenerateEndpoint(service, bodies, "completions", parse_completion),
-        "/v1/chat/completions": GenerateEndpoint(service, bodies, "chat", parse_chat),
-        "/v1/responses": ResponsesEndpoint(service, bodies, store, running),
-        "/v1/responses/compact": CompactEndpoint(service, bodies, store),
-        "/v1/messages": GenerateEndpoint(service, bodies, "messages", parse_messages),
-    }
-    endpoints |= _pooling_endpoints(service, bodies)
+    responses = ResponsesDialect(store, running)
+    generating: list[GenerateDialect[Any]] = [
+        CompletionsDialect(),
+        ChatDialect(),
+        responses,
+        CompactDialect(store),
+        MessagesDialect(),
+    ]
+    pooling: list[PoolingDialect[Any]] = [EmbeddingsDialect(), ScoreDialect(), RerankDialect()]
+    endpoints: dict[str, ASGIApp] = {}
+    for dialect in generating:
+        endpoints |= dict.fromkeys(dialect.paths, GenerateEndpoint(service, bodies, dialect))
+    for pooling_dialect in pooling:
+        endpoints |= dict.fromkeys(pooling_dialect.paths, PoolingEndpoint(service, bodies, pooling_dialect))
+    formats = ErrorFormats(generating)
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     add_stored_responses(app, store, running)
     add_info_routes(app, service)
     add_token_routes(app, service, bodies)
     add_server_routes(app, service)
-    document = openapi_document(VERSION)
+    operations = all_operations([*generating, *pooling])
+    document = openapi_document(VERSION, operations)
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
@@ -114,17 +137,18 @@ def create_app(service: Service) -> ASGIApp:
     async def docs() -> Response:
         return page
 
-    check_documented(app.routes, {"/openapi.json", DOCS_PATH})
+    check_documented(operations, app.routes, {"/openapi.json", DOCS_PATH})
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)
     if service.options.chat_page:
         add_page(app, CHAT_PAGE)
-    _add_error_handlers(app)
-    sockets = {"/v1/responses": _responses_socket(service, bodies, store, running)}
-    whole: ASGIApp = DirectRoutes(app, endpoints, sockets)
-    if service.keys is not None:
+    _add_error_handlers(app, formats)
+    key_check = None if service.keys is None else KeyCheck(service.keys, service.metrics)
+    sockets = {"/v1/responses": ResponsesSocket(service, bodies, responses, key_check)}
+    whole: ASGIApp = DirectRoutes(app, endpoints, sockets, formats)
+    if key_check is not None:
         public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE, *CHAT_PAGE}
-        whole = Authentication(whole, service.keys, public, service.metrics)
+        whole = Authentication(whole, key_check, public, formats)
     if service.options.cors_origins:  # outside: a preflight request has no key
         whole = CORSMiddleware(
             whole,
@@ -134,30 +158,6 @@ def create_app(service: Service) -> ASGIApp:
             expose_headers=["x-request-id", "request-id", "retry-after", PREFILL_NODE, DECODE_NODE],
         )
     return whole
-
-
-def _pooling_endpoints(service: Service, bodies: BodyReader) -> dict[str, ASGIApp]:
-    score = PoolingEndpoint(service, bodies, "score", parse_score)
-    rerank = PoolingEndpoint(service, bodies, "rerank", parse_rerank)
-    return {
-        "/v1/embeddings": PoolingEndpoint(service, bodies, "embeddings", parse_embeddings),
-        **dict.fromkeys(("/v1/score", "/score"), score),
-        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank),
-    }
-
-
-def _responses_socket(
-    service: Service, bodies: BodyReader, store: ResponseStore | None, running: RunningResponses
-) -> ResponsesSocket:
-    memory = KeptMemory()
-
-    def make_endpoint() -> tuple[ASGIApp, Callable[[], None]]:
-        turns = SocketTurns(service, bodies, store, running, memory=memory)
-        if service.keys is None:
-            return turns, turns.forget
-        return Authentication(turns, service.keys, (), service.metrics), turns.forget  # a key may be revoked
-
-    return ResponsesSocket(make_endpoint, service.options.cors_origins)
 
 
 def _open_store(service: Service) -> ResponseStore | None:
@@ -182,10 +182,10 @@ def _methods_of_path(path: str, app: FastAPI) -> list[str]:
     return sorted({method for route in routes for method in route.methods or ()})
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
     @app.exception_handler(PdserveError)
     async def on_error(request: Request, exc: PdserveError) -> Response:
-        return error_response(exc, request.url.path)
+        return error_response(exc, formats.of(request.url.path))
 
     @app.exception_handler(ClientDisconnected)
     async def on_client_disconnected(request: Request, exc: Exception) -> Response:
@@ -199,7 +199,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             405: f"{request.method} is not allowed at {path}; use another method",
         }
         message = messages.get(exc.status_code, str(exc.detail))
-        response = http_error(exc.status_code, message, request.url.path)
+        response = http_error(exc.status_code, message, formats.of(request.url.path))
         response.headers.update(exc.headers or {})
         if exc.status_code == 405:  # Starlette names those of the first route alone
             response.headers["allow"] = ", ".join(_methods_of_path(request.url.path, app))
@@ -207,4 +207,4 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_exception(request: Request, exc: Exception) -> Response:
-        return server_error(request.url.path)
+        return server_error(formats.of(request.url.path))

@@ -11,44 +11,54 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.errors import RateLimitExceeded, Unauthorized
 from router.gate.keys import ANONYMOUS, Client, KeyFile, KeyRing
 from router.gate.refused_keys import PER_MINUTE, RefusedKeys
-from router.http.error_responses import error_response
+from router.http.error_responses import ErrorFormats, error_response
 from router.http.request_ids import request_id_of
 from router.metrics import RouterMetrics
 
 _CLIENT = "pdserve.client"  # key in the ASGI scope
 
 
-class Authentication:
-    def __init__(
-        self, app: ASGIApp, keys: KeyFile | KeyRing, public_paths: Iterable[str], metrics: RouterMetrics
-    ) -> None:
-        self._app = app
+class KeyCheck:
+    """Checks the API keys of requests."""
+
+    def __init__(self, keys: KeyFile | KeyRing, metrics: RouterMetrics) -> None:
         self._keys = keys
-        self._public_paths = frozenset(public_paths)
         self._metrics = metrics
         self._refused = RefusedKeys()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and scope["path"] not in self._public_paths:
-            key = _api_key(scope["headers"])
-            client = None if key is None else self._keys.client_of(key)
-            if client is None:
-                error = self._refusal(key, address_of(scope))
-                await error_response(error, scope["path"], request_id_of(scope))(scope, receive, send)
-                return
+    def refusal(self, scope: Scope) -> Unauthorized | RateLimitExceeded | None:
+        """Note the client of the request's key in ``scope``, or return why the request is refused."""
+        key = _api_key(scope["headers"])
+        client = None if key is None else self._keys.client_of(key)
+        if client is not None:
             scope[_CLIENT] = client
-        await self._app(scope, receive, send)
-
-    def _refusal(self, key: bytes | None, address: str) -> Unauthorized | RateLimitExceeded:
+            return None
         self._metrics.unauthorized.inc()
         if key is None:
             return Unauthorized("this router requires an API key; send it as 'Authorization: Bearer KEY'")
-        if wait := self._refused.count(address, monotonic()):
+        if wait := self._refused.count(address_of(scope), monotonic()):
             self._metrics.unauthorized_limited.inc()
             text = f"more than {PER_MINUTE} unknown API keys per minute came from this address; check the key"
             return RateLimitExceeded(f"{text}, retry in {math.ceil(wait)} s", wait, [(b"connection", b"close")])
         # LiteLLM recognizes a wrong key by OpenAI's own words, which these are.
         return Unauthorized("Incorrect API key provided; check it, or ask the operator for one")
+
+
+class Authentication:
+    def __init__(self, app: ASGIApp, check: KeyCheck, public_paths: Iterable[str], formats: ErrorFormats) -> None:
+        self._app = app
+        self._check = check
+        self._public_paths = frozenset(public_paths)
+        self._formats = formats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and (path := scope["path"]) not in self._public_paths:
+            refusal = self._check.refusal(scope)
+            if refusal is not None:
+                response = error_response(refusal, self._formats.of(path), request_id_of(scope))
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def client_of(scope: Scope) -> Client:

@@ -1,20 +1,41 @@
-"""Errors as HTTP responses: status, headers and the error object of the path's protocol."""
+"""Errors as HTTP responses: status, headers and the error object of the path's dialect."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from starlette.responses import Response
 
 from pdserve.errors import Overloaded, PdserveError
-from router.errors import CrashingRequest, RateLimitExceeded, Unauthorized, encode_error, error_body, status_and_type
-from router.http.request_ids import request_id_headers, speaks_anthropic
-from router.messages_api.errors import encode_messages_error, messages_error_body
+from router.dialect.dialect import Dialect
+from router.errors import (
+    OPENAI_ERRORS,
+    CrashingRequest,
+    ErrorFormat,
+    RateLimitExceeded,
+    Unauthorized,
+    status_and_type,
+)
+from router.http.request_ids import request_id_headers
+
+SERVER_FAILURE = "the router failed to handle this request; see its log"
 
 
-def error_response(error: PdserveError, path: str, request_id: str | None = None) -> Response:
-    body = messages_error_body(error, request_id) if speaks_anthropic(path) else error_body(error)
-    response = Response(body, status_and_type(error)[0], media_type="application/json")
+class ErrorFormats:
+    """The error format of each path: that of the dialect whose path it begins with, or OpenAI's."""
+
+    def __init__(self, dialects: Iterable[Dialect[Any]]) -> None:
+        self._formats = {path: dialect.errors for dialect in dialects for path in dialect.paths}
+
+    def of(self, path: str) -> ErrorFormat:
+        found = (errors for own, errors in self._formats.items() if path == own or path.startswith(own + "/"))
+        return next(found, OPENAI_ERRORS)
+
+
+def error_response(error: PdserveError, errors: ErrorFormat, request_id: str | None = None) -> Response:
+    response = Response(errors.body(error, request_id), status_and_type(error)[0], media_type="application/json")
     if isinstance(error, Unauthorized):
         response.headers["www-authenticate"] = "Bearer"
     if isinstance(error, RateLimitExceeded | Overloaded):  # whole seconds; 0 would mean "retry at once"
@@ -24,18 +45,14 @@ def error_response(error: PdserveError, path: str, request_id: str | None = None
     if isinstance(error, CrashingRequest):
         response.headers["x-should-retry"] = "false"  # the SDKs of OpenAI and Anthropic repeat a 500 otherwise
     if request_id is not None:
-        response.raw_headers += request_id_headers(path, request_id)
+        response.raw_headers += request_id_headers(errors, request_id)
     return response
 
 
-def http_error(status: int, message: str, path: str) -> Response:
+def http_error(status: int, message: str, errors: ErrorFormat) -> Response:
     """A failure of HTTP itself, such as an unknown path."""
-    if speaks_anthropic(path):
-        body = encode_messages_error(status, message)
-    else:
-        body = encode_error(message, "server_error" if status >= 500 else "invalid_request_error")
-    return Response(body, status, media_type="application/json")
+    return Response(errors.http_body(status, message), status, media_type="application/json")
 
 
-def server_error(path: str) -> Response:
-    return http_error(500, "the router failed to handle this request; see its log", path)
+def server_error(errors: ErrorFormat) -> Response:
+    return http_error(500, SERVER_FAILURE, errors)

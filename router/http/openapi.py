@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 from starlette.routing import BaseRoute, Route
 
 from router.completions_api.body_parsing import other_fields
-from router.completions_api.request_bodies import ChatBody, CompletionBody
-from router.completions_api.response_objects import ChatCompletion, Completion
-from router.errors import ErrorResponse
-from router.http.server_info import ServerInfo, ServerLoad, TokenizerInfo, TokenizerInfoQuery
-from router.http.small_endpoints import (
+from router.completions_api.request_bodies import ChatBody
+from router.dialect.dialect import Dialect
+from router.dialect.operation import ANY, WITH_BODY, Operation
+from router.http.endpoints.server_info import ServerInfo, ServerLoad, TokenizerInfo, TokenizerInfoQuery
+from router.http.endpoints.small_endpoints import (
     DetokenizeBody,
     DetokenizeResponse,
     HealthStatus,
@@ -24,14 +24,11 @@ from router.http.small_endpoints import (
     TokenizeResponse,
     VersionInfo,
 )
-from router.http.stored_responses import ItemsQuery, RetrieveQuery
+from router.http.endpoints.stored_responses import ItemsQuery, RetrieveQuery
 from router.messages_api.errors import MessagesErrorResponse
-from router.messages_api.request import EXTENSIONS, CountTokensRequest, MessagesRequest
-from router.messages_api.response_objects import Message, MessageTokensCount
-from router.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
-from router.pooling.response_objects import EmbeddingList, Ranking, ScoreList
-from router.responses_api.output_objects import CompactedResponse, DeletedResponse, InputItemList, ResponseObject
-from router.responses_api.request import CHAT_ONLY, CompactRequest, ResponsesRequest
+from router.messages_api.request import EXTENSIONS, CountTokensRequest
+from router.messages_api.response_objects import MessageTokensCount
+from router.responses_api.output_objects import DeletedResponse, InputItemList, ResponseObject
 
 Fields = dict[str, Any]
 
@@ -54,113 +51,119 @@ _STATUSES = {
     503: "The server is overloaded; retry after `Retry-After` seconds.",
     504: "The request exceeded its time limit.",
 }
-_ANY = (401, 500)  # every route
-_BODY = (*_ANY, 400, 404, 413, 504)
-_GENERATES = (*_BODY, 429, 502, 503)
-_STORED = (*_ANY, 400, 404)
+_STORED = (*ANY, 400, 404)
 
-
-class Operation(msgspec.Struct, frozen=True):
-    """One method of one path. ``response`` None: plain text."""
-
-    method: str
-    path: str
-    summary: str
-    response: type | None
-    statuses: Sequence[int] = _ANY
-    body: type | None = None
-    streams: bool = False
-    query: type | None = None
-    error: type = ErrorResponse
-
-
-OPERATIONS = (
-    Operation("post", "/v1/completions", "Complete a prompt", Completion, _GENERATES, CompletionBody, True),
-    Operation("post", "/v1/chat/completions", "Complete a chat", ChatCompletion, _GENERATES, ChatBody, True),
-    Operation("post", "/v1/responses", "Create a response", ResponseObject, _GENERATES, ResponsesRequest, True),
+# Of routes that no dialect has.
+_OTHERS = (
     Operation(
-        *("post", "/v1/responses/compact", "Replace a conversation by a summary", CompactedResponse, _GENERATES),
-        body=CompactRequest,
+        path="/v1/messages/count_tokens",
+        summary="Count the tokens of a message's prompt",
+        response=MessageTokensCount,
+        statuses=(*WITH_BODY, 503),
+        body=CountTokensRequest,
+        chat_fields=EXTENSIONS,
+        error=MessagesErrorResponse,
     ),
     Operation(
-        "post",
-        "/v1/messages",
-        "Create a message (Anthropic's protocol)",
-        Message,
-        _GENERATES,
-        MessagesRequest,
+        method="get",
+        path="/v1/responses/{id}",
+        summary="Show a stored response",
+        response=ResponseObject,
+        statuses=_STORED,
         streams=True,
-        error=MessagesErrorResponse,
+        query=RetrieveQuery,
     ),
     Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        "Count the tokens of a message's prompt",
-        MessageTokensCount,
-        (*_BODY, 503),
-        CountTokensRequest,
-        error=MessagesErrorResponse,
-    ),
-    Operation("post", "/v1/embeddings", "Embed texts", EmbeddingList, _GENERATES, EmbeddingBody),
-    *(
-        Operation("post", path, "Score pairs of texts", ScoreList, _GENERATES, ScoreBody)
-        for path in ("/v1/score", "/score")
-    ),
-    *(
-        Operation("post", path, "Rank documents by their relevance to a query", Ranking, _GENERATES, RerankBody)
-        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        method="delete",
+        path="/v1/responses/{id}",
+        summary="Delete a stored response",
+        response=DeletedResponse,
+        statuses=_STORED,
     ),
     Operation(
-        "get", "/v1/responses/{id}", "Show a stored response", ResponseObject, _STORED, None, True, RetrieveQuery
+        path="/v1/responses/{id}/cancel",
+        summary="Cancel a background response",
+        response=ResponseObject,
+        statuses=_STORED,
     ),
-    Operation("delete", "/v1/responses/{id}", "Delete a stored response", DeletedResponse, _STORED),
-    Operation("post", "/v1/responses/{id}/cancel", "Cancel a background response", ResponseObject, _STORED),
     Operation(
-        *("get", "/v1/responses/{id}/input_items", "List the input of a stored response", InputItemList, _STORED),
+        method="get",
+        path="/v1/responses/{id}/input_items",
+        summary="List the input of a stored response",
+        response=InputItemList,
+        statuses=_STORED,
         query=ItemsQuery,
     ),
-    Operation("get", "/v1/models", "List models", ModelList),
-    Operation("get", "/v1/models/{id}", "Show a model", ModelCard, (*_ANY, 404)),
-    Operation("post", "/tokenize", "Tokenize a text or chat", TokenizeResponse, (*_BODY, 503), TokenizeBody),
-    Operation("post", "/detokenize", "Detokenize token ids", DetokenizeResponse, (*_BODY, 503), DetokenizeBody),
-    Operation("get", "/health", "Check readiness", HealthStatus, (*_ANY, 503)),
-    Operation("get", "/ping", "Check readiness", HealthStatus, (*_ANY, 503)),
-    Operation("get", "/health/live", "Check that the router responds, with or without nodes", HealthStatus),
-    Operation("get", "/version", "Show the version", VersionInfo),
-    Operation("get", "/metrics", "Prometheus metrics", None),
-    Operation("get", "/load", "Count the requests in progress", ServerLoad),
-    Operation("get", "/server_info", "Show options, models and nodes", ServerInfo),
+    Operation(method="get", path="/v1/models", summary="List models", response=ModelList),
+    Operation(method="get", path="/v1/models/{id}", summary="Show a model", response=ModelCard, statuses=(*ANY, 404)),
     Operation(
-        *("get", "/tokenizer_info", "Show the tokenizer's configuration", TokenizerInfo, (*_ANY, 400, 404)),
+        path="/tokenize",
+        summary="Tokenize a text or chat",
+        response=TokenizeResponse,
+        statuses=(*WITH_BODY, 503),
+        body=TokenizeBody,
+    ),
+    Operation(
+        path="/detokenize",
+        summary="Detokenize token ids",
+        response=DetokenizeResponse,
+        statuses=(*WITH_BODY, 503),
+        body=DetokenizeBody,
+    ),
+    Operation(method="get", path="/health", summary="Check readiness", response=HealthStatus, statuses=(*ANY, 503)),
+    Operation(method="get", path="/ping", summary="Check readiness", response=HealthStatus, statuses=(*ANY, 503)),
+    Operation(
+        method="get",
+        path="/health/live",
+        summary="Check that the router responds, with or without nodes",
+        response=HealthStatus,
+    ),
+    Operation(method="get", path="/version", summary="Show the version", response=VersionInfo),
+    Operation(method="get", path="/metrics", summary="Prometheus metrics", response=None),
+    Operation(method="get", path="/load", summary="Count the requests in progress", response=ServerLoad),
+    Operation(method="get", path="/server_info", summary="Show options, models and nodes", response=ServerInfo),
+    Operation(
+        method="get",
+        path="/tokenizer_info",
+        summary="Show the tokenizer's configuration",
+        response=TokenizerInfo,
+        statuses=(*ANY, 400, 404),
         query=TokenizerInfoQuery,
     ),
 )
 
 
-def check_documented(routes: Sequence[BaseRoute], others: Collection[str]) -> None:
-    """Assert that the document has all routes but ``others``, and no more."""
+def all_operations(dialects: Iterable[Dialect[Any]]) -> list[Operation]:
+    own = [msgspec.structs.replace(dialect.operation, path=path) for dialect in dialects for path in dialect.paths]
+    return [*own, *_OTHERS]
+
+
+def check_documented(operations: Sequence[Operation], routes: Sequence[BaseRoute], others: Collection[str]) -> None:
+    """Assert that ``operations`` are all routes but ``others``, and no more."""
     served = {
         (_PARAMETER.sub("{id}", route.path), method.lower())
         for route in routes
         if isinstance(route, Route) and route.path not in others
         for method in (route.methods or set()) - {"HEAD"}
     }
-    documented = {(operation.path, operation.method) for operation in OPERATIONS}
+    documented = {(operation.path, operation.method) for operation in operations}
     assert served == documented, f"the OpenAPI document differs from the routes in {served ^ documented}"
 
 
-def openapi_document(version: str) -> bytes:
-    bodies = tuple(dict.fromkeys(operation.body for operation in OPERATIONS if operation.body is not None))
-    responses = [operation.response for operation in OPERATIONS if operation.response is not None]
-    errors = {operation.error for operation in OPERATIONS}
+def openapi_document(version: str, operations: Sequence[Operation]) -> bytes:
+    bodies = tuple(dict.fromkeys(operation.body for operation in operations if operation.body is not None))
+    responses = [operation.response for operation in operations if operation.response is not None]
+    errors = {operation.error for operation in operations}
     _, components = msgspec.json.schema_components([*bodies, *errors, *responses], ref_template=_REF)
     schemas = {kind: components.pop(kind.__name__) for kind in bodies}
     chat = schemas[ChatBody]["properties"]
-    of_chats = {ResponsesRequest: chat.keys() - CHAT_ONLY, MessagesRequest: EXTENSIONS, CountTokensRequest: EXTENSIONS}
-    for kind, names in of_chats.items():
-        schemas[kind]["properties"] = {name: chat[name] for name in chat if name in names} | schemas[kind]["properties"]
+    for operation in operations:
+        if operation.body is not None and operation.chat_fields:
+            schema = schemas[operation.body]
+            of_chats = {name: field for name, field in chat.items() if name in operation.chat_fields}
+            schema["properties"] = of_chats | schema["properties"]
     paths: dict[str, Fields] = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     document = {
         "openapi": "3.1.0",

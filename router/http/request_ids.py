@@ -7,8 +7,9 @@ from uuid import uuid4
 
 from starlette.types import Message, Scope, Send
 
+from router.errors import ErrorFormat
+
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # nothing that ends a log line or a header
-_MESSAGES = "/v1/messages"
 
 
 def given_request_id(scope: Scope) -> str | None:
@@ -22,19 +23,13 @@ def request_id_of(scope: Scope) -> str:
     return given_request_id(scope) or uuid4().hex
 
 
-def request_id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
-    names = (b"x-request-id", b"request-id") if speaks_anthropic(path) else (b"x-request-id",)
-    return [(name, request_id.encode()) for name in names]
+def request_id_headers(errors: ErrorFormat, request_id: str) -> list[tuple[bytes, bytes]]:
+    return [(name, request_id.encode()) for name in errors.id_headers]
 
 
-def speaks_anthropic(path: str) -> bool:
-    """Whether the path is of Anthropic's protocol; the others are of OpenAI's."""
-    return path == _MESSAGES or path.startswith(_MESSAGES + "/")
-
-
-def send_with_id(scope: Scope, send: Send) -> Send:
+def send_with_id(scope: Scope, send: Send, errors: ErrorFormat) -> Send:
     """Add the id to the answer."""
-    headers = request_id_headers(scope["path"], request_id_of(scope))
+    headers = request_id_headers(errors, request_id_of(scope))
 
     async def send_message(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.errors import PdserveError, RequestTooLong, cut
-from router.errors import MAX_MESSAGE, status_and_type
+from router.errors import MAX_MESSAGE, ErrorFormat, status_and_type
 
 _TYPES = {
     400: "invalid_request_error",
@@ -29,13 +29,22 @@ class MessagesErrorResponse(msgspec.Struct, tag="error"):
     request_id: str | None
 
 
-def encode_messages_error(status: int, message: str, request_id: str | None = None) -> bytes:
+class MessagesErrors(ErrorFormat):
+    id_headers = (b"x-request-id", b"request-id")
+
+    def body(self, error: PdserveError, request_id: str | None) -> bytes:
+        message = str(error)
+        if isinstance(error, RequestTooLong):
+            message = f"prompt is too long: {message}"  # agents look for these words, and shorten the conversation
+        return _encode(status_and_type(error)[0], message, request_id)
+
+    def http_body(self, status: int, message: str) -> bytes:
+        return _encode(status, message, None)
+
+
+MESSAGES_ERRORS = MessagesErrors()
+
+
+def _encode(status: int, message: str, request_id: str | None) -> bytes:
     kind = _TYPES.get(status, "api_error")
     return msgspec.json.encode(MessagesErrorResponse(MessagesError(kind, cut(message, MAX_MESSAGE)), request_id))
-
-
-def messages_error_body(error: PdserveError, request_id: str | None = None) -> bytes:
-    message = str(error)
-    if isinstance(error, RequestTooLong):
-        message = f"prompt is too long: {message}"  # agents look for these words, and shorten the conversation
-    return encode_messages_error(status_and_type(error)[0], message, request_id)

@@ -16,12 +16,13 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
-from router.completions_api.json_pieces import json_chunks
 from router.completions_api.parsed_chat import ChoiceParser
-from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
+from router.dialect.events import Event
+from router.dialect.json_pieces import json_chunks
+from router.dialect.responses import BodyResponse, EventStreamResponse, Response
 from router.generation.choice import Choice
 from router.generation.job import Job
-from router.messages_api.errors import messages_error_body
+from router.messages_api.errors import MESSAGES_ERRORS
 from router.messages_api.request import MessagesBody
 from router.messages_api.response_objects import (
     ContentBlock,
@@ -38,9 +39,7 @@ from router.text.chat.output_parsing import OutputParsing
 # Clients send a thinking block back only if it has a signature.
 _SIGNATURE = "unsigned"
 _STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_DELTA = (
-    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
-)
+_DELTA = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
 _DELTA_FIELDS = {
     DeltaKind.CONTENT: (b"text_delta", b"text"),
     DeltaKind.REASONING: (b"thinking_delta", b"thinking"),
@@ -88,8 +87,10 @@ class MessageResponse(Response):
 
 
 class FullMessage(MessageResponse, BodyResponse):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, body: MessagesBody, model: str, request_id: str, jobs: Sequence[Job], parsing: OutputParsing
+    ) -> None:
+        super().__init__(body, model, request_id, jobs=jobs, parsing=parsing)
         self._blocks: list[tuple[DeltaKind, str, StringIO]] = []  # kind, name of the tool, text or input
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
@@ -131,8 +132,10 @@ def _input(arguments: str) -> msgspec.Raw:
 
 
 class StreamedMessage(MessageResponse, EventStreamResponse):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, body: MessagesBody, model: str, request_id: str, jobs: Sequence[Job], parsing: OutputParsing
+    ) -> None:
+        super().__init__(body, model, request_id, jobs=jobs, parsing=parsing)
         self._index = -1  # of the last block
         self._open: DeltaKind | None = None  # the kind of the last block, while it grows
 
@@ -153,7 +156,7 @@ class StreamedMessage(MessageResponse, EventStreamResponse):
             self._event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage)
             self._event("message_stop")
         elif self.started:
-            self.write(b"event: error\ndata: %b\n\n" % messages_error_body(error, self._request_id))
+            self.write(Event("error", MESSAGES_ERRORS.body(error, self._request_id)))
         super().on_end(error)
 
     def _add(self, delta: OutputDelta) -> None:
@@ -165,7 +168,8 @@ class StreamedMessage(MessageResponse, EventStreamResponse):
                 self._open_block(delta.kind, TextBlock(""))
             case DeltaKind.REASONING if self._open is not DeltaKind.REASONING:
                 self._open_block(delta.kind, ThinkingBlock("", ""))
-        self.write(_DELTA % (self._index, *_DELTA_FIELDS[delta.kind], _encode(delta.text)))
+        kind, field = _DELTA_FIELDS[delta.kind]
+        self.write(Event("content_block_delta", _DELTA % (self._index, kind, field, _encode(delta.text))))
 
     def _open_block(self, kind: DeltaKind, block: ContentBlock) -> None:
         self._close_block()
@@ -182,4 +186,4 @@ class StreamedMessage(MessageResponse, EventStreamResponse):
         self._open = None
 
     def _event(self, kind: str, **fields: Any) -> None:
-        self.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields})))
+        self.write(Event(kind, _encode({"type": kind, **fields})))

@@ -10,7 +10,7 @@ import numpy as np
 from pdserve.errors import RequestError
 from router.fleet.policy import EMBED
 from router.generation.usage import Usage
-from router.pooling.request_bodies import EmbeddingBody, PairBody, PoolingBody, RerankBody
+from router.pooling.request_bodies import EmbeddingBody, PairBody, RerankBody, ScoreBody
 from router.pooling.response_objects import (
     EmbeddingList,
     PoolingUsage,
@@ -30,21 +30,46 @@ class AnswerFields(msgspec.Struct, frozen=True):
     request_id: str
     created: int
     task: str
-    weights: str
+    weights: str  # empty: unknown
+
+    @property
+    def fingerprint(self) -> str | None:
+        return f"fp_{self.weights}" if self.weights else None
 
 
-def make_answer(body: PoolingBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> msgspec.Struct:
-    """Return the response object. Raises RequestError for scores of a classifier with several labels."""
-    counts, id, weights = PoolingUsage.of(usage), fields.request_id, f"fp_{fields.weights}" if fields.weights else None
-    if isinstance(body, EmbeddingBody):
-        data = embeddings(vectors, body.encoding_format)
-        return EmbeddingList(f"embd-{id}", fields.created, fields.model, data, counts, weights)
-    assert isinstance(body, PairBody)
+def embedding_list(body: EmbeddingBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> EmbeddingList:
+    return EmbeddingList(
+        id=f"embd-{fields.request_id}",
+        created=fields.created,
+        model=fields.model,
+        data=embeddings(vectors, body.encoding_format),
+        usage=PoolingUsage.of(usage),
+        system_fingerprint=fields.fingerprint,
+    )
+
+
+def score_list(body: ScoreBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> ScoreList:
+    """Raises RequestError for scores of a classifier with several labels."""
     scores = _scores(body, vectors, fields.task)
-    if isinstance(body, RerankBody):
-        return Ranking(f"rerank-{id}", fields.model, _ranked(body, scores), counts, weights)
-    scored = [Score(index, score) for index, score in enumerate(scores)]
-    return ScoreList(f"score-{id}", fields.created, fields.model, scored, counts, weights)
+    return ScoreList(
+        id=f"score-{fields.request_id}",
+        created=fields.created,
+        model=fields.model,
+        data=[Score(index, score) for index, score in enumerate(scores)],
+        usage=PoolingUsage.of(usage),
+        system_fingerprint=fields.fingerprint,
+    )
+
+
+def ranking(body: RerankBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> Ranking:
+    """Raises RequestError for scores of a classifier with several labels."""
+    return Ranking(
+        id=f"rerank-{fields.request_id}",
+        model=fields.model,
+        results=_ranked(body, _scores(body, vectors, fields.task)),
+        usage=PoolingUsage.of(usage),
+        system_fingerprint=fields.fingerprint,
+    )
 
 
 def _scores(body: PairBody, vectors: Vectors, task: str) -> list[float]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -98,11 +97,21 @@ def _is_one(given: Sequence[str | int | list[int]]) -> bool:
     return bool(given) and isinstance(given[0], int)
 
 
-PairKind = TypeVar("PairKind", bound=PairBody)
+def parse_score(data: bytes) -> ScoreBody:
+    body = convert(parse_json(data), ScoreBody)
+    _check_pairs(body)
+    return body
 
 
-def _parse_pairs(kind: type[PairKind], data: bytes) -> PairKind:
-    body = convert(parse_json(data), kind)
+def parse_rerank(data: bytes) -> RerankBody:
+    body = convert(parse_json(data), RerankBody)
+    _check_pairs(body)
+    if body.top_n is not None:
+        within("top_n", body.top_n, 0, 2**31 - 1)
+    return body
+
+
+def _check_pairs(body: PairBody) -> None:
     queries, documents = body.pairs
     _check(body, "documents", max(len(queries), len(documents)))
     if not documents:
@@ -110,13 +119,6 @@ def _parse_pairs(kind: type[PairKind], data: bytes) -> PairKind:
     if len(queries) not in (1, len(documents)):
         text = f"{len(queries)} queries for {len(documents)} documents; give one query, or as many as documents"
         raise RequestError(text, "queries")
-    if isinstance(body, RerankBody) and body.top_n is not None:
-        within("top_n", body.top_n, 0, 2**31 - 1)
-    return body
-
-
-parse_score = partial(_parse_pairs, ScoreBody)
-parse_rerank = partial(_parse_pairs, RerankBody)
 
 
 def _check(body: PoolingBody, field: str, num_inputs: int) -> None:

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
-from router.completions_api.json_pieces import lazy_list
 from router.completions_api.response_objects import PromptTokensDetails
+from router.dialect.json_pieces import lazy_list
 from router.generation.usage import Usage
 
 

@@ -9,13 +9,13 @@ for each item:  response.output_item.added
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from router.completions_api.json_pieces import json_pieces
 from router.completions_api.response_objects import chat_logprobs, lazy_chat_logprobs
+from router.dialect.events import Event
+from router.dialect.json_pieces import json_pieces
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.responses_api.input_items import new_id
@@ -34,11 +34,11 @@ Part = TypeVar("Part", OutputText, ReasoningText)
 
 
 class EventStream(Protocol):
-    def write(self, chunk: bytes) -> None:
+    def write(self, event: Event) -> None:
         """Write an event."""
 
-    def write_large(self, make: Callable[[], Iterator[bytes]]) -> None:
-        """Write an event that is encoded as it is sent. ``make`` returns its pieces, each time anew."""
+    def write_large(self, kind: str, make: Callable[[], Iterator[bytes]]) -> None:
+        """Write an event that is encoded as it is sent. ``make`` returns the pieces of its JSON, each time anew."""
 
 
 class OutputItemWriter:
@@ -60,14 +60,14 @@ class OutputItemWriter:
         if self.stream is not None:
             data = msgspec.json.encode({"type": kind, "sequence_number": self._sequence_number, **fields})
             self._sequence_number += 1
-            self.stream.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+            self.stream.write(Event(kind, data))
 
     def large_event(self, kind: str, **fields: Any) -> None:
         """Write an event whose fields may be large; they must not change any more."""
         if self.stream is not None:
             data = {"type": kind, "sequence_number": self._sequence_number, **fields}
             self._sequence_number += 1
-            self.stream.write_large(lambda: chain([b"event: %b\ndata: " % kind.encode()], json_pieces(data), [b"\n\n"]))
+            self.stream.write_large(kind, lambda: json_pieces(data))
 
     def write(self, deltas: Sequence[OutputDelta], logprobs: Sequence[TokenLogprob] = ()) -> None:
         self._logprobs += logprobs

@@ -16,9 +16,9 @@ import msgspec
 from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
-from router.completions_api.json_pieces import json_chunks
 from router.completions_api.parsed_chat import ChoiceParser
-from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
+from router.dialect.json_pieces import json_chunks
+from router.dialect.responses import BodyResponse, EventStreamResponse, Response
 from router.generation.choice import Choice
 from router.generation.job import Job
 from router.generation.token_logprob import TokenLogprob

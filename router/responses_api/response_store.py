@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.errors import RequestError, shown
-from router.completions_api.json_pieces import json_pieces
+from router.dialect.json_pieces import json_pieces
 from router.errors import ResponseNotStored, StoreFailed
 from router.metrics import RouterMetrics
 from router.responses_api.input_items import Item

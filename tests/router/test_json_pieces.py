@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.completions_api.json_pieces import json_chunks, json_pieces, lazy_list, lazy_numbers
 from router.completions_api.response_objects import (
     chat_logprobs,
     completion_logprobs,
     lazy_chat_logprobs,
     lazy_completion_logprobs,
 )
+from router.dialect.json_pieces import json_chunks, json_pieces, lazy_list, lazy_numbers
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.text.tokenizer import Tokenizer

@@ -25,8 +25,8 @@ from scripted_node import ScriptedNode
 from starlette.types import Message
 
 from pdserve.errors import Overloaded, RequestError
-from router.http import body_reader
-from router.http.body_reader import BODIES_IN_MEMORY, BodyReader
+from router.http.endpoints import body_reader
+from router.http.endpoints.body_reader import BODIES_IN_MEMORY, BodyReader
 from router.metrics import RouterMetrics
 from router.text import json_bounds
 from router.text.json_bounds import SMALL_BYTES, check_json

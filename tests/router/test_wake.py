@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.completions_api.wake import Wake
+from router.dialect.wake import Wake
 
 
 def test_wake_ends_waits_before_and_after_it_is_set() -> None:

@@ -13,7 +13,7 @@ from pdserve.checkpoint.files import read_object
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.model.generation_defaults import GenerationDefaults
 from router.errors import EndpointDisabled
-from router.http.small_endpoints import VERSION, json_response
+from router.http.endpoints.small_endpoints import VERSION, json_response
 from router.service import ServedModel, Service
 from router.text.tokenizer import MAX_CONFIG
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from time import monotonic
+from typing import Any
 from uuid import uuid4
 
 from starlette.types import Scope
@@ -19,6 +20,7 @@ from starlette.types import Scope
 from pdserve.errors import PdserveError
 from pdserve.logs import request_fields
 from pdserve.tracing.spans import NO_SPAN
+from router.dialect.dialect import Dialect
 from router.errors import status_and_type
 from router.gate.keys import Client
 from router.gate.rate_limits import Headers
@@ -28,25 +30,23 @@ from router.service import Service
 
 logger = logging.getLogger(__name__)
 
-# OpenTelemetry's names, as far as it has one.
-_OPERATIONS = {"completions": "text_completion", "chat": "chat", "responses": "chat", "messages": "chat"}
-_OPERATIONS |= {"embeddings": "embeddings", "score": "score", "rerank": "rerank"}
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before it got one
 
 
 class RequestAccounting:
     """One request from its arrival; ``arrived`` is in seconds of ``time.monotonic``."""
 
-    def __init__(self, service: Service, endpoint: str, client: Client, scope: Scope) -> None:
+    def __init__(self, service: Service, dialect: Dialect[Any], client: Client, scope: Scope) -> None:
         given_id = given_request_id(scope)
         self.request_id = given_id or uuid4().hex
         self._has_header = given_id is not None
-        self._path = path = scope["path"]
+        path = scope["path"]
         self.arrived = monotonic()
         self.model = ""
         self._metrics = service.metrics
         self._log_requests = service.options.log_requests
-        self._endpoint = endpoint
+        self._dialect = dialect
+        self._endpoint = dialect.name
         self._client = client
         self._usage = Usage()
         self._ttft: float | None = None
@@ -66,7 +66,7 @@ class RequestAccounting:
 
     @property
     def id_headers(self) -> Headers:
-        return request_id_headers(self._path, self.request_id)
+        return request_id_headers(self._dialect.errors, self.request_id)
 
     def prepared(self) -> None:
         """The prompts are tokenized; admission begins."""
@@ -109,7 +109,7 @@ class RequestAccounting:
         usage = self._usage
         attributes: dict[str, str | int] = {
             "http.response.status_code": self._status,
-            "gen_ai.operation.name": _OPERATIONS[self._endpoint],
+            "gen_ai.operation.name": self._dialect.trace_name,
             "gen_ai.request.model": self.model,
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,

@@ -18,10 +18,10 @@ from pdserve import __version__
 from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.jobs import check_vocabulary
-from router.completions_api.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
 from router.completions_api.request_bodies import ChatBody
+from router.dialect.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
 from router.fleet.policy import EMBED, GENERATE, no_serving_node
-from router.http.body_reader import BodyReader
+from router.http.endpoints.body_reader import BodyReader
 from router.messages_api.request import parse_count_tokens
 from router.messages_api.response_objects import MessageTokensCount
 from router.service import ServedModel, Service

@@ -12,10 +12,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from pdserve.errors import RequestError, cut, shown
+from router.dialect.events import Event, server_sent
 from router.errors import ResponseNotStored
 from router.http.authentication import client_of
-from router.http.delivery import STREAM_HEADERS
-from router.http.responses_endpoint import RunningResponses
+from router.http.endpoints.delivery import STREAM_HEADERS
+from router.responses_api.background import RunningResponses
 from router.responses_api.output_objects import DeletedResponse, InputItemList
 from router.responses_api.response_database import ResponseDatabase
 from router.responses_api.response_store import ResponseStore
@@ -53,7 +54,7 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
             return _json(data)
         going = running.get((owner, name))
         if going is not None and going.log is not None:
-            return _event_stream(going.log.read(query.starting_after))
+            return _event_stream(_server_sent(going.log.read(query.starting_after)))
         events = b"" if going is not None else await opened(name).events(owner, name)
         if not events:
             text = f"response {shown(name)} has no events: it was not created with background and stream"
@@ -126,6 +127,11 @@ def _events_after(events: bytes, number: int) -> bytes:
             return b""
         position = end + 2
     return events[position:]
+
+
+async def _server_sent(batches: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
+    async for events in batches:
+        yield b"".join(map(server_sent, events))
 
 
 def _event_stream(chunks: AsyncIterator[bytes]) -> Response:

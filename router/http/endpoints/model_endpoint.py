@@ -7,46 +7,49 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Generic
 
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import PdserveError
 from pdserve.http.connections import abort_connection
+from router.dialect.answer_writer import AnswerWriter
+from router.dialect.dialect import Body, Dialect
 from router.errors import ClientDisconnected
 from router.gate.admission import RequestAdmission
 from router.http.authentication import address_of, client_of
-from router.http.body_reader import BodyReader
-from router.http.error_responses import error_response
-from router.http.request_accounting import RequestAccounting
+from router.http.endpoints.body_reader import BodyReader
+from router.http.endpoints.delivery import HttpWriter
+from router.http.endpoints.request_accounting import RequestAccounting
 from router.service import Service
-
-Body = TypeVar("Body")
 
 
 class ModelEndpoint(ABC, Generic[Body]):
-    """ASGI application of one path."""
+    """ASGI application of the paths of one dialect."""
 
-    def __init__(self, service: Service, bodies: BodyReader, name: str, parse: Callable[[bytes], Body]) -> None:
+    def __init__(self, service: Service, bodies: BodyReader, dialect: Dialect[Body]) -> None:
         self._service = service
         self._bodies = bodies
-        self._name = name
-        self._parse = parse
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = HttpWriter(scope, receive, send, errors=self._dialect.errors, turns=self._service.turns)
+        await self.answer(scope, receive, writer)
+
+    async def answer(self, scope: Scope, receive: Receive, writer: AnswerWriter) -> None:
+        """Answer one request. ``scope`` and ``receive`` are of HTTP, also for a message of a WebSocket."""
         service, client = self._service, client_of(scope)
-        accounting = RequestAccounting(service, self._name, client, scope)
+        accounting = RequestAccounting(service, self._dialect, client, scope)
         try:
             with service.admission.enter(client, address_of(scope)) as admission:
-                body = await self._bodies.read(receive, self._parse)
+                body = await self._bodies.read(receive, self._dialect.parse)
                 async with _watch_disconnect(receive) as disconnected:
-                    accounting.finished(await self._respond(body, send, admission, accounting, disconnected))
+                    accounting.finished(await self._respond(body, writer, admission, accounting, disconnected))
         except PdserveError as exc:
             accounting.failed(exc)
-            response = error_response(exc, scope["path"], accounting.request_id)
-            await response(scope, receive, send)
+            await writer.send_error(exc, accounting.request_id)
         except ClientDisconnected:
             accounting.disconnected()
             abort_connection(scope)
@@ -57,7 +60,7 @@ class ModelEndpoint(ABC, Generic[Body]):
     async def _respond(
         self,
         body: Body,
-        send: Send,
+        writer: AnswerWriter,
         admission: RequestAdmission,
         accounting: RequestAccounting,
         disconnected: asyncio.Future[None],

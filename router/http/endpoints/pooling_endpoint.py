@@ -1,44 +1,46 @@
-"""/v1/embeddings, /v1/score and /v1/rerank: from an HTTP request to vectors of prefill nodes and its response."""
+"""Embeddings, scores and rankings: from an HTTP request to vectors of prefill nodes and its response."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from starlette.types import Send
-
 from pdserve.logs import request_fields
-from router.completions_api.json_pieces import json_chunks
+from router.dialect.answer_writer import AnswerWriter
+from router.dialect.dialect import Body
+from router.dialect.json_pieces import json_chunks
 from router.errors import ClientDisconnected
-from router.fleet.fleet import ModelLimits
-from router.fleet.policy import EMBED, POOLING
 from router.gate.admission import RequestAdmission, RequestWork
-from router.http.delivery import delivery, send_pieces
-from router.http.model_endpoint import ModelEndpoint
-from router.http.request_accounting import RequestAccounting
-from router.pooling.answers import AnswerFields, make_answer
-from router.pooling.prompts import embedding_prompts, pair_prompts
-from router.pooling.request_bodies import EmbeddingBody, PairBody, PoolingBody
+from router.http.endpoints.body_reader import BodyReader
+from router.http.endpoints.delivery import delivery
+from router.http.endpoints.model_endpoint import ModelEndpoint
+from router.http.endpoints.request_accounting import RequestAccounting
+from router.pooling.answers import AnswerFields
+from router.pooling.dialects import PoolingDialect
 from router.pooling.run import PoolingOptions, PoolingRun
-from router.service import ServedModel
-from router.text.prompt import Prompt
+from router.service import Service
 
 
-class PoolingEndpoint(ModelEndpoint[PoolingBody]):
+class PoolingEndpoint(ModelEndpoint[Body]):
+    _dialect: PoolingDialect[Body]
+
+    def __init__(self, service: Service, bodies: BodyReader, dialect: PoolingDialect[Body]) -> None:
+        super().__init__(service, bodies, dialect)
+
     async def _respond(
         self,
-        body: PoolingBody,
-        send: Send,
+        body: Body,
+        writer: AnswerWriter,
         admission: RequestAdmission,
         accounting: RequestAccounting,
         disconnected: asyncio.Future[None],
     ) -> str:
-        service = self._service
+        service, dialect = self._service, self._dialect
         model = service.find(body.model)
         accounting.model = model.name
-        limits = model.fleet.limits((EMBED,) if isinstance(body, EmbeddingBody) else POOLING)
-        prompts = await _prompts(body, model, limits)
-        dimensions = (isinstance(body, EmbeddingBody) and body.dimensions) or 0
+        limits = model.fleet.limits(dialect.tasks)
+        prompts = await dialect.prompts(body, model.encoder, limits)
+        dimensions = dialect.dimensions(body)
         options = PoolingOptions(
             request_id=accounting.request_id,
             task=limits.task,
@@ -65,15 +67,14 @@ class PoolingEndpoint(ModelEndpoint[PoolingBody]):
         finally:
             accounting.computed(run.usage, None)
             admission.record_output(0, run.usage.cached_tokens)
-        fields = AnswerFields(model.name, options.request_id, int(time.time()), limits.task, run.weights or "")
-        answer = await asyncio.to_thread(make_answer, body, vectors, run.usage, fields)
+        fields = AnswerFields(
+            model=model.name,
+            request_id=options.request_id,
+            created=int(time.time()),
+            task=limits.task,
+            weights=run.weights or "",
+        )
+        answer = await asyncio.to_thread(dialect.answer, body, vectors, run.usage, fields)
         async with delivery(options.remaining, options.request_id, request_fields(options.request_id)):
-            await send_pieces(send, json_chunks(answer), headers, service.turns, disconnected.done)
+            await writer.send_json(json_chunks(answer), headers, disconnected.done)
         return "ok"
-
-
-async def _prompts(body: PoolingBody, model: ServedModel, limits: ModelLimits) -> list[Prompt]:
-    if isinstance(body, EmbeddingBody):
-        return await embedding_prompts(body, model.encoder, limits)
-    assert isinstance(body, PairBody)
-    return await pair_prompts(body, model.encoder, limits)

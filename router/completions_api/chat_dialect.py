@@ -1,0 +1,75 @@
+"""/v1/chat/completions, and the jobs of every protocol whose body becomes a chat."""
+
+from __future__ import annotations
+
+from router.completions_api.chat_output import ChatOutput
+from router.completions_api.jobs import encode_chat, make_job, prepared
+from router.completions_api.parsed_chat import FullParsedChat, ParsedChatEncoder, StreamedParsedChat
+from router.completions_api.request_bodies import ChatBody, parse_chat
+from router.completions_api.response_encoders import ChatEncoder
+from router.completions_api.response_objects import ChatCompletion
+from router.completions_api.response_writers import FullResponse, StreamedResponse, make_encoder
+from router.completions_api.token_params import check_logprobs, named_tokens
+from router.dialect.dialect import GenerateDialect, Prepared
+from router.dialect.operation import COMPUTES, Operation
+from router.dialect.responses import Response
+from router.fleet.policy import GENERATE
+from router.generation.job import GenerationOptions
+from router.service import ServedModel
+from router.text.chat.output_parsing import plain_text_parsing
+
+
+class ChatDialect(GenerateDialect[ChatBody]):
+    name = "chat"
+    trace_name = "chat"
+    paths = ("/v1/chat/completions",)
+    operation = Operation(
+        summary="Complete a chat",
+        response=ChatCompletion,
+        statuses=COMPUTES,
+        body=ChatBody,
+        streams=True,
+    )
+
+    def parse(self, data: bytes) -> ChatBody:
+        return parse_chat(data)
+
+    async def prepare(self, body: ChatBody, model: ServedModel, max_logprobs: int) -> Prepared:
+        return await prepare_chat(body, model, max_logprobs)
+
+    def respond(self, body: ChatBody, prepared: Prepared, model: ServedModel, options: GenerationOptions) -> Response:
+        jobs, parsing = prepared.jobs, prepared.parsing
+        if parsing is None:
+            plain = StreamedResponse if body.stream else FullResponse
+            return plain(make_encoder(ChatEncoder, body, jobs, model, options.request_id), body, jobs)
+        parsed = StreamedParsedChat if body.stream else FullParsedChat
+        return parsed(make_encoder(ParsedChatEncoder, body, jobs, model, options.request_id), body, jobs, parsing)
+
+
+async def prepare_chat(
+    body: ChatBody,
+    model: ServedModel,
+    max_logprobs: int,
+    *,
+    always_parsed: bool = False,
+    thinking_is_optional: bool = False,
+) -> Prepared:
+    """Return the one job of a chat. Raises RequestError, or Overloaded when no node is ready.
+
+    ``always_parsed``: plain text has a parsing, too. ``thinking_is_optional``: a budget of reasoning has no effect on a
+    model without reasoning; otherwise it is an error.
+    """
+    limits = model.fleet.limits((GENERATE,))
+    check_logprobs(body, limits.vocab_size, max_logprobs)
+    prompt = await encode_chat(body, model.encoder, limits)
+    output = ChatOutput(model, body, prompt)
+    grammar = await output.grammar()
+    await model.grammars.check(grammar)
+    constraints = {"grammar": grammar.text, **await named_tokens(body, model.encoder)}
+    if model.parsers.reasoning is not None or not thinking_is_optional:
+        constraints |= output.thinking()
+    job = make_job(prompt, body, limits, constraints, model.defaults)
+    parsing = output.parsing()
+    if parsing is None and always_parsed:
+        parsing = plain_text_parsing(model.parsers)
+    return await prepared(body, [job], parsing)

@@ -1,0 +1,64 @@
+"""The output of a chat: its grammar, the budget of its reasoning, and its parsing into reasoning and tool calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from router.completions_api.request_bodies import ChatBody
+from router.completions_api.token_params import thinking_params
+from router.service import ServedModel
+from router.text.chat.messages import join_parts
+from router.text.chat.output_parsing import OutputParsing, select_parsing
+from router.text.chat.parsers import ReasoningState
+from router.text.chat.strict_tools import has_strict
+from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
+from router.text.chat.tools import ToolUse
+from router.text.prompt import Prompt
+from router.text.structured.structured_outputs import OutputGrammar
+
+
+class ChatOutput:
+    """The output of one chat. Its prompt says whether it begins with reasoning."""
+
+    def __init__(self, model: ServedModel, body: ChatBody, prompt: Prompt) -> None:
+        self._model = model
+        self._body = body
+        continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
+        self._state: ReasoningState = model.parsers.state_after(prompt.text or "", continued)
+
+    async def grammar(self) -> OutputGrammar:
+        """Return the grammar of the request's fields, or of forced or strict tools. Reasoning may come first."""
+        model, body = self._model, self._body
+        use, form = body.tool_use, model.parsers.tools
+        if use.must_call:
+            grammar = OutputGrammar(tool_call_grammar(use), "tools")
+        elif has_strict(use) and form is not None and not body.structure.text:
+            grammar = OutputGrammar(form.grammar(use, partial(_marker, model)), "tools")
+        else:
+            grammar = await model.grammars.translated(body.structure)
+        grammar.check_size()
+        markers = self._state.markers
+        if not grammar.text or markers is None:
+            return grammar
+        start, end = _marker(model, markers.start), _marker(model, markers.end)
+        return OutputGrammar(after_reasoning(grammar.text, start, end, self._state.opened), grammar.field)
+
+    def thinking(self) -> dict[str, Any]:
+        """Return the budget of reasoning as fields of SamplingParams. Raises RequestError."""
+        model, budget = self._model, self._body.thinking_token_budget
+        if budget is None or budget == -1:
+            return {}
+        return thinking_params(budget, model.tokenizer, self._state if model.parsers.reasoning else None)
+
+    def parsing(self) -> OutputParsing | None:
+        """Return the parsing of reasoning and tool calls; None for plain text. Raises RequestError."""
+        body, use = self._body, self._body.tool_use
+        if body.structure.text and not use.must_call:  # output under another grammar holds no calls
+            use = ToolUse()
+        parsers = self._model.parsers
+        return select_parsing(use, parsers, self._state, body.include_reasoning, body.separate_reasoning)
+
+
+def _marker(model: ServedModel, text: str) -> Marker:
+    return Marker(text, model.tokenizer.added_token_id(text))

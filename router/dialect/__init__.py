@@ -1,0 +1,1 @@
+"""Base of the HTTP protocols: what each one declares, and the responses and events that it writes."""

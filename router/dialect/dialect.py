@@ -1,0 +1,92 @@
+"""Dialect: all that tells one HTTP protocol from the others. The endpoints know nothing else of a protocol.
+
+    client ── body ──► parse ──► complete ──► prepare ──► jobs ──► nodes
+    client ◄── JSON or events ◄── Response ◄── respond ◄── tokens ◄──┘
+
+A new protocol is a file with a GenerateDialect and a line in router/http/app.py. A body that becomes a ChatBody gets
+its jobs from ``prepare_chat`` of router/completions_api/chat_dialect.py, as in router/messages_api/dialect.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+from router.dialect.operation import Operation
+from router.dialect.responses import Response
+from router.errors import OPENAI_ERRORS, ErrorFormat
+from router.generation.job import GenerationOptions, Job
+from router.service import ServedModel
+from router.text.chat.output_parsing import OutputParsing
+from router.text.stop_strings import StopStrings
+
+
+class RequestBody(Protocol):
+    """Fields that endpoints read of every body."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def cache_salt(self) -> str: ...
+
+    @property
+    def priority(self) -> int: ...
+
+
+class GenerateRequestBody(RequestBody, Protocol):
+    @property
+    def request_id(self) -> str: ...
+
+
+Body = TypeVar("Body", bound=RequestBody)
+GenerateBody = TypeVar("GenerateBody", bound=GenerateRequestBody)
+
+
+class Dialect(ABC, Generic[Body]):
+    """A protocol whose requests compute with a model."""
+
+    name: ClassVar[str]  # label of metrics and logs
+    trace_name: ClassVar[str]  # gen_ai.operation.name of OpenTelemetry, as far as it has one
+    paths: ClassVar[Sequence[str]]
+    operation: ClassVar[Operation]  # of each path
+    errors: ClassVar[ErrorFormat] = OPENAI_ERRORS  # also of other paths that begin with one of ``paths``
+
+    @abstractmethod
+    def parse(self, data: bytes) -> Body:
+        """Return the checked body. Called on a thread for large ones. Raises RequestError."""
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A body made ready for the nodes."""
+
+    jobs: Sequence[Job]
+    stops: StopStrings
+    continues_prompt: bool  # the output continues the prompt's text; a chat message begins a new text
+    visible_special_tokens: tuple[str, ...] | None  # special tokens that become text; None: all
+    parsing: OutputParsing | None  # of reasoning and tool calls; None: plain text
+
+
+class GenerateDialect(Dialect[GenerateBody]):
+    """A protocol whose answers are generated tokens."""
+
+    async def complete(self, body: GenerateBody, owner: str) -> GenerateBody:
+        """Return the body with the stored items of ``owner`` that it names. Raises RequestError."""
+        return body
+
+    @abstractmethod
+    async def prepare(self, body: GenerateBody, model: ServedModel, max_logprobs: int) -> Prepared:
+        """Return prompts with sampling parameters, and the reading of the output.
+
+        ``max_logprobs``: alternatives per token that a request may ask for. Raises RequestError, or Overloaded when no
+        node is ready.
+        """
+
+    @abstractmethod
+    def respond(
+        self, body: GenerateBody, prepared: Prepared, model: ServedModel, options: GenerationOptions
+    ) -> Response:
+        """Return the writer of the answer, whole or as a stream."""

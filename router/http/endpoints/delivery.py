@@ -1,0 +1,76 @@
+"""Answers over HTTP: JSON bodies in pieces, and server-sent events as they come, as fast as the client reads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive, Scope, Send
+
+from pdserve.errors import PdserveError
+from router.dialect.events import Event, server_sent
+from router.errors import ClientDisconnected, ErrorFormat
+from router.gate.rate_limits import Headers
+from router.http.error_responses import error_response
+
+logger = logging.getLogger(__name__)
+
+_DELIVERY_GRACE = 60.0  # seconds beyond the deadline in which a slow client may read the rest
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # makes nginx forward each chunk
+]
+
+
+@asynccontextmanager
+async def delivery(remaining: float, request_id: str, log_fields: Mapping[str, object]) -> AsyncIterator[None]:
+    """Disconnect a client that reads the response beyond the ``remaining`` seconds and the grace period."""
+    try:
+        async with asyncio.timeout(remaining + _DELIVERY_GRACE):
+            yield
+    except TimeoutError as exc:
+        text = "request %s: the client reads too slowly; closing its connection"
+        logger.warning(text, request_id, extra=log_fields)
+        raise ClientDisconnected from exc
+
+
+class HttpWriter:
+    """AnswerWriter of one HTTP request. ``turns`` is held for each large piece."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, errors: ErrorFormat, turns: asyncio.Lock) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._errors = errors
+        self._turns = turns
+
+    async def send_json(self, pieces: Iterator[bytes], headers: Headers, disconnected: Callable[[], bool]) -> None:
+        body, following = next(pieces), next(pieces, None)
+        headers = [(b"content-type", b"application/json"), *headers]
+        if following is None:
+            headers.append((b"content-length", b"%d" % len(body)))
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        while following is not None:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self.turn()
+            if disconnected():
+                raise ClientDisconnected
+            body, following = following, next(pieces, None)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin_events(self, headers: Headers) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
+
+    async def send_events(self, events: Sequence[Event], last: bool) -> None:
+        data = b"".join(map(server_sent, events))
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def send_error(self, error: PdserveError, request_id: str) -> None:
+        await error_response(error, self._errors, request_id)(self._scope, self._receive, self._send)
+
+    async def turn(self) -> None:
+        async with self._turns:
+            await asyncio.sleep(0)
