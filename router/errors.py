@@ -106,7 +106,12 @@ def error_info(error: PdserveError) -> ErrorInfo:
     _, kind = status_and_type(error)
     code = getattr(error, "code", None) or _DEFAULT_CODES.get(kind)
     param = getattr(error, "param", None)
-    return ErrorInfo(cut(str(error), MAX_MESSAGE), kind, None if param is None else cut(param), code)
+    return ErrorInfo(
+        message=cut(str(error), MAX_MESSAGE),
+        type=kind,
+        param=None if param is None else cut(param),
+        code=code,
+    )
 
 
 def error_body(error: PdserveError) -> bytes:
@@ -135,7 +140,8 @@ class OpenAIErrors(ErrorFormat):
 
     def http_body(self, status: int, message: str) -> bytes:
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        return msgspec.json.encode(ErrorResponse(ErrorInfo(cut(message, MAX_MESSAGE), kind, None, None)))
+        info = ErrorInfo(message=cut(message, MAX_MESSAGE), type=kind, param=None, code=None)
+        return msgspec.json.encode(ErrorResponse(info))
 
 
 OPENAI_ERRORS = OpenAIErrors()

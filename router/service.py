@@ -82,8 +82,8 @@ class Service:
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
-            fleet = Fleet(name, self.nodes, options.policy, self.metrics)
-            self.models[name] = ServedModel(name, root, tokenizer, fleet, options)
+            fleet = Fleet(name, self.nodes, options.policy, metrics=self.metrics)
+            self.models[name] = ServedModel(name, root, tokenizer, fleet=fleet, options=options)
         self.names = self.models | {name: next(iter(self.models.values())) for name in options.aliases}
         self.admission = AdmissionController(options.max_inflight, options.max_queue, self.metrics)
         self.keys: KeyFile | KeyRing | None = None
@@ -158,8 +158,8 @@ class Service:
     def _count_nodes(self) -> None:
         ready = Counter((view.role, view.model) for view in self.nodes.views() if view.ready)
         self._counted |= ready.keys()
-        for labels in self._counted:
-            self.metrics.nodes_ready.labels(*labels).set(ready[labels])
+        for role, model in self._counted:
+            self.metrics.nodes_ready.labels(role, model).set(ready[role, model])
 
     def _count_key_reload(self, success: bool) -> None:
         self.metrics.key_reloads.labels("ok" if success else "failed").inc()

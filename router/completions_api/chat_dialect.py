@@ -40,10 +40,12 @@ class ChatDialect(GenerateDialect[ChatBody]):
     def respond(self, body: ChatBody, prepared: Prepared, model: ServedModel, options: GenerationOptions) -> Response:
         jobs, parsing = prepared.jobs, prepared.parsing
         if parsing is None:
+            encoder = make_encoder(ChatEncoder, body, jobs, model=model, request_id=options.request_id)
             plain = StreamedResponse if body.stream else FullResponse
-            return plain(make_encoder(ChatEncoder, body, jobs, model, options.request_id), body, jobs)
+            return plain(encoder, body, jobs)
+        encoder = make_encoder(ParsedChatEncoder, body, jobs, model=model, request_id=options.request_id)
         parsed = StreamedParsedChat if body.stream else FullParsedChat
-        return parsed(make_encoder(ParsedChatEncoder, body, jobs, model, options.request_id), body, jobs, parsing)
+        return parsed(encoder, body, jobs, parsing=parsing)
 
 
 async def prepare_chat(
@@ -68,7 +70,7 @@ async def prepare_chat(
     constraints = {"grammar": grammar.text, **await named_tokens(body, model.encoder)}
     if model.parsers.reasoning is not None or not thinking_is_optional:
         constraints |= output.thinking()
-    job = make_job(prompt, body, limits, constraints, model.defaults)
+    job = make_job(prompt, body, limits, constraints=constraints, defaults=model.defaults)
     parsing = output.parsing()
     if parsing is None and always_parsed:
         parsing = plain_text_parsing(model.parsers)

@@ -42,7 +42,8 @@ class ChatOutput:
         if not grammar.text or markers is None:
             return grammar
         start, end = _marker(model, markers.start), _marker(model, markers.end)
-        return OutputGrammar(after_reasoning(grammar.text, start, end, self._state.opened), grammar.field)
+        text = after_reasoning(grammar.text, start, end, opened=self._state.opened)
+        return OutputGrammar(text, grammar.field)
 
     def thinking(self) -> dict[str, Any]:
         """Return the budget of reasoning as fields of SamplingParams. Raises RequestError."""
@@ -57,7 +58,13 @@ class ChatOutput:
         if body.structure.text and not use.must_call:  # output under another grammar holds no calls
             use = ToolUse()
         parsers = self._model.parsers
-        return select_parsing(use, parsers, self._state, body.include_reasoning, body.separate_reasoning)
+        return select_parsing(
+            use,
+            parsers,
+            self._state,
+            include_reasoning=body.include_reasoning,
+            separate_reasoning=body.separate_reasoning,
+        )
 
 
 def _marker(model: ServedModel, text: str) -> Marker:

@@ -47,7 +47,13 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
         if body.echo:
             prompts = await model.encoder.add_echo(prompts, body.num_logprobs >= 0, body.add_special_tokens)
         jobs = [
-            make_job(prompt, body, limits, {**constraints, **_thinking(model, body, prompt)}, model.defaults)
+            make_job(
+                prompt,
+                body,
+                limits,
+                constraints={**constraints, **_thinking(model, body, prompt)},
+                defaults=model.defaults,
+            )
             for prompt in prompts
         ]
         return await prepared(body, jobs, parsing=None)
@@ -56,7 +62,7 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
         self, body: CompletionBody, prepared: Prepared, model: ServedModel, options: GenerationOptions
     ) -> Response:
         response = StreamedResponse if body.stream else FullResponse
-        encoder = make_encoder(CompletionEncoder, body, prepared.jobs, model, options.request_id)
+        encoder = make_encoder(CompletionEncoder, body, prepared.jobs, model=model, request_id=options.request_id)
         return response(encoder, body, prepared.jobs)
 
 

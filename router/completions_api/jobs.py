@@ -85,7 +85,7 @@ def make_job(
         check_vocabulary(name, getattr(body, name), limits)
     bias = _logit_bias(body.logit_bias)
     check_vocabulary("logit_bias", list(bias), limits)
-    max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len, defaults)
+    max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len, defaults=defaults)
     if body.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens {cut(str(body.min_tokens))} exceeds max_tokens {max_tokens}; lower it", "min_tokens"

@@ -53,7 +53,7 @@ class ParsedChatEncoder(ChatEncoder):
 
     def echo_chunk(self, index: int, text: str, table: LogprobTable | None, usage: Usage | None) -> Iterator[bytes]:
         delta = msgspec.json.encode({"content": text, "reasoning_content": None})
-        return super().echo_chunk(index, delta.decode(), table, usage)
+        return super().echo_chunk(index, delta.decode(), table, usage=usage)
 
 
 class StreamedParsedChat(StreamedResponse):
@@ -65,7 +65,7 @@ class StreamedParsedChat(StreamedResponse):
         self._held: list[list[OutputDelta]] = [[] for _ in range(self.num_choices)]  # reasoning that has not ended
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        deltas = self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
+        deltas = self._parsers[choice.index].feed(choice, text, output, usage=self.generation.usage)
         if not self._streams_reasoning:
             deltas = self._with_whole_reasoning(choice, deltas)
         super().on_delta(choice, self._deltas[choice.index].encode(deltas), output)
@@ -87,7 +87,7 @@ class FullParsedChat(FullResponse):
         self._messages = [MessageBuilder() for _ in range(self.num_choices)]
 
     def _add_text(self, choice: Choice, text: str, output: pb.Output) -> None:
-        deltas = self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
+        deltas = self._parsers[choice.index].feed(choice, text, output, usage=self.generation.usage)
         self._messages[choice.index].add(deltas)
 
     def _finished(self, choice: Choice, prompt: int, echo: list[LogprobTable]) -> FinishedChoice:

@@ -115,14 +115,14 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     def render_request(self) -> RenderRequest:
         """The arguments of the chat template."""
         return RenderRequest(
-            self.messages,
-            self.opens_message,
-            self.template_variables,
-            self.tool_use.tools,
-            self.documents,
-            self.continue_final_message,
-            self.chat_template,
-            self.prompt_field,
+            messages=self.messages,
+            add_generation_prompt=self.opens_message,
+            variables=self.template_variables,
+            tools=self.tool_use.tools,
+            documents=self.documents,
+            continue_final_message=self.continue_final_message,
+            template=self.chat_template,
+            field=self.prompt_field,
         )
 
     @property

@@ -154,13 +154,13 @@ class CompletionEncoder(ResponseEncoder):
     ) -> Iterator[bytes]:
         entries = [
             CompletionChoice(
-                end.choice.index,
-                end.choice.finish_reason,  # type: ignore[arg-type]
-                end.text,
-                self._table_logprobs(end.logprobs),
-                end.choice.stop_reason,
-                end.choice.matched_stop,
-                end.token_ids,
+                index=end.choice.index,
+                finish_reason=end.choice.finish_reason,  # type: ignore[arg-type]
+                text=end.text,
+                logprobs=self._table_logprobs(end.logprobs),
+                stop_reason=end.choice.stop_reason,
+                matched_stop=end.choice.matched_stop,
+                token_ids=end.token_ids,
                 **prompts[end.prompt],
             )
             for end in choices
@@ -197,13 +197,13 @@ class ChatEncoder(ResponseEncoder):
     ) -> Iterator[bytes]:
         entries = [
             ChatChoice(
-                end.choice.index,
-                end.choice.finish_reason,  # type: ignore[arg-type]
-                end.message or ChatMessage("assistant", end.text, None),
-                self._table_logprobs(end.logprobs),
-                end.choice.stop_reason,
-                end.choice.matched_stop,
-                end.token_ids,
+                index=end.choice.index,
+                finish_reason=end.choice.finish_reason,  # type: ignore[arg-type]
+                message=end.message or ChatMessage("assistant", end.text, None),
+                logprobs=self._table_logprobs(end.logprobs),
+                stop_reason=end.choice.stop_reason,
+                matched_stop=end.choice.matched_stop,
+                token_ids=end.token_ids,
             )
             for end in choices
         ]

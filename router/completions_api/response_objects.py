@@ -35,9 +35,15 @@ class UsageInfo(Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> UsageInfo:
-        reasoning = CompletionTokensDetails(usage.reasoning_tokens) if usage.reasoning_tokens else UNSET
-        prompt, completion = usage.prompt_tokens, usage.completion_tokens
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(usage.cached_tokens), reasoning)
+        return cls(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(usage.reasoning_tokens)
+            if usage.reasoning_tokens
+            else UNSET,
+        )
 
 
 class CompletionLogprobs(Struct):
@@ -191,9 +197,9 @@ def prompt_logprobs(names: TokenNames, scores: PromptScores, num_top: int) -> Pr
     def entries() -> Iterator[PromptLogprobs]:
         yield [None]
         for token_id, (own, rank, best) in zip(scores.token_ids[1:], scores.rows(), strict=True):
-            found = {str(token_id): _prompt_logprob(names, token_id, own, rank)}
+            found = {str(token_id): _prompt_logprob(names, token_id, own, rank=rank)}
             for top_rank, (other, logprob) in enumerate(best[:num_top], 1):
-                found.setdefault(str(other), _prompt_logprob(names, other, logprob, top_rank))
+                found.setdefault(str(other), _prompt_logprob(names, other, logprob, rank=top_rank))
             yield [found]
 
     return lazy_list(entries)
@@ -214,12 +220,13 @@ def _top_logprobs(names: TokenNames, token: TokenLogprob, num_top: int) -> dict[
 def _chat_token(names: TokenNames, token: TokenLogprob, num_top: int) -> ChatTokenLogprob:
     assert token.logprob is not None, "chats have log-probabilities of output tokens only"
 
-    def fields(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+    def top_logprob(token_id: int, logprob: float) -> TopLogprob:
         data = names.token_bytes(token_id)
-        return data.decode(errors="replace"), logprob, list(data)
+        return TopLogprob(token=data.decode(errors="replace"), logprob=logprob, bytes=list(data))
 
-    top = [TopLogprob(*fields(*alternative)) for alternative in token.alternatives[:num_top]]
-    return ChatTokenLogprob(*fields(token.token_id, token.logprob), top)
+    own = top_logprob(token.token_id, token.logprob)
+    top = [top_logprob(token_id, logprob) for token_id, logprob in token.alternatives[:num_top]]
+    return ChatTokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
 
 
 def _token_text(names: TokenNames, token_id: int) -> str:

@@ -13,7 +13,7 @@ from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from router.completions_api.generate_body import GenerateBody
 from router.completions_api.response_encoders import DONE, FinishedChoice, ResponseEncoder
-from router.completions_api.response_objects import TokenIdNames, TokenNames, prompt_logprobs
+from router.completions_api.response_objects import TokenIdNames, prompt_logprobs
 from router.dialect.events import Event
 from router.dialect.json_pieces import lazy_numbers
 from router.dialect.responses import BodyResponse, EventStreamResponse, Response
@@ -28,11 +28,15 @@ from router.service import ServedModel
 
 
 def make_encoder(
-    kind: type[ResponseEncoder], body: GenerateBody, jobs: Sequence[Job], model: ServedModel, request_id: str
+    kind: type[ResponseEncoder], body: GenerateBody, jobs: Sequence[Job], *, model: ServedModel, request_id: str
 ) -> ResponseEncoder:
-    names: TokenNames = TokenIdNames() if body.return_tokens_as_token_ids else model.tokenizer
-    num_top = max(jobs[0].sampling.logprobs, 0)
-    return kind(names, model.name, request_id, num_top, include_usage=bool(body.usage_in_stream.include_usage))
+    return kind(
+        names=TokenIdNames() if body.return_tokens_as_token_ids else model.tokenizer,
+        model=model.name,
+        request_id=request_id,
+        num_top=max(jobs[0].sampling.logprobs, 0),
+        include_usage=bool(body.usage_in_stream.include_usage),
+    )
 
 
 class ChoicesResponse(Response):
@@ -100,11 +104,11 @@ class FullResponse(ChoicesResponse, BodyResponse):
 
     def _finished(self, choice: Choice, prompt: int, echo: list[LogprobTable]) -> FinishedChoice:
         return FinishedChoice(
-            choice,
-            prompt,
-            self._echo_text(choice.index) + self._texts[choice.index].getvalue(),
-            lazy_numbers(choice.token_ids) if self._return_token_ids else None,
-            [*echo, self._logprobs[choice.index]] if self._num_logprobs >= 0 else None,
+            choice=choice,
+            prompt=prompt,
+            text=self._echo_text(choice.index) + self._texts[choice.index].getvalue(),
+            token_ids=lazy_numbers(choice.token_ids) if self._return_token_ids else None,
+            logprobs=[*echo, self._logprobs[choice.index]] if self._num_logprobs >= 0 else None,
         )
 
     def _prompt_fields(self, index: int) -> dict[str, Any]:
@@ -162,7 +166,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
 
     def _echo_chunk(self, index: int) -> Iterator[bytes]:
         table = self._echo_logprobs(self._prompt_of(index))
-        yield from self._encoder.echo_chunk(index, self._echo_text(index), table, self._usage_before)
+        yield from self._encoder.echo_chunk(index, self._echo_text(index), table, usage=self._usage_before)
 
     @property
     def _usage(self) -> Usage | None:
@@ -186,4 +190,4 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
             tokens = [self._token_logprob(choice, output)] if output.has_token else []
         if self._return_token_ids:
             token_ids = [output.token_id] if output.has_token else []
-        return self._encoder.chunk(choice, text, tokens, token_ids, usage)
+        return self._encoder.chunk(choice, text, tokens, token_ids=token_ids, usage=usage)

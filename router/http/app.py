@@ -144,11 +144,11 @@ def create_app(service: Service) -> ASGIApp:
         add_page(app, CHAT_PAGE)
     _add_error_handlers(app, formats)
     key_check = None if service.keys is None else KeyCheck(service.keys, service.metrics)
-    sockets = {"/v1/responses": ResponsesSocket(service, bodies, responses, key_check)}
-    whole: ASGIApp = DirectRoutes(app, endpoints, sockets, formats)
+    sockets = {"/v1/responses": ResponsesSocket(service, bodies, responses, key_check=key_check)}
+    whole: ASGIApp = DirectRoutes(app, endpoints, sockets, formats=formats)
     if key_check is not None:
         public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE, *CHAT_PAGE}
-        whole = Authentication(whole, key_check, public, formats)
+        whole = Authentication(whole, key_check, public, formats=formats)
     if service.options.cors_origins:  # outside: a preflight request has no key
         whole = CORSMiddleware(
             whole,

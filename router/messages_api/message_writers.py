@@ -64,7 +64,7 @@ class MessageResponse(Response):
         self._new_call_id = parsing.new_call_id
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        for delta in self._parser.feed(choice, text, output, self.generation.usage):
+        for delta in self._parser.feed(choice, text, output, usage=self.generation.usage):
             self._add(delta)
 
     @abstractmethod
@@ -72,8 +72,15 @@ class MessageResponse(Response):
         """Handle a parsed delta."""
 
     def _message(self, content: list[ContentBlock], reason: StopReason | None, stop: str | None) -> Message:
-        usage = MessageUsage.of(self.generation.usage)
-        return Message("msg_" + self._request_id, "assistant", self._model, content, reason, stop, usage)
+        return Message(
+            id="msg_" + self._request_id,
+            role="assistant",
+            model=self._model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=stop,
+            usage=MessageUsage.of(self.generation.usage),
+        )
 
     def _stop(self) -> tuple[StopReason, str | None]:
         """Return ``stop_reason`` and ``stop_sequence``, after the end."""
@@ -107,7 +114,8 @@ class FullMessage(MessageResponse, BodyResponse):
 
     def body(self) -> Iterator[bytes]:
         content = [self._block(kind, name, text.getvalue()) for kind, name, text in self._blocks]
-        return json_chunks(self._message(content, *self._stop()))
+        reason, stop = self._stop()
+        return json_chunks(self._message(content, reason, stop))
 
     def _block(self, kind: DeltaKind, name: str, text: str) -> ContentBlock:
         match kind:

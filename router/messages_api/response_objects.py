@@ -42,9 +42,13 @@ class MessageUsage(Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> MessageUsage:
-        uncached = usage.prompt_tokens - usage.cached_tokens
-        details = OutputTokensDetails(usage.reasoning_tokens)
-        return cls(uncached, 0, usage.cached_tokens, usage.completion_tokens, details)
+        return cls(
+            input_tokens=usage.prompt_tokens - usage.cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
+        )
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]

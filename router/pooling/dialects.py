@@ -63,7 +63,7 @@ class EmbeddingsDialect(PoolingDialect[EmbeddingBody]):
         return body.dimensions or 0
 
     def answer(self, body: EmbeddingBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> EmbeddingList:
-        return embedding_list(body, vectors, usage, fields)
+        return embedding_list(body, vectors, usage, fields=fields)
 
 
 class ScoreDialect(PoolingDialect[ScoreBody]):
@@ -80,7 +80,7 @@ class ScoreDialect(PoolingDialect[ScoreBody]):
         return await pair_prompts(body, encoder, limits)
 
     def answer(self, body: ScoreBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> ScoreList:
-        return score_list(body, vectors, usage, fields)
+        return score_list(body, vectors, usage, fields=fields)
 
 
 class RerankDialect(PoolingDialect[RerankBody]):
@@ -102,4 +102,4 @@ class RerankDialect(PoolingDialect[RerankBody]):
         return await pair_prompts(body, encoder, limits)
 
     def answer(self, body: RerankBody, vectors: Vectors, usage: Usage, fields: AnswerFields) -> Ranking:
-        return ranking(body, vectors, usage, fields)
+        return ranking(body, vectors, usage, fields=fields)

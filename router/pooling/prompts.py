@@ -62,7 +62,7 @@ async def pair_prompts(body: PairBody, encoder: PromptEncoder, limits: ModelLimi
         requests = [_render_request(query, document, body.instruction) for query, document in pairs]
         prompts = [await encoder.encode_chat(request, False) for request in requests]
     elif limits.yes_or_no:
-        texts = [_reranker_prompt(*pair, body.instruction) for pair in pairs]
+        texts = [_reranker_prompt(query, document, body.instruction) for query, document in pairs]
         prompts = await encoder.encode_all(texts, True, "documents")
     else:
         _refuse_instruction(body)

@@ -42,7 +42,7 @@ def input_messages(items: list[Item], instructions: str | None) -> list[Message]
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     call_ids: set[str] = set()
     for index, item in enumerate(items):
-        _add(messages, call_ids, item, f"input[{index}]")
+        _add(messages, call_ids, item, where=f"input[{index}]")
     return messages
 
 

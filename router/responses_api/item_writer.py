@@ -75,7 +75,7 @@ class OutputItemWriter:
             match delta.kind:
                 case DeltaKind.CALL:
                     self._logprobs = []
-                    self._add_item(FunctionCallItem(new_id("fc"), self._new_call_id(), delta.text, "", "in_progress"))
+                    self._add_call(delta.text)
                 case DeltaKind.ARGUMENTS:
                     self._texts.append(delta.text)
                     self.event("response.function_call_arguments.delta", **self._position(), delta=delta.text)
@@ -141,9 +141,19 @@ class OutputItemWriter:
     def _content_position(self) -> dict[str, Any]:
         return {**self._position(), "content_index": 0}
 
+    def _add_call(self, name: str) -> None:
+        call = FunctionCallItem(
+            id=new_id("fc"),
+            call_id=self._new_call_id(),
+            name=name,
+            arguments="",
+            status="in_progress",
+        )
+        self._add_item(call)
+
     def _add_message(self) -> None:
         self._table = LogprobTable()
-        message = OutputMessage(new_id("msg"), "assistant", [], "in_progress")
+        message = OutputMessage(new_id("msg"), "assistant", content=[], status="in_progress")
         self._add_text_item(message, message.content, OutputText("", [], []))
 
     def _add_text_item(self, item: OutputMessage | ReasoningItem, content: list[Part], part: Part) -> None:
@@ -163,7 +173,7 @@ class OutputItemWriter:
 
     def _add_reasoning(self, text: str) -> None:
         if not isinstance(self._open, ReasoningItem):
-            item = ReasoningItem(new_id("rs"), [], [], "in_progress")
+            item = ReasoningItem(new_id("rs"), summary=[], content=[], status="in_progress")
             self._add_text_item(item, item.content, ReasoningText(""))
         self._texts.append(text)
         self._logprobs = []

@@ -63,11 +63,11 @@ class ResponseUsage(Struct):
     @classmethod
     def of(cls, usage: Usage) -> ResponseUsage:
         return cls(
-            usage.prompt_tokens,
-            InputTokensDetails(usage.cached_tokens, 0),
-            usage.completion_tokens,
-            CompletionTokensDetails(usage.reasoning_tokens),
-            usage.prompt_tokens + usage.completion_tokens,
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.cached_tokens, cache_write_tokens=0),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=CompletionTokensDetails(usage.reasoning_tokens),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
 
 

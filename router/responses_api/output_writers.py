@@ -91,7 +91,12 @@ def _shown_format(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown_tool(tool: dict[str, Any]) -> FunctionTool:
-    return FunctionTool(tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
+    return FunctionTool(
+        name=tool["name"],
+        description=tool.get("description"),
+        parameters=tool.get("parameters"),
+        strict=tool.get("strict"),
+    )
 
 
 def _shown_tool_choice(tool_choice: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -120,7 +125,7 @@ class OutputItemsResponse(Response):
         self._finish_reason = ""
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        deltas = self._parser.feed(choice, text, output, self.generation.usage)
+        deltas = self._parser.feed(choice, text, output, usage=self.generation.usage)
         self._writer.write(deltas, self._logprobs(choice, output))
         self._finish_reason = choice.finish_reason
         if choice.finish_reason:
@@ -186,7 +191,10 @@ class CompactedItems(FullOutputItems):
         response = self.response
         assert response.usage is not None
         items = [CompactionItem(new_id("cmp"), encode_summary(self._summary))]
-        return json_chunks(CompactedResponse(response.id, response.created_at, items, response.usage))
+        compacted = CompactedResponse(
+            id=response.id, created_at=response.created_at, output=items, usage=response.usage
+        )
+        return json_chunks(compacted)
 
     @property
     def _summary(self) -> str:

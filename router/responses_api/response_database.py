@@ -153,7 +153,7 @@ class ResponseDatabase:
         if row is None:
             return None
         number, status, num_inputs, places = row
-        return ItemIndex(number, status, num_inputs, _PLACES_DECODER.decode(places))
+        return ItemIndex(number, status, num_inputs, places=_PLACES_DECODER.decode(places))
 
     def read_items(self, index: ItemIndex, first: int, end: int) -> bytes:
         """Return the JSON of items ``first`` … ``end`` - 1 of a response, and read no others."""

@@ -66,8 +66,14 @@ class ResponseStore:
         """Replace the state of a response that is still stored, and add its events. What is too large has failed."""
 
         def write() -> None:
-            data, output = b"".join(json_pieces(response)), encode_output(response.output)
-            self._database.finish(owner, response.id, response.status, data, output, b"".join(events))
+            self._database.finish(
+                owner,
+                response.id,
+                response.status,
+                response=b"".join(json_pieces(response)),
+                output=encode_output(response.output),
+                events=b"".join(events),
+            )
 
         self._write(response.id, write)
 
@@ -161,9 +167,9 @@ def find_conversation(
         if index.status == "in_progress":
             text = f"the response {shown(previous_id)} is still in progress; wait for its end"
             raise RequestError(text, "previous_response_id")
-        budget.take(index.places, 0, len(index.places), "previous_response_id")
+        budget.take(index.places, 0, len(index.places), field="previous_response_id")
         items += decode_items(database.read_items(index, 0, len(index.places)), index.places)
-    return items, _find_items(database, owner, references, budget)
+    return items, _find_items(database, owner, references, budget=budget)
 
 
 def _find_items(
@@ -183,7 +189,7 @@ def _find_items(
             raise RequestError(text, "input", "item_not_found")
         index, positions = responses[response_id]
         at = positions[name]
-        budget.take(index.places, at, at + 1, "input")
+        budget.take(index.places, at, at + 1, field="input")
         if name not in found:
             found[name] = msgspec.json.decode(database.read_items(index, at, at + 1))
     return found

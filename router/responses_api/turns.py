@@ -100,7 +100,7 @@ class SocketTurns(GenerateDialect[ResponsesBody]):
     def respond(
         self, body: ResponsesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions
     ) -> OutputItemsResponse:
-        response = self._responses.respond(body, prepared, model, options)
+        response = self._responses.respond(body, prepared, model, options=options)
         items, store = body.items, response.on_final
 
         def keep(final: ResponseObject) -> None:
@@ -132,13 +132,13 @@ def _continued(body: ResponsesBody, latest: _Kept, max_bytes: int) -> ResponsesB
     """Raises RequestError."""
     places, own = latest.items.places, input_items(body.request.input)
     budget = ConversationBudget(max_bytes)
-    budget.take(places, 0, len(places), "previous_response_id")
+    budget.take(places, 0, len(places), field="previous_response_id")
     before = latest.items.decoded()
     by_id = {place.id: at for at, place in enumerate(places)}
     items = list(before)
     for item in own:
         at = by_id.get(reference_of(item) or "")
         if at is not None:
-            budget.take(places, at, at + 1, "input")
+            budget.take(places, at, at + 1, field="input")
         items.append(item if at is None else before[at])
     return body.with_items(items)

@@ -64,11 +64,13 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
             num_choices=sum(job.sampling.n for job in prepared.jobs),
         )
         accounting.prepared()
-        headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected)
+        headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected=disconnected)
         accounting.admitted()
         headers += accounting.id_headers
-        response = dialect.respond(body, prepared, model, options)
-        generation = RequestGeneration(prepared.jobs, options, model.tokenizer, response, service.metrics)
+        response = dialect.respond(body, prepared, model, options=options)
+        generation = RequestGeneration(
+            prepared.jobs, options, model.tokenizer, consumer=response, metrics=service.metrics
+        )
         response.generation = generation
         await generation.prepare(model.fleet)
         disconnected.add_done_callback(lambda _: response.on_disconnect())

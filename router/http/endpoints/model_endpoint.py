@@ -41,12 +41,15 @@ class ModelEndpoint(ABC, Generic[Body]):
     async def answer(self, scope: Scope, receive: Receive, writer: AnswerWriter) -> None:
         """Answer one request. ``scope`` and ``receive`` are of HTTP, also for a message of a WebSocket."""
         service, client = self._service, client_of(scope)
-        accounting = RequestAccounting(service, self._dialect, client, scope)
+        accounting = RequestAccounting(service, self._dialect, client, scope=scope)
         try:
             with service.admission.enter(client, address_of(scope)) as admission:
                 body = await self._bodies.read(receive, self._dialect.parse)
                 async with _watch_disconnect(receive) as disconnected:
-                    accounting.finished(await self._respond(body, writer, admission, accounting, disconnected))
+                    outcome = await self._respond(
+                        body, writer, admission, accounting=accounting, disconnected=disconnected
+                    )
+                    accounting.finished(outcome)
         except PdserveError as exc:
             accounting.failed(exc)
             await writer.send_error(exc, accounting.request_id)

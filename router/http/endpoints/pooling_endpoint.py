@@ -56,10 +56,10 @@ class PoolingEndpoint(ModelEndpoint[Body]):
         )
         work = RequestWork(sum(prompt.num_tokens for prompt in prompts))
         accounting.prepared()
-        headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected)
+        headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected=disconnected)
         accounting.admitted()
         headers += accounting.id_headers
-        run = PoolingRun(prompts, options, model.fleet, service.metrics)
+        run = PoolingRun(prompts, options, model.fleet, metrics=service.metrics)
         disconnected.add_done_callback(lambda _: run.fail(ClientDisconnected()))
         try:
             with service.running(run):

@@ -108,7 +108,14 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
             max_model_len = model.fleet.limits().max_model_len
         except Overloaded:  # models are listed without ready nodes, too
             max_model_len = None
-        return ModelCard(name, "model", created, "pdserve", model.root, max_model_len)
+        return ModelCard(
+            id=name,
+            object="model",
+            created=created,
+            owned_by="pdserve",
+            root=model.root,
+            max_model_len=max_model_len,
+        )
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -149,8 +156,13 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
         token_ids = await _tokenize(model.encoder, body)
         token = model.tokenizer.token
         strings = lazy_list(lambda: (list(map(token, part)) for part in parts(token_ids)))
-        limit, shown = model.fleet.limits().max_model_len, strings if body.return_token_strs else None
-        return _large_json(TokenizeResponse(len(token_ids), limit, lazy_numbers(token_ids), shown), service.turns)
+        response = TokenizeResponse(
+            count=len(token_ids),
+            max_model_len=model.fleet.limits().max_model_len,
+            tokens=lazy_numbers(token_ids),
+            token_strs=strings if body.return_token_strs else None,
+        )
+        return _large_json(response, service.turns)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -115,7 +115,8 @@ def _page(database: ResponseDatabase, owner: str, response_id: str, query: Items
         has_more = end > query.limit
     items = [msgspec.Raw(database.read_items(index, at, at + 1)) for at in positions]
     first_id, last_id = (ids[positions[0]], ids[positions[-1]]) if positions else ("", "")
-    return msgspec.json.encode(InputItemList(items, first_id, last_id, has_more))  # type: ignore[arg-type]
+    page = InputItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)  # type: ignore[arg-type]
+    return msgspec.json.encode(page)
 
 
 def _events_after(events: bytes, number: int) -> bytes:
