@@ -42,11 +42,11 @@ class GenerateRequestBody(RequestBody, Protocol):
     def request_id(self) -> str: ...
 
 
-Body = TypeVar("Body", bound=RequestBody)
-GenerateBody = TypeVar("GenerateBody", bound=GenerateRequestBody)
+BodyT = TypeVar("BodyT", bound=RequestBody)
+GenerateBodyT = TypeVar("GenerateBodyT", bound=GenerateRequestBody)
 
 
-class Dialect(ABC, Generic[Body]):
+class Dialect(ABC, Generic[BodyT]):
     """A protocol whose requests compute with a model."""
 
     name: ClassVar[str]  # label of metrics and logs
@@ -56,7 +56,7 @@ class Dialect(ABC, Generic[Body]):
     errors: ClassVar[ErrorFormat] = OPENAI_ERRORS  # also of other paths that begin with one of ``paths``
 
     @abstractmethod
-    def parse(self, data: bytes) -> Body:
+    def parse(self, data: bytes) -> BodyT:
         """Return the checked body. Called on a thread for large ones. Raises RequestError."""
 
 
@@ -70,15 +70,15 @@ class Prepared(msgspec.Struct, frozen=True):
     parsing: OutputParsing | None  # of reasoning and tool calls; None: plain text
 
 
-class GenerateDialect(Dialect[GenerateBody]):
+class GenerateDialect(Dialect[GenerateBodyT]):
     """A protocol whose answers are generated tokens."""
 
-    async def complete(self, body: GenerateBody, owner: str) -> GenerateBody:
+    async def complete(self, body: GenerateBodyT, owner: str) -> GenerateBodyT:
         """Return the body with the stored items of ``owner`` that it names. Raises RequestError."""
         return body
 
     @abstractmethod
-    async def prepare(self, body: GenerateBody, model: ServedModel, max_logprobs: int) -> Prepared:
+    async def prepare(self, body: GenerateBodyT, model: ServedModel, max_logprobs: int) -> Prepared:
         """Return prompts with sampling parameters, and the reading of the output.
 
         ``max_logprobs``: alternatives per token that a request may ask for. Raises RequestError, or Overloaded when no
@@ -87,6 +87,6 @@ class GenerateDialect(Dialect[GenerateBody]):
 
     @abstractmethod
     def respond(
-        self, body: GenerateBody, prepared: Prepared, model: ServedModel, options: GenerationOptions
+        self, body: GenerateBodyT, prepared: Prepared, model: ServedModel, options: GenerationOptions
     ) -> Response:
         """Return the writer of the answer, whole or as a stream."""

@@ -68,7 +68,6 @@ class DirectRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         CLIENT.set(fairness_key(client_of(scope), address_of(scope)))
-        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if scope["type"] == "websocket":
             await self._sockets.get(scope["path"], self._app)(scope, receive, send)
             return
@@ -76,6 +75,7 @@ class DirectRoutes:
             await self._app(scope, receive, send)
             return
         errors = self._formats.of(scope["path"])
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send_with_id(scope, send, errors))
             return

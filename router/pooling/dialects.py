@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from router.dialect.dialect import Body, Dialect
+from router.dialect.dialect import BodyT, Dialect
 from router.dialect.operation import COMPUTES, Operation
 from router.fleet.fleet import ModelLimits
 from router.fleet.policy import EMBED, POOLING
@@ -28,21 +28,21 @@ from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
 
 
-class PoolingDialect(Dialect[Body]):
+class PoolingDialect(Dialect[BodyT]):
     """A protocol whose answers are made of vectors."""
 
     tasks: ClassVar[Sequence[str]]  # of nodes that can serve it
 
     @abstractmethod
-    async def prompts(self, body: Body, encoder: PromptEncoder, limits: ModelLimits) -> list[Prompt]:
+    async def prompts(self, body: BodyT, encoder: PromptEncoder, limits: ModelLimits) -> list[Prompt]:
         """Return a prompt per vector. Raises RequestError."""
 
-    def dimensions(self, body: Body) -> int:
+    def dimensions(self, body: BodyT) -> int:
         """Values of each vector that the client wants; 0: all."""
         return 0
 
     @abstractmethod
-    def answer(self, body: Body, vectors: Vectors, usage: Usage, fields: AnswerFields) -> msgspec.Struct:
+    def answer(self, body: BodyT, vectors: Vectors, usage: Usage, fields: AnswerFields) -> msgspec.Struct:
         """Return the response object. Called on a thread. Raises RequestError."""
 
 

@@ -10,7 +10,7 @@ import asyncio
 
 from pdserve.errors import DeadlineExceeded
 from router.dialect.answer_writer import AnswerWriter
-from router.dialect.dialect import GenerateBody, GenerateDialect
+from router.dialect.dialect import GenerateBodyT, GenerateDialect
 from router.gate.admission import RequestAdmission, RequestWork
 from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions
@@ -23,15 +23,15 @@ from router.service import Service
 _DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
 
 
-class GenerateEndpoint(ModelEndpoint[GenerateBody]):
-    _dialect: GenerateDialect[GenerateBody]
+class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
+    _dialect: GenerateDialect[GenerateBodyT]
 
-    def __init__(self, service: Service, bodies: BodyReader, dialect: GenerateDialect[GenerateBody]) -> None:
+    def __init__(self, service: Service, bodies: BodyReader, dialect: GenerateDialect[GenerateBodyT]) -> None:
         super().__init__(service, bodies, dialect)
 
     async def _respond(
         self,
-        body: GenerateBody,
+        body: GenerateBodyT,
         writer: AnswerWriter,
         admission: RequestAdmission,
         accounting: RequestAccounting,

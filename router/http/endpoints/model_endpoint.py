@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import PdserveError
 from pdserve.http.connections import abort_connection
 from router.dialect.answer_writer import AnswerWriter
-from router.dialect.dialect import Body, Dialect
+from router.dialect.dialect import BodyT, Dialect
 from router.errors import ClientDisconnected
 from router.gate.admission import RequestAdmission
 from router.http.authentication import address_of, client_of
@@ -26,10 +26,10 @@ from router.http.endpoints.request_accounting import RequestAccounting
 from router.service import Service
 
 
-class ModelEndpoint(ABC, Generic[Body]):
+class ModelEndpoint(ABC, Generic[BodyT]):
     """ASGI application of the paths of one dialect."""
 
-    def __init__(self, service: Service, bodies: BodyReader, dialect: Dialect[Body]) -> None:
+    def __init__(self, service: Service, bodies: BodyReader, dialect: Dialect[BodyT]) -> None:
         self._service = service
         self._bodies = bodies
         self._dialect = dialect
@@ -62,7 +62,7 @@ class ModelEndpoint(ABC, Generic[Body]):
     @abstractmethod
     async def _respond(
         self,
-        body: Body,
+        body: BodyT,
         writer: AnswerWriter,
         admission: RequestAdmission,
         accounting: RequestAccounting,

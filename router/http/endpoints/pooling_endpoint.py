@@ -7,7 +7,7 @@ import time
 
 from pdserve.logs import request_fields
 from router.dialect.answer_writer import AnswerWriter
-from router.dialect.dialect import Body
+from router.dialect.dialect import BodyT
 from router.dialect.json_pieces import json_chunks
 from router.errors import ClientDisconnected
 from router.gate.admission import RequestAdmission, RequestWork
@@ -21,15 +21,15 @@ from router.pooling.run import PoolingOptions, PoolingRun
 from router.service import Service
 
 
-class PoolingEndpoint(ModelEndpoint[Body]):
-    _dialect: PoolingDialect[Body]
+class PoolingEndpoint(ModelEndpoint[BodyT]):
+    _dialect: PoolingDialect[BodyT]
 
-    def __init__(self, service: Service, bodies: BodyReader, dialect: PoolingDialect[Body]) -> None:
+    def __init__(self, service: Service, bodies: BodyReader, dialect: PoolingDialect[BodyT]) -> None:
         super().__init__(service, bodies, dialect)
 
     async def _respond(
         self,
-        body: Body,
+        body: BodyT,
         writer: AnswerWriter,
         admission: RequestAdmission,
         accounting: RequestAccounting,
