@@ -48,8 +48,11 @@ class ChoiceParser:
 class ParsedChatEncoder(ChatEncoder):
     """The text of a chunk is the JSON of a delta."""
 
-    def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
-        return b'{"index":%d,"delta":%b' % (index, text.encode() or b'{"reasoning_content":null}')
+    choice_format = b'{"index":%d,"delta":%b'
+
+    @staticmethod
+    def text_json(text: str) -> bytes:
+        return text.encode() or b'{"reasoning_content":null}'
 
     def echo_chunk(self, index: int, text: str, table: LogprobTable | None, usage: Usage | None) -> Iterator[bytes]:
         delta = msgspec.json.encode({"content": text, "reasoning_content": None})

@@ -55,6 +55,8 @@ class ResponseEncoder(ABC):
 
     id_prefix: str
     chunk_object: str
+    choice_format: bytes  # a chunk's choice object up to its text, without the closing brace: index, JSON of the text
+    text_json: Callable[[str], bytes] = staticmethod(_encode)
     format_logprobs: Callable[[TokenNames, Sequence[TokenLogprob], int], Any]
     format_tables: Callable[[TokenNames, Sequence[LogprobTable], int], Any]  # the same with lazy lists
 
@@ -62,19 +64,19 @@ class ResponseEncoder(ABC):
         self.names = names
         self._num_top = num_top  # alternatives per token
         self._head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": int(time.time()), "model": model}
-        self.use_weights("")
         self._no_usage = b'],"usage":null}' if include_usage else b"]}"
-        self._text_chunk_end = b',"logprobs":null,"finish_reason":null}' + self._no_usage
+        self.use_weights("")
 
     def use_weights(self, weights: str) -> None:
         """Name the version of the weights in what follows; "" if it is not known."""
         self._head["system_fingerprint"] = f"fp_{weights}" if weights else None
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
         self._chunk_head = head + b',"choices":['
+        tail = b',"logprobs":null,"finish_reason":null}' + self._no_usage
+        self._text_chunk = b"%b%b%b" % (self._chunk_head.replace(b"%", b"%%"), self.choice_format, tail)
 
-    @abstractmethod
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
-        """A chunk's choice object up to its text, without the closing brace."""
+        return self.choice_format % (index, self.text_json(text))
 
     @abstractmethod
     def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
@@ -114,7 +116,7 @@ class ResponseEncoder(ABC):
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """``chunk`` with nothing but text: most of them."""
-        return self._chunk_head + self._chunk_choice(index, text, False) + self._text_chunk_end
+        return self._text_chunk % (index, self.text_json(text))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last chunk before [DONE], without choices."""
@@ -136,11 +138,9 @@ class ResponseEncoder(ABC):
 class CompletionEncoder(ResponseEncoder):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
+    choice_format = b'{"index":%d,"text":%b'
     format_logprobs = staticmethod(completion_logprobs)
     format_tables = staticmethod(lazy_completion_logprobs)
-
-    def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
-        return b'{"index":%d,"text":%b' % (index, _encode(text))
 
     def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
         if prompt_ids is not None:
@@ -174,13 +174,14 @@ class ChatEncoder(ResponseEncoder):
 
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
+    choice_format = b'{"index":%d,"delta":{"content":%b,"reasoning_content":null}'
     format_logprobs = staticmethod(chat_logprobs)
     format_tables = staticmethod(lazy_chat_logprobs)
 
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         if finished and not text:
             return b'{"index":%d,"delta":{"reasoning_content":null}' % index
-        return b'{"index":%d,"delta":{"content":%b,"reasoning_content":null}' % (index, _encode(text))
+        return super()._chunk_choice(index, text, finished)
 
     def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
         delta = {"role": "assistant", "content": "", "reasoning_content": None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol
 
 from pdserve.errors import PdserveError
@@ -19,7 +19,7 @@ class AnswerWriter(Protocol):
     async def begin_events(self, headers: Headers) -> None:
         """Begin a stream."""
 
-    async def send_events(self, events: Sequence[Event], last: bool) -> None:
+    def send_events(self, events: Sequence[Event], last: bool) -> Awaitable[None]:
         """Send events as fast as the client reads; after the ``last`` ones the answer is complete."""
 
     async def send_error(self, error: PdserveError, request_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 import weakref
 
@@ -41,3 +42,10 @@ def test_finished_request_leaves_no_reference_cycles() -> None:
         assert [reference() for reference in left] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_chunks_keep_percent_signs_of_names_and_texts() -> None:
+    encoder = CompletionEncoder(TOKENIZER, "100%d", "id", num_top=0, include_usage=False)
+    chunk = json.loads(encoder.text_chunk(1, "5%b %%"))
+    assert chunk["model"] == "100%d"
+    assert chunk["choices"] == [{"index": 1, "text": "5%b %%", "logprobs": None, "finish_reason": None}]

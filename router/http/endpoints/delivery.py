@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
@@ -64,9 +64,9 @@ class HttpWriter:
     async def begin_events(self, headers: Headers) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
 
-    async def send_events(self, events: Sequence[Event], last: bool) -> None:
-        data = b"".join(map(server_sent, events))
-        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+    def send_events(self, events: Sequence[Event], last: bool) -> Awaitable[None]:  # no coroutine per token
+        data = server_sent(events[0]) if len(events) == 1 else b"".join(map(server_sent, events))
+        return self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def send_error(self, error: PdserveError, request_id: str) -> None:
         await error_response(error, self._errors, request_id)(self._scope, self._receive, self._send)
