@@ -136,7 +136,9 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         index = choice.index
         if index not in self._opened:
             self._open(index)
-        if text or choice.finish_reason or self._detailed:
+        if text and self._plain and not choice.finish_reason:
+            self.write(Event("", self._encoder.text_chunk(index, text)))
+        elif text or choice.finish_reason or self._detailed:
             self.write(Event("", self._chunk(choice, text, output)))
         if not self.started:
             self._start()
@@ -180,8 +182,6 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         return None if usage is None else msgspec.structs.replace(usage, completion_tokens=0, reasoning_tokens=0)
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
-        if self._plain and not choice.finish_reason:
-            return self._encoder.text_chunk(choice.index, text)
         usage = self._usage
         if not self._detailed:
             return self._encoder.chunk(choice, text, usage=usage)

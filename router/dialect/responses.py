@@ -135,7 +135,10 @@ class EventStreamResponse(Response):
             has_more = bool(self._ready or self._later)
             last = self.ended and not has_more
             await writer.send_events(events, last)
-            self._sent()
+            self._sending = False
+            if self._paused and self._buffered <= _RESUME_BYTES:
+                self._paused = False
+                self.generation.set_paused(False)
             if last:
                 return "ok" if self.error is None else status_and_type(self.error)[1]
             if has_more:
@@ -178,10 +181,3 @@ class EventStreamResponse(Response):
                 self._ready.append(event)
                 self._later.popleft()
         return part
-
-    def _sent(self) -> None:
-        """The connection has taken the events of the last ``_take``."""
-        self._sending = False
-        if self._paused and self._buffered <= _RESUME_BYTES:
-            self._paused = False
-            self.generation.set_paused(False)
