@@ -14,6 +14,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
 from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.message_limits import RESUME_LIMIT
+from pdserve.rpc.multiplexed_stream import MultiplexedStream
 from router.fleet.policy import Placement
 
 if TYPE_CHECKING:  # exists in the stubs' types only
