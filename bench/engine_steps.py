@@ -31,8 +31,8 @@ from cli.plan.costs import Costs, Shape, costs_as_toml, rising
 from node.engine_client import EngineClient
 from node.request_events import Event
 from pdserve.config.device import detect_devices
-from pdserve.config.flags import add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.ipc.messages import Mode, RankPlacement, Refused, Submit, Totals
@@ -155,7 +155,7 @@ class Bench:
 
 async def run(args: argparse.Namespace) -> None:
     devices = detect_devices(args.device, args.pp * args.tp)
-    config = resolve(options_from(args), devices[0])
+    config = resolve(node_options_from(args), devices[0])
     engine = EngineClient(config, agent="", placement=RankPlacement(devices))
     start = time.perf_counter()
     await engine.start(config)

@@ -35,8 +35,8 @@ from systems import VLLM_PD, System
 
 from cli.bench.http_load import PERCENTILES, ServerError, Trace, first_model, percentiles
 from cli.bench.requests import completion_body
-from pdserve.config.flags import positive_int
 from pdserve.errors import ConfigError, shown
+from pdserve.flags.value_types import positive_int
 from pdserve.process import run_command
 
 LATE = 0.010  # seconds; a client whose p99 is later distorts the figures

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from cli.bench.http_load import Trace
 from cli.bench.requests import Request, random_prompt
 from cli.plan.workload import BLOCK, LONGEST, TraceRequest, Workload, read_trace, workload_of, workload_of_trace
-from pdserve.config.flags import positive_int
 from pdserve.errors import shown
+from pdserve.flags.value_types import positive_int
 
 
 class Load(NamedTuple):

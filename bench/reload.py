@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.device import detect_devices
-from pdserve.config.flags import add_node_flags, options_from
+from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.weight_change import WeightChange
@@ -98,7 +98,7 @@ def main() -> None:
     add_node_flags(parser)
     args = parser.parse_args()
     try:
-        options = options_from(args)
+        options = node_options_from(args)
         config = resolve(options, detect_devices(options.device, 1)[0])
         runner = build(config, lambda stage, fraction: None)
     except PdserveError as exc:

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
-from pdserve.config.flags import CommandParser
+from pdserve.flags.parser import CommandParser
 
 
 class Command(NamedTuple):

@@ -9,7 +9,7 @@ import shtab
 
 from cli.commands import COMMANDS, parser_of
 from cli.main import make_parser as make_pdserve_parser
-from pdserve.config.flags import CommandParser
+from pdserve.flags.parser import CommandParser
 from pdserve.process import run_command
 
 SHELLS = ("bash", "zsh", "fish")

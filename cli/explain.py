@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config import flag_sources
 from pdserve.config.device import node_devices
-from pdserve.config.flags import CommandParser, add_node_flags, command_parser, options_from
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, weight_bytes
 from pdserve.config.resolve import resolve
+from pdserve.flags import sources as flag_sources
+from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.model.generation_defaults import load_generation_defaults
 from pdserve.process import run_command
 
@@ -34,7 +35,7 @@ def make_parser() -> CommandParser:
 
 def explain(args: argparse.Namespace) -> int:
     """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start."""
-    options = options_from(args)
+    options = node_options_from(args)
     config = resolve(options, node_devices(options, options.num_ranks)[0])
     flags = flag_sources.describe(args)
     if args.json:

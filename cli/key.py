@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pdserve.api_keys import NAME, key_entry, new_key
-from pdserve.config.flags import CommandParser, command_parser
+from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.process import run_command
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cli.commands import COMMANDS, module_of
 from pdserve import __version__
-from pdserve.config.flags import CommandParser
+from pdserve.flags.parser import CommandParser
 from pdserve.process import run_command
 
 

@@ -15,8 +15,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.config.flags import CommandParser, add_tls_flag, command_parser
 from pdserve.errors import NodeError
+from pdserve.flags.declaration import add_flag
+from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.flags.shared import GRPC_TLS
 from pdserve.process import run_command
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.address import split_address
@@ -41,7 +43,7 @@ def make_parser() -> CommandParser:
         help="live: the engine responds; loaded: the model is loaded; without: the node accepts requests",
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds (default %(default)s)")
-    add_tls_flag(parser)
+    add_flag(parser, "grpc_tls", GRPC_TLS)
     return parser
 
 

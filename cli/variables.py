@@ -9,8 +9,8 @@ from argparse import ArgumentParser
 from collections.abc import Collection, Mapping
 
 from cli.commands import COMMANDS, parser_of
-from pdserve.config.flag_sources import VARIABLE_PREFIX, variables_of
 from pdserve.config.runner_oracle import VARIABLE
+from pdserve.flags.sources import VARIABLE_PREFIX, variables_of
 from pdserve.logs import warn_early
 
 #: Variables that belong to no flag.

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.config.flags import CommandParser, add_tls_flag, command_parser
 from pdserve.errors import ConfigError, NodeError
+from pdserve.flags.declaration import add_flag
+from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.flags.shared import GRPC_TLS
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import run_command
@@ -67,7 +69,7 @@ def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("nodes", nargs="+", metavar="NODE", help="host:port of a node")
-    add_tls_flag(parser)
+    add_flag(parser, "grpc_tls", GRPC_TLS)
 
 
 def _add_pause(parser: argparse.ArgumentParser) -> None:

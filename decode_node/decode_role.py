@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import grpc
+import msgspec
 from prometheus_client.metrics_core import Metric
 
 from decode_node.decode_metrics import DecodeMetrics
@@ -14,39 +16,78 @@ from decode_node.handoff_driver import FailurePolicy, Handoffs
 from decode_node.prefill_peers import PrefillPeers
 from node.context import NodeContext
 from node.drain import Drainable
-from pdserve.discovery.sources import check_source
-from pdserve.errors import ConfigError
+from pdserve.discovery.sources import ADDRESS_FORMS, check_source
+from pdserve.flags import declaration
+from pdserve.flags.declaration import Flag
+from pdserve.flags.shared import DAY
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.transports import REQUIRABLE
+
+
+class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that only decode nodes have, with their flags."""
+
+    prefill: Annotated[
+        tuple[str, ...],
+        Flag(
+            f"prefill nodes: {ADDRESS_FORMS}; repeatable",
+            metavar="SOURCE",
+            parse=check_source,
+            repeatable=True,
+            group="handoff",
+        ),
+    ] = ()
+    failure_policy: Annotated[
+        str,
+        Flag(
+            "when a handoff fails: prefill on this node, or fail the request",
+            spelling="--kv-failure-policy",
+            choices=tuple(policy.value for policy in FailurePolicy),
+            group="handoff",
+        ),
+    ] = FailurePolicy.RECOMPUTE.value
+    handoff_min_tokens: Annotated[
+        int,
+        Flag(
+            "prefill prompts on this node that lack KV of fewer tokens; 0 hands all off",
+            metavar="N",
+            at_least=0,
+            group="handoff",
+        ),
+    ] = 32
+    require_transport: Annotated[
+        str,
+        Flag(
+            "refuse connections to prefill nodes that are slower than KIND: shm (memory shared by processes of a "
+            "host: UCX's cma, sysv, posix, xpmem, knem; not for KV on GPUs), rdma (network cards with remote DMA: rc, "
+            "dc, ud, srd, gga) or nvlink (between GPUs of a host: cuda_ipc). Each accepts the kinds after it; plain "
+            "TCP satisfies none. Judged by the lanes that UCX chose, not by their speed",
+            metavar="KIND",
+            choices=REQUIRABLE,
+            unset="any, with a warning for TCP",
+            group="handoff",
+        ),
+    ] = ""
+    peer_wait: Annotated[
+        float,
+        Flag(
+            "longest wait for a first prefill node before the node is ready without one",
+            metavar="S",
+            at_least=0,
+            at_most=DAY,
+            group="handoff",
+        ),
+    ] = 60.0
 
 
 class DecodeRole:
     name = "decode"
     services: tuple[str, ...] = ("pdserve.v1.DecodeNode",)
 
-    def __init__(
-        self,
-        *,
-        prefill: Sequence[str],
-        failure_policy: FailurePolicy,
-        handoff_min_tokens: int,
-        peer_wait: float,
-        require_transport: str,
-    ) -> None:
-        """The arguments are those of the flags. Raises ConfigError."""
-        if handoff_min_tokens < 0 or not 0 <= peer_wait < float("inf"):
-            raise ConfigError(
-                f"--handoff-min-tokens {handoff_min_tokens} and --peer-wait {peer_wait} must be at least 0"
-            )
-        for source in prefill:
-            check_source(source)
-        self.uses_connector = bool(prefill)
-        self.hands_off_all = handoff_min_tokens == 0
-        self._sources = prefill
-        self._failure_policy = failure_policy
-        self._min_tokens = handoff_min_tokens
-        self._peer_wait = peer_wait
-        self._require_transport = require_transport
+    def __init__(self, settings: DecodeSettings) -> None:
+        self.uses_connector = bool(settings.prefill)
+        self.hands_off_all = settings.handoff_min_tokens == 0
+        self._settings = settings
         self._metrics = DecodeMetrics()
         self._peers: PrefillPeers | None = None
 
@@ -54,15 +95,15 @@ class DecodeRole:
         self._peers = PrefillPeers(
             node,
             self._metrics,
-            sources=self._sources,
-            required_transport=self._require_transport,
+            sources=self._settings.prefill,
+            required_transport=self._settings.require_transport,
         )
         handoffs = Handoffs(
             node,
             self._peers,
             self._metrics,
-            min_tokens=self._min_tokens,
-            failure_policy=self._failure_policy,
+            min_tokens=self._settings.handoff_min_tokens,
+            failure_policy=FailurePolicy(self._settings.failure_policy),
         )
         service = DecodeService(node, handoffs)
         pb_grpc.add_DecodeNodeServicer_to_server(service, server)
@@ -70,7 +111,7 @@ class DecodeRole:
 
     async def connect(self) -> None:
         if self._peers is not None:
-            await self._peers.start(self._peer_wait)
+            await self._peers.start(self._settings.peer_wait)
 
     def drop_peers(self, reason: str) -> None:
         if self._peers is not None:
@@ -88,51 +129,8 @@ class DecodeRole:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("handoff")
-    group.add_argument(
-        "--prefill",
-        action="append",
-        default=[],
-        metavar="SOURCE",
-        help="prefill nodes: host:port, dns://name:port, k8s://namespace/service:port or file:///path; repeatable",
-    )
-    group.add_argument(
-        "--kv-failure-policy",
-        choices=[policy.value for policy in FailurePolicy],
-        default=FailurePolicy.RECOMPUTE.value,
-        help="when a handoff fails: prefill on this node, or fail the request (default %(default)s)",
-    )
-    group.add_argument(
-        "--handoff-min-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="prefill prompts on this node that lack KV of fewer tokens; 0 hands all off (default %(default)s)",
-    )
-    group.add_argument(
-        "--require-transport",
-        choices=REQUIRABLE,
-        default="",
-        metavar="KIND",
-        help="refuse connections to prefill nodes that are slower than KIND: shm (memory shared by processes of a "
-        "host: UCX's cma, sysv, posix, xpmem, knem; not for KV on GPUs), rdma (network cards with remote DMA: rc, dc, "
-        "ud, srd, gga) or nvlink (between GPUs of a host: cuda_ipc). Each accepts the kinds after it; plain TCP "
-        "satisfies none. Judged by the lanes that UCX chose, not by their speed (default: any, with a warning for TCP)",
-    )
-    group.add_argument(
-        "--peer-wait",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="longest wait for a first prefill node before the node is ready without one (default %(default)s)",
-    )
+    declaration.add_flags(parser, DecodeSettings)
 
 
 def make_role(args: argparse.Namespace) -> DecodeRole:
-    return DecodeRole(
-        prefill=args.prefill,
-        failure_policy=FailurePolicy(args.kv_failure_policy),
-        handoff_min_tokens=args.handoff_min_tokens,
-        peer_wait=args.peer_wait,
-        require_transport=args.require_transport,
-    )
+    return DecodeRole(declaration.options_from(DecodeSettings, args))

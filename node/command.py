@@ -16,15 +16,16 @@ import uvloop
 from node.context import NodeContext, Role, new_epoch
 from node.drain import ShutdownSignals
 from node.engine_client import EngineClient
-from node.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
+from node.frontend_flags import FrontendOptions
 from node.metrics import exported_registry
 from node.node import Node
 from pdserve.config.device import node_devices
-from pdserve.config.flags import add_node_flags, command_parser, options_from
 from pdserve.config.multi_host import LocalRanks, add_host_flags, local_ranks_from
-from pdserve.config.node_config import NodeOptions
+from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
+from pdserve.flags.declaration import add_flags, options_from
+from pdserve.flags.parser import command_parser
 from pdserve.ipc.messages import RankPlacement
 from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
@@ -39,7 +40,7 @@ _log = logging.getLogger(__name__)
 def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = command_parser(prog, description)
     add_node_flags(parser)
-    add_frontend_flags(parser)
+    add_flags(parser, FrontendOptions)
     add_host_flags(parser)
     return parser
 
@@ -57,7 +58,7 @@ def run_role(
 
     def command() -> int:
         args = parser.parse_args(argv)
-        role, frontend, options = make(args), frontend_options_from(args), options_from(args)
+        role, frontend, options = make(args), options_from(FrontendOptions, args), node_options_from(args)
         local = local_ranks_from(args, options.num_ranks)
         setup_logging(role.name, frontend.log_format, frontend.log_level)
         watch_lifeline(frontend.lifeline_fd)

@@ -1,17 +1,19 @@
-"""Flags of a node's frontend process, in addition to those of pdserve/config/flags.py."""
+"""Options of a node's frontend process with their flags, in addition to those of pdserve/config/node_options.py."""
 
 from __future__ import annotations
 
-import argparse
 import socket
+from typing import Annotated
 
 import msgspec
 
-from pdserve.config.flags import DRAIN_SECONDS, add_drain_flag, port_number
 from pdserve.errors import ConfigError
-from pdserve.logs import add_log_flag
+from pdserve.flags.declaration import Flag
+from pdserve.flags.shared import DRAIN_SECONDS, LIFELINE_FD, STATUS_FD, drain_flag
+from pdserve.flags.value_types import port_number
+from pdserve.logs import LOG_FORMAT, LOG_LEVEL
 from pdserve.rpc.address import join_address
-from pdserve.tracing.trace_flags import add_trace_flag
+from pdserve.tracing.trace_flags import TRACES
 
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
@@ -19,19 +21,44 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Network, identity, logs and parent process of a node."""
 
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    node_id: str | None = None  # None: its address
-    advertise: str | None = None  # host or host:port for other processes to connect to
-    metrics_port: int | None = None  # 0: any free one; None: no metrics over HTTP
-    drain_timeout: float = DRAIN_SECONDS
-    status_fd: int | None = None
-    lifeline_fd: int | None = None
-    log_format: str = "text"
-    log_level: str = ""  # PDSERVE_LOG_LEVEL
-    log_requests: bool = False
-    allow_weight_changes: str = ""  # directory of checkpoints; "": no changes
-    traces: str = ""  # URL of a collector; "": no traces
+    host: Annotated[str, Flag("address to listen on", group="network")] = "127.0.0.1"
+    port: Annotated[
+        int, Flag("port to listen on; 0 takes a free one (default)", parse=port_number, group="network")
+    ] = 0
+    node_id: Annotated[
+        str | None, Flag("unique name of this node", metavar="NAME", unset="its address", group="network")
+    ] = None
+    advertise: Annotated[
+        str | None,
+        Flag("address for others to connect to", metavar="HOST[:PORT]", unset="the bound one", group="network"),
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        Flag(
+            "serve /metrics for Prometheus over HTTP on this port; 0 takes a free one",
+            metavar="PORT",
+            parse=port_number,
+            unset="none",
+            group="network",
+        ),
+    ] = None
+    drain_timeout: Annotated[float, drain_flag("it is handed over to other nodes").within("network")] = DRAIN_SECONDS
+    allow_weight_changes: Annotated[
+        str,
+        Flag(
+            "let callers of gRPC load other checkpoints of the same model from below DIR while the node runs, "
+            "and send patches (`pdserve weights`); use --grpc-tls with it",
+            metavar="DIR",
+            unset="no changes",
+            group="network",
+        ),
+    ] = ""
+    log_format: Annotated[str, LOG_FORMAT.within("logs and traces")] = "text"
+    log_level: Annotated[str, LOG_LEVEL.within("logs and traces")] = ""
+    log_requests: Annotated[bool, Flag("log a line per request", group="logs and traces")] = False
+    traces: Annotated[str, TRACES.within("logs and traces")] = ""
+    status_fd: Annotated[int | None, STATUS_FD.within("for the parent process")] = None
+    lifeline_fd: Annotated[int | None, LIFELINE_FD.within("for the parent process")] = None
 
     def address(self, port: int) -> str:
         """Return the ``host:port`` for others to connect to, given the bound ``port``."""
@@ -43,38 +70,3 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not explicit.isdecimal():
             raise ConfigError(f"--advertise {self.advertise!r} is neither a host nor host:port; write one of them")
         return join_address(host, int(explicit))
-
-
-def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("network")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    group.add_argument("--port", type=port_number, default=0, help="port to listen on; 0 takes a free one (default)")
-    group.add_argument("--node-id", metavar="NAME", help="unique name of this node (default: its address)")
-    group.add_argument(
-        "--advertise", metavar="HOST[:PORT]", help="address for others to connect to (default: the bound one)"
-    )
-    group.add_argument(
-        "--metrics-port",
-        type=port_number,
-        metavar="PORT",
-        help="serve /metrics for Prometheus over HTTP on this port; 0 takes a free one (default: none)",
-    )
-    add_drain_flag(group, "it is handed over to other nodes")
-    group.add_argument(
-        "--allow-weight-changes",
-        default="",
-        metavar="DIR",
-        help="let callers of gRPC load other checkpoints of the same model from below DIR while the node runs, "
-        "and send patches (`pdserve weights`); use --grpc-tls with it (default: no changes)",
-    )
-    observability = parser.add_argument_group("logs and traces")
-    add_log_flag(observability)
-    observability.add_argument("--log-requests", action="store_true", help="log a line per request")
-    add_trace_flag(observability)
-    internal = parser.add_argument_group("for the parent process")
-    internal.add_argument("--status-fd", type=int, metavar="FD", help="write JSON status lines to this descriptor")
-    internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="exit when its other end is closed")
-
-
-def frontend_options_from(args: argparse.Namespace) -> FrontendOptions:
-    return FrontendOptions(**{name: getattr(args, name) for name in FrontendOptions.__struct_fields__})

@@ -9,7 +9,6 @@ Each line about a request carries its id. Texts and tokens of requests are never
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import logging
 import os
@@ -21,8 +20,14 @@ from typing import Any
 
 import msgspec
 
+from pdserve.flags.declaration import Flag
+
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMAT = Flag("log format", choices=FORMATS)
+LOG_LEVEL = Flag(
+    ", ".join(LEVELS), metavar="LEVEL", parse=str.lower, choices=LEVELS, unset="PDSERVE_LOG_LEVEL, else info"
+)
 _FORMAT = "PDSERVE_LOG_FORMAT"
 _LEVEL = "PDSERVE_LOG_LEVEL"
 _STDERR = 2
@@ -35,13 +40,6 @@ _TEXT_LINE = re.compile(
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _early_warnings: list[str] = []  # found before ``setup_logging``
 _process_fields: dict[str, str] = {}  # JSON fields of every line of this process
-
-
-def add_log_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    default = chosen_format()
-    parser.add_argument("--log-format", choices=FORMATS, default=default, help="log format (default %(default)s)")
-    levels = f"{', '.join(LEVELS)} (default: PDSERVE_LOG_LEVEL, else info)"
-    parser.add_argument("--log-level", type=str.lower, choices=LEVELS, default="", metavar="LEVEL", help=levels)
 
 
 def chosen_format() -> str:

@@ -4,18 +4,57 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import grpc
+import msgspec
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from node.context import NodeContext
 from node.drain import Drainable
-from pdserve.errors import ConfigError
+from pdserve.flags import declaration
+from pdserve.flags.declaration import Flag
+from pdserve.flags.shared import DAY
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from prefill_node.pooling_service import PoolingService
 from prefill_node.prefill_service import PrefillService
 from prefill_node.prefills import Prefills
+
+
+class PrefillSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that only prefill nodes have, with their flags."""
+
+    lease_seconds: Annotated[
+        float,
+        Flag(
+            "length of a lease: how long blocks are kept for a decode node that does not extend it",
+            metavar="S",
+            above=0,
+            at_most=DAY,
+            group="handoffs",
+        ),
+    ] = 3.0
+    lease_guard: Annotated[
+        float,
+        Flag(
+            "how much longer blocks are kept after a lease, against clock drift",
+            metavar="S",
+            at_least=0,
+            at_most=DAY,
+            group="handoffs",
+        ),
+    ] = 1.0
+    decode_ahead: Annotated[
+        int,
+        Flag(
+            "most tokens to decode after a prompt's first one while the decode node reads the KV and no other prompt "
+            "waits",
+            metavar="N",
+            at_least=0,
+            group="handoffs",
+        ),
+    ] = 3
 
 
 class PrefillRole:
@@ -25,16 +64,8 @@ class PrefillRole:
     uses_connector = True
     hands_off_all = False
 
-    def __init__(self, *, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:
-        if not 0 < lease_seconds < float("inf") or not 0 <= lease_guard < float("inf"):
-            raise ConfigError(
-                f"--lease-seconds {lease_seconds} must be above 0 and --lease-guard {lease_guard} at least 0"
-            )
-        if decode_ahead < 0:
-            raise ConfigError(f"--decode-ahead {decode_ahead} must be at least 0")
-        self._decode_ahead = decode_ahead
-        self._lease_seconds = lease_seconds
-        self._lease_guard = lease_guard
+    def __init__(self, settings: PrefillSettings) -> None:
+        self._settings = settings
         self._prefills: Prefills | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
@@ -42,8 +73,8 @@ class PrefillRole:
             pooling = PoolingService(node, node.config.pooling)
             pb_grpc.add_PoolingNodeServicer_to_server(pooling, server)
             return pooling
-        self._prefills = Prefills(node.engine, self._lease_seconds, self._lease_guard)
-        service = PrefillService(node, self._prefills, self._decode_ahead)
+        self._prefills = Prefills(node.engine, self._settings.lease_seconds, self._settings.lease_guard)
+        service = PrefillService(node, self._prefills, self._settings.decode_ahead)
         pb_grpc.add_PrefillNodeServicer_to_server(service, server)
         return service
 
@@ -69,35 +100,8 @@ class PrefillRole:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("handoffs")
-    group.add_argument(
-        "--lease-seconds",
-        type=float,
-        default=3.0,
-        metavar="S",
-        help="length of a lease: how long blocks are kept for a decode node that does not extend it "
-        "(default %(default)s)",
-    )
-    group.add_argument(
-        "--lease-guard",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="how much longer blocks are kept after a lease, against clock drift (default %(default)s)",
-    )
-    group.add_argument(
-        "--decode-ahead",
-        type=int,
-        default=3,
-        metavar="N",
-        help="most tokens to decode after a prompt's first one while the decode node reads the KV and no other prompt "
-        "waits (default %(default)s)",
-    )
+    declaration.add_flags(parser, PrefillSettings)
 
 
 def make_role(args: argparse.Namespace) -> PrefillRole:
-    return PrefillRole(
-        lease_seconds=args.lease_seconds,
-        lease_guard=args.lease_guard,
-        decode_ahead=args.decode_ahead,
-    )
+    return PrefillRole(declaration.options_from(PrefillSettings, args))

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli.router_url import add_router_url
-from pdserve.config.flags import CommandParser, command_parser, positive_int
 from pdserve.errors import shown
+from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.flags.value_types import positive_int
 
 _MAX_TOKENS = 10_000_000
 

@@ -15,8 +15,8 @@ from cli.chat.interrupts import Interrupts
 from cli.chat.screen import markdown_screen, plain_screen
 from cli.chat.terminal import Chat
 from cli.router_url import add_router_url
-from pdserve.config.flags import CommandParser, command_parser
 from pdserve.errors import ConfigError, shown
+from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.process import run_command
 
 #: Sampling parameters and their types. The router checks the values.

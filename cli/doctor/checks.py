@@ -19,8 +19,9 @@ from cli.variables import describe_unread, unread_variables
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
-from pdserve.config.flag_sources import VARIABLE_PREFIX
-from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import NodeOptions
+from pdserve.flags.sources import VARIABLE_PREFIX
 from pdserve.rpc.address import probe_port
 from pdserve.rpc.tls import PeerTls
 from pdserve.transports import Connected

@@ -21,18 +21,20 @@ import msgspec
 
 from cli.doctor import checks
 from cli.doctor.findings import Finding, Level, fail, ok, run_check, warn
-from node.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
+from node.frontend_flags import FrontendOptions
 from pdserve import __version__
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
-from pdserve.config.flags import add_node_flags, command_parser, options_from
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import PdserveError
+from pdserve.flags.declaration import add_flags, options_from
+from pdserve.flags.parser import command_parser
 from pdserve.model.generation_defaults import load_generation_defaults
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("pdserve doctor", "Check whether a node with these flags would start on this machine.")
     add_node_flags(parser)
-    add_frontend_flags(parser)
+    add_flags(parser, FrontendOptions)
     add_host_flags(parser)
     group = parser.add_argument_group("handoff")
     group.add_argument(
@@ -69,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    options, frontend = options_from(args), frontend_options_from(args)
+    options, frontend = node_options_from(args), options_from(FrontendOptions, args)
     local = local_ranks_from(args, options.num_ranks)
     findings = []
     for finding in _findings(options, frontend, len(local.ranks), args.prefill, args.require_transport, parser):

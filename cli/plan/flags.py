@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pdserve.config.flags import CommandParser, command_parser, positive_int
-from pdserve.config.node_config import KV_CACHE_DTYPES
+from pdserve.config.node_options import KV_CACHE_DTYPES
+from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.flags.value_types import positive_int
 
 
 def make_parser() -> CommandParser:

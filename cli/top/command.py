@@ -20,8 +20,8 @@ from rich.text import Text
 
 from cli.router_url import add_router_url, base_url, connection_errors, key_headers, wants_key
 from cli.top.screen import screen
-from pdserve.config.flags import CommandParser, command_parser
 from pdserve.errors import ConfigError, NodeError
+from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.process import run_command
 from router.dashboard.live import STATE_PATH, LiveHistory, LiveReport
 

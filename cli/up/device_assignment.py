@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.config.node_config import GPU_MEMORY_UTILIZATION, NodeOptions
+from pdserve.config.node_options import GPU_MEMORY_UTILIZATION, NodeOptions
 from pdserve.errors import ConfigError
 
 

@@ -12,8 +12,10 @@ import msgspec
 from decode_node.decode_role import add_flags as add_decode_flags
 from elastic_node.elastic_role import add_flags as add_elastic_flags
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config.flags import CommandParser, add_node_flags, command_parser, positive_int
+from pdserve.config.node_options import add_node_flags
 from pdserve.errors import ConfigError
+from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.flags.value_types import positive_int
 from prefill_node.prefill_role import add_flags as add_prefill_flags
 from router.options import RouterOptions, add_router_flags, router_options_from
 

@@ -18,8 +18,8 @@ from cli.up.flags import role_words
 from cli.up.restarts import Restarts
 from cli.up.supervisor import Child, Supervisor
 from pdserve.config.device import find_gpus, node_devices
-from pdserve.config.flags import node_flags_of, options_from
-from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import NodeOptions, node_options_from, node_words
 from pdserve.config.resolve import resolve
 
 LOCAL = "127.0.0.1"  # nodes listen here
@@ -36,7 +36,7 @@ class FleetPlan(NamedTuple):
     @classmethod
     def of(cls, args: argparse.Namespace) -> FleetPlan:
         """Raises ConfigError or CapacityError if some node could not run with these flags."""
-        options, gpus = options_from(args), len(find_gpus())
+        options, gpus = node_options_from(args), len(find_gpus())
         prefill = [with_parallel_sizes(options, args.prefill_pp, args.prefill_tp)] * (args.prefill or 1)
         decode = [with_parallel_sizes(options, args.decode_pp, args.decode_tp)] * (args.decode or 1)
         elastic = [options] * (args.nodes or num_elastic(options, gpus)) if args.elastic else []
@@ -149,7 +149,7 @@ def _members(role: str, nodes: list[NodeOptions], args: argparse.Namespace) -> l
     name = "node" if role == "elastic" else role
     names = [name] if len(nodes) == 1 else [f"{name}-{index}" for index in range(len(nodes))]
     return [
-        Member(name, f"{role}_node", [*node_flags_of(options), *flags], _device(options), gpus_of(options))
+        Member(name, f"{role}_node", [*node_words(options), *flags], _device(options), gpus_of(options))
         for name, options in zip(names, nodes, strict=True)
     ]
 

@@ -20,7 +20,8 @@ from engine.executor.rendezvous import connect_leader, join, make_hello
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
 from pdserve.config.multi_host import LocalRanks
-from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import RankPosition
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError, NodeError

@@ -6,7 +6,8 @@ import ctypes
 import os
 from importlib.util import find_spec
 
-from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.node_options import NodeOptions
 from pdserve.errors import CapacityError, ConfigError
 
 #: Packages that no node with a model can do without; the distribution pdserve-router (deploy/router) lacks them.

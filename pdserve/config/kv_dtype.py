@@ -9,7 +9,8 @@ import msgspec
 
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.node_options import NodeOptions
 from pdserve.errors import ConfigError, shown
 from pdserve.kv import FP8_E4M3, UNSCALED, KVScales
 from pdserve.model.model_config import ModelConfig

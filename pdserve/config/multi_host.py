@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from pdserve.config.flags import positive_int
 from pdserve.errors import ConfigError
+from pdserve.flags.value_types import natural, positive_int
 from pdserve.rpc.address import split_address
 
 
@@ -27,8 +27,8 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
         "ranks on several hosts", "Start the same command on each host; the host with rank 0 serves requests."
     )
     group.add_argument("--leader", metavar="HOST:PORT", help="where rank 0 listens for the ranks of other hosts")
-    group.add_argument("--rank", type=_number, metavar="R", help="run this one rank on this host")
-    group.add_argument("--node-rank", type=_number, metavar="K", help="run group K of the ranks on this host, from 0")
+    group.add_argument("--rank", type=natural, metavar="R", help="run this one rank on this host")
+    group.add_argument("--node-rank", type=natural, metavar="K", help="run group K of the ranks on this host, from 0")
     group.add_argument("--local-ranks", type=positive_int, metavar="G", help="ranks in each such group")
 
 
@@ -52,9 +52,3 @@ def local_ranks_from(args: argparse.Namespace, num_ranks: int) -> LocalRanks:
             f"rank {ranks.stop - 1} does not exist: this node has pp × tp = {num_ranks} ranks, numbered from 0"
         )
     return LocalRanks(ranks, leader if len(ranks) < num_ranks else "")
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)

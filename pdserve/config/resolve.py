@@ -23,7 +23,8 @@ from pdserve.config.attention_backends import (
 )
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions, check_options
 from pdserve.config.parallel import (
     ParallelConfig,
     choose_parallel_config,

@@ -10,8 +10,6 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.records import ScheduledSequence
 
-ENGINES = ("device", "simulated")
-
 KV_TOKENS = 800_000  # default size of the KV cache in tokens: that of an 8B model on an H200
 
 

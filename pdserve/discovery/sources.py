@@ -16,6 +16,8 @@ from pathlib import Path
 from pdserve.discovery.polling import dns_addresses, file_addresses
 from pdserve.errors import ConfigError
 
+ADDRESS_FORMS = "host:port, dns://name:port, k8s://namespace/service:port or file:///path"
+
 _ADDRESS = re.compile(r"[^\s/]+:\d{1,5}")
 _DNS = re.compile(r"dns://(?P<name>[^\s/:]+):(?P<port>\d{1,5})")
 _KUBERNETES = re.compile(r"k8s://(?P<namespace>[a-z0-9-]+)/(?P<service>[a-z0-9.-]+):(?P<port>[a-z0-9-]{1,15})")
@@ -50,13 +52,15 @@ def check_source(text: str) -> str:
     return text if any(pattern.fullmatch(text) for pattern in (_DNS, _KUBERNETES, _FILE)) else check_address(text)
 
 
+def check_sources(text: str) -> tuple[str, ...]:
+    """Return the sources of a text with commas. Raises ConfigError if one is malformed."""
+    return tuple(check_source(each) for each in text.split(","))
+
+
 def check_address(text: str) -> str:
     """Return the address. Raises ConfigError if it is malformed."""
     if not _ADDRESS.fullmatch(text):
-        raise ConfigError(
-            f"{text!r} is not an address; "
-            "write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
-        )
+        raise ConfigError(f"{text!r} is not an address; write {ADDRESS_FORMS}")
     return text
 
 

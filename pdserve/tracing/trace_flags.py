@@ -5,29 +5,10 @@ from __future__ import annotations
 import argparse
 from urllib.parse import urlsplit
 
+from pdserve.flags.declaration import Flag
 from pdserve.tracing.spans import NO_TRACER, Tracer
 
 _PATH = "/v1/traces"  # of OTLP over HTTP
-
-
-def add_trace_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    parser.add_argument(
-        "--traces",
-        type=collector_url,
-        default="",
-        metavar="URL",
-        help="send request traces to this OpenTelemetry collector as OTLP over HTTP, e.g. http://collector:4318",
-    )
-
-
-def add_trace_sample_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trace-sample",
-        type=share,
-        default=1.0,
-        metavar="SHARE",
-        help="share of requests without a traceparent header to trace, 0 … 1 (default 1)",
-    )
 
 
 def make_tracer(url: str, role: str, instance: str, share: float = 1.0) -> Tracer:
@@ -53,11 +34,11 @@ def collector_url(text: str) -> str:
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{_PATH}"
 
 
-def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share; use a number from 0 to 1")
-    return value
+TRACES = Flag(
+    "send request traces to this OpenTelemetry collector as OTLP over HTTP, e.g. http://collector:4318",
+    metavar="URL",
+    parse=collector_url,
+)
+TRACE_SAMPLE = Flag(
+    "share of requests without a traceparent header to trace, 0 … 1", metavar="SHARE", at_least=0, at_most=1
+)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.up.device_assignment import assign_devices, gpus_of, num_elastic, with_parallel_sizes
-from pdserve.config.node_config import NodeOptions
+from pdserve.config.node_options import NodeOptions
 from pdserve.errors import ConfigError
 
 ONE = NodeOptions(model="m")

@@ -10,17 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.up.flags import make_parser
-from pdserve.config.flag_meanings import MEANINGS, OF_ROUTERS, REASONS
-from pdserve.config.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
-from pdserve.config.node_config import NodeOptions
+from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from, node_words
 from pdserve.errors import ConfigError
+from pdserve.flags.meanings import MEANINGS, OF_ROUTERS, REASONS
+from pdserve.flags.parser import CommandParser
+from pdserve.flags.value_types import parse_size
 from prefill_node.__main__ import make_parser as make_prefill_parser
 
 
 def parse(argv: list[str]) -> NodeOptions:
     parser = CommandParser()
     add_node_flags(parser)
-    return options_from(parser.parse_args(argv))
+    return node_options_from(parser.parse_args(argv))
 
 
 def test_flags_of_vllm_are_understood() -> None:
@@ -97,7 +98,7 @@ def test_flag_defaults_equal_option_defaults() -> None:
     )
 )
 def test_options_survive_the_command_line(options: NodeOptions) -> None:
-    assert parse(node_flags_of(options)) == options
+    assert parse(node_words(options)) == options
 
 
 @pytest.mark.parametrize(

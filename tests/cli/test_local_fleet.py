@@ -15,8 +15,8 @@ from cli.up.local_fleet import FleetPlan, LocalFleet
 from cli.up.restarts import STABLE, Restarts
 from cli.up.supervisor import Child, Supervisor
 from cli.up.welcome import node_table, sampling_line
-from pdserve.config.flags import CommandParser
 from pdserve.config.node_config import DeviceInfo
+from pdserve.flags.parser import CommandParser
 from router.options import RouterOptions, add_router_flags, router_options_from
 
 GIB = 1 << 30

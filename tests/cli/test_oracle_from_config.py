@@ -13,7 +13,8 @@ from any_models import small_config
 
 from cli.explain import as_text
 from pdserve.config.attention_backends import Platform
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

@@ -14,7 +14,8 @@ from cli.explain import as_text, describe
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import ATTENTION_BACKENDS, find_platform
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import num_parameters
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

@@ -6,8 +6,10 @@ from argparse import ArgumentTypeError
 
 import pytest
 
+from pdserve.errors import ConfigError
 from pdserve.tracing.spans import NO_SPAN, SpanKind
-from pdserve.tracing.trace_flags import collector_url, make_tracer, share
+from pdserve.tracing.trace_flags import collector_url, make_tracer
+from router.options import parse_options
 
 CONTEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "vendor=it"
 
@@ -34,10 +36,11 @@ def test_invalid_collector_url_is_refused(given: str) -> None:
 
 
 def test_sample_share_is_between_0_and_1() -> None:
-    assert [share(text) for text in ("0", "0.01", "1")] == [0.0, 0.01, 1.0]
+    for text in ("0", "0.01", "1"):
+        assert parse_options(["a/model", "--trace-sample", text]).trace_sample == float(text)
     for wrong in ("1.5", "-1", "nan", "some"):
-        with pytest.raises(ArgumentTypeError, match="number from 0 to 1"):
-            share(wrong)
+        with pytest.raises(ConfigError, match=r"must be at (least 0|most 1)|is not a number"):
+            parse_options(["a/model", "--trace-sample", wrong])
 
 
 def test_process_without_traces_forwards_span_contexts() -> None:

@@ -16,10 +16,11 @@ from decode_node.decode_role import make_role as make_decode
 from elastic_node.elastic_role import add_flags as add_elastic_flags
 from elastic_node.elastic_role import make_role as make_elastic
 from node.command import role_parser
-from node.frontend_flags import frontend_options_from
-from pdserve.config.flags import options_from
+from node.frontend_flags import FrontendOptions
 from pdserve.config.multi_host import local_ranks_from
+from pdserve.config.node_options import node_options_from
 from pdserve.discovery.sources import check_source
+from pdserve.flags.declaration import options_from
 from prefill_node.prefill_role import add_flags as add_prefill_flags
 from prefill_node.prefill_role import make_role as make_prefill
 from router.options import parse_options
@@ -55,7 +56,7 @@ def check_flags(pod: Pod) -> None:
     if command == "router":
         parse_options(words)
     elif command == "up":
-        options_from(make_up_parser().parse_args(words))
+        node_options_from(make_up_parser().parse_args(words))
     else:
         add, make = {
             "prefill": (add_prefill_flags, make_prefill),
@@ -65,9 +66,9 @@ def check_flags(pod: Pod) -> None:
         parser = role_parser(f"pdserve {command}", "")
         add(parser)
         args = parser.parse_args(words)
-        options = options_from(args)
+        options = node_options_from(args)
         make(args)
-        frontend_options_from(args).address(1)
+        options_from(FrontendOptions, args).address(1)
         assert local_ranks_from(args, options.num_ranks).has_leader is not pod.role.endswith("-ranks")
 
 
@@ -79,7 +80,7 @@ def test_programs_parse_the_flags_of_manifests(overlay: str) -> None:
         for container in pod.spec.get("initContainers", ()):
             command, *words = container["args"]
             assert command == "doctor"
-            options_from(make_parser().parse_args(words))
+            node_options_from(make_parser().parse_args(words))
             assert container["image"] == pod.container["image"]
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 import runner
 from pdserve.config.attention_backends import Platform
 from pdserve.config.compatibility import differences
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, ConfigError
 from pdserve.kv import UNSCALED, KVScales

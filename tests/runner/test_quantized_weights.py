@@ -18,7 +18,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import runner
 from pdserve.checkpoint.weight_digests import checkpoint_digests, fold_digests
-from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, ConfigError

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import runner
-from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError
 from pdserve.model.model_config import load_model_config

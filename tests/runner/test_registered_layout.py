@@ -15,7 +15,8 @@ from torch import Tensor
 
 import runner
 from pdserve.config.attention_backends import Platform
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare

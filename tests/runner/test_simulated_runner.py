@@ -15,7 +15,7 @@ from stepper import Stepper
 import runner
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import node_devices
-from pdserve.config.node_config import NodeOptions
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan

@@ -16,7 +16,8 @@ from stepper import Stepper
 from torch import Tensor
 
 import runner
-from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import choose_parallel_config, num_parameters, weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.model.model_config import load_model_config

@@ -13,7 +13,7 @@ import sys
 from array import array
 
 sys.modules["triton"] = sys.modules["transformers"] = None  # importing them fails
-from pdserve.config.node_config import NodeOptions
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.device import detect_device
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan

@@ -1,0 +1,324 @@
+"""The options of a node as the user sets them, each with its flag.
+
+A new flag is a field of ``NodeOptions``; pdserve/flags/declaration.py makes the rest of it. Commands with these flags:
+``pdserve up``, ``prefill``, ``decode``, ``serve``, ``doctor`` and ``explain``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection
+from typing import Annotated
+
+import msgspec
+
+from pdserve.config.attention_backends import ATTENTION_BACKENDS
+from pdserve.config.simulated_costs import SimulatedCosts
+from pdserve.discovery.sources import ADDRESS_FORMS, check_sources
+from pdserve.errors import ConfigError
+from pdserve.flags import declaration
+from pdserve.flags.declaration import Flag
+from pdserve.flags.shared import GRPC_TLS
+from pdserve.flags.value_types import natural, number, parse_size, positive_int, words
+from pdserve.kv import FP8_E4M3
+from pdserve.model.model_config import MODEL_IMPLS
+from pdserve.model.pooling import TASKS
+from pdserve.request_cost import AUTO_ITL_STEPS
+from pdserve.rpc.timeouts import DEFAULT_TIMING
+
+KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are the same
+GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
+    return text
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(positive_int(each) for each in text.split(","))
+
+
+def _itl_target(text: str) -> float | None:
+    return None if text == "auto" else number(text)
+
+
+class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``resolve`` decides ``None`` and "auto"."""
+
+    model: str  # directory or hub id
+    served_model_name: Annotated[
+        str | None, Flag("model name in the API", metavar="NAME", unset="the name of MODEL", group="model")
+    ] = None
+    device: Annotated[str, Flag("auto, cpu, cuda or cuda:N", metavar="DEVICE", parse=_device, group="model")] = "auto"
+    dtype: Annotated[
+        str,
+        Flag(
+            "auto (the checkpoint's), float32, bfloat16 or float16",
+            metavar="DTYPE",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            group="model",
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        str,
+        Flag(
+            "auto (the checkpoint's weights) or dummy (random weights: config.json suffices)",
+            metavar="FORMAT",
+            choices=("auto", "dummy"),
+            group="model",
+        ),
+    ] = "auto"
+    load_from: Annotated[
+        str,
+        Flag(
+            "disk; auto: from the memory of a peer, or else the disk; peer: the same, but wait for a peer. With auto "
+            "and peer this node offers its weights, too",
+            metavar="WHERE",
+            choices=("disk", "auto", "peer"),
+            group="model",
+        ),
+    ] = "disk"
+    weight_peers: Annotated[
+        tuple[str, ...],
+        Flag(f"nodes to ask for weights: {ADDRESS_FORMS}", metavar="SOURCE,…", parse=check_sources, group="model"),
+    ] = ()
+    model_impl: Annotated[
+        str,
+        Flag(
+            "auto (native for families that have it), native, or transformers: the library's layers, on runner V1",
+            metavar="IMPL",
+            choices=MODEL_IMPLS,
+            group="model",
+        ),
+    ] = "auto"
+    task: Annotated[
+        str,
+        Flag(
+            "auto (by the checkpoint), generate, or on prefill nodes embed or classify: vectors of prompts",
+            metavar="TASK",
+            choices=TASKS,
+            group="model",
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Flag("tokens of prompt and output", metavar="N", at_least=1, unset="the model's maximum", group="model"),
+    ] = None
+    attention_backend: Annotated[str, Flag(f"auto, {', '.join(ATTENTION_BACKENDS)}", metavar="NAME", group="model")] = (
+        "auto"
+    )
+    cuda_graphs: Annotated[
+        str,
+        Flag(
+            "capture decode steps: auto (with the V2 runner on a GPU), on or off",
+            metavar="WHEN",
+            choices=("auto", "on", "off"),
+            shorthand=("--enforce-eager", "off"),
+            group="model",
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        Flag("CPU threads of torch", metavar="N", at_least=1, unset="all cores; up divides them", group="model"),
+    ] = None
+
+    engine: Annotated[
+        str,
+        Flag(
+            "device, or simulated: no model, meaningless tokens, timing by a cost model",
+            metavar="KIND",
+            choices=("device", "simulated"),
+            group="simulated nodes",
+        ),
+    ] = "device"
+    sim_costs: Annotated[
+        tuple[str, ...],
+        Flag(
+            f"costs in seconds that replace {SimulatedCosts()}",
+            metavar="NAME=S,…",
+            parse=words,
+            group="simulated nodes",
+        ),
+    ] = ()
+    sim_speed: Annotated[float, Flag("divides all costs; inf: no delay", metavar="F", group="simulated nodes")] = 1.0
+    sim_crash_token: Annotated[
+        int | None,
+        Flag("a step with this token ends the engine, for tests", metavar="ID", parse=natural, group="simulated nodes"),
+    ] = None
+
+    pp: Annotated[
+        int, Flag("pipeline stages", metavar="N", at_least=1, alias="--pipeline-parallel-size", group="ranks")
+    ] = 1
+    tp: Annotated[
+        int, Flag("tensor shards per stage", metavar="M", at_least=1, alias="--tensor-parallel-size", group="ranks")
+    ] = 1
+    ep: Annotated[
+        int,
+        Flag(
+            "the value of --tp: each shard holds whole experts, not a slice of every expert",
+            metavar="M",
+            at_least=1,
+            alias="--expert-parallel-size",
+            group="ranks",
+        ),
+    ] = 1
+    stage_layers: Annotated[
+        tuple[int, ...] | None,
+        Flag("layers of each stage", metavar="N,N,…", parse=_layers, unset="split evenly", group="ranks"),
+    ] = None
+
+    block_size: Annotated[int, Flag("tokens per block", metavar="N", at_least=1, group="KV cache")] = 16
+    kernel_block_size: Annotated[
+        int | None,
+        Flag("tokens per kernel page", metavar="N", at_least=1, unset="the largest supported", group="KV cache"),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        Flag(
+            "auto (the model's), or fp8_e4m3 (alias fp8): half the memory and bytes to send, with the scales of the "
+            "checkpoint or 1.0; the same on all nodes",
+            metavar="DTYPE",
+            choices=KV_CACHE_DTYPES,
+            group="KV cache",
+        ),
+    ] = "auto"
+    kv_cache_memory: Annotated[
+        int | None,
+        Flag(
+            "bytes, or a number with K, M, G, KiB, MiB, GiB",
+            metavar="SIZE",
+            parse=parse_size,
+            at_least=1,
+            group="KV cache",
+        ),
+    ] = None
+    kv_checksum: Annotated[
+        str | None,
+        Flag(
+            "compare KV read from a peer with the prefill node's digests; the same on all nodes",
+            metavar="on|off",
+            choices=("on", "off"),
+            unset="on",
+            group="KV cache",
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Flag(
+            "share of each GPU's memory for a node",
+            metavar="F",
+            above=0,
+            at_most=1,
+            unset=f"{GPU_MEMORY_UTILIZATION}; up divides it among the nodes of a GPU",
+            group="KV cache",
+        ),
+    ] = None
+
+    max_num_seqs: Annotated[
+        int, Flag("sequences that decode at the same time", metavar="N", at_least=1, group="limits")
+    ] = 256
+    max_batch_tokens: Annotated[
+        int | None,
+        Flag(
+            "tokens per step",
+            metavar="N",
+            at_least=1,
+            unset="2048 on a CPU, 8192 on a GPU; 512 and 2048 with --pp",
+            alias="--max-num-batched-tokens",
+            group="limits",
+        ),
+    ] = None
+    itl_target: Annotated[
+        float | None,
+        Flag(
+            "gap between tokens of a sequence that prompts computed on the same node keep, in ms; 0: any",
+            metavar="MS",
+            parse=_itl_target,
+            at_least=0,
+            at_most=60_000,
+            unset=f"auto, {AUTO_ITL_STEPS:g} times the measured decode step of one sequence",
+            group="limits",
+        ),
+    ] = None
+    max_waiting: Annotated[
+        int, Flag("queued requests; further requests are refused", metavar="N", at_least=0, group="limits")
+    ] = 1024
+    peer_timeout: Annotated[
+        float,
+        Flag("seconds without a sign of life until a node or engine counts as dead", metavar="S", group="limits"),
+    ] = DEFAULT_TIMING.timeout
+    grpc_tls: Annotated[str | None, GRPC_TLS] = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.tp
+
+    @property
+    def memory_share(self) -> float:
+        """Share of each GPU's memory that this node may use."""
+        return self.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+
+    @property
+    def simulated(self) -> bool:
+        return self.engine == "simulated"
+
+    @property
+    def reads_weights(self) -> bool:
+        return not self.simulated and self.load_format != "dummy"
+
+
+def add_node_flags(
+    parser: argparse.ArgumentParser, model_default: str | None = None, without: Collection[str] = ()
+) -> None:
+    """Add MODEL and the flags of NodeOptions but ``without``. MODEL is required without ``model_default``."""
+    model_help = "checkpoint directory or hub id" + (" (default: the embedded model)" if model_default else "")
+    parser.add_argument(
+        "model", metavar="MODEL", help=model_help, nargs="?" if model_default else None, default=model_default
+    )
+    declaration.add_flags(parser, NodeOptions, without)
+
+
+def node_options_from(args: argparse.Namespace) -> NodeOptions:
+    return declaration.options_from(NodeOptions, args, model=args.model)
+
+
+def node_words(options: NodeOptions) -> list[str]:
+    """Return the command line of ``options``: MODEL and every flag that differs from its default."""
+    return [options.model, *declaration.words_of(options)]
+
+
+def check_options(options: NodeOptions) -> None:
+    """Raise ConfigError for options that are invalid for every checkpoint and device."""
+    declaration.check_ranges(options)
+    if options.load_from != "disk" and not options.reads_weights:
+        raise ConfigError(f"load_from {options.load_from}: this node has no weights of a checkpoint; leave it at disk")
+    if options.load_from == "peer" and not options.weight_peers:
+        raise ConfigError("load_from peer needs weight_peers, the nodes to ask; or choose auto")
+    if options.max_batch_tokens is not None and options.max_batch_tokens < options.max_num_seqs:
+        raise ConfigError(
+            f"max_batch_tokens {options.max_batch_tokens} is less than max_num_seqs {options.max_num_seqs}: "
+            "each running sequence needs one token per step; raise the former or lower the latter"
+        )
+    if options.simulated:
+        _check_simulated(options)
+    elif options.sim_costs or options.sim_speed != 1.0 or options.sim_crash_token is not None:
+        names = "sim_costs, sim_speed and sim_crash_token"
+        raise ConfigError(f"{names} need a simulated node; add --engine simulated or remove them")
+
+
+def _check_simulated(options: NodeOptions) -> None:
+    """Refuse options of devices and ranks, which a simulated node does not have."""
+    for name, allowed in (
+        ("device", ("auto", "cpu")),
+        ("attention_backend", ("auto",)),
+        ("cuda_graphs", ("auto", "off")),
+        ("pp", (1,)),
+        ("tp", (1,)),
+        ("ep", (1,)),
+        ("kv_checksum", (None, "off")),
+    ):
+        if getattr(options, name) not in allowed:
+            raise ConfigError(f"{name} {getattr(options, name)} is not possible for a simulated node; use {allowed[0]}")

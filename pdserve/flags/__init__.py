@@ -1,0 +1,1 @@
+"""Flags of all commands: their parser, their types, and options that declare their own flags."""
