@@ -14,9 +14,9 @@ import grpc
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import SamplingParams
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
+from pdserve.sampling_params import SamplingParams
 
 
 class DecodeClient:

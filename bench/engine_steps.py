@@ -36,8 +36,9 @@ from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.ipc.messages import Mode, RankPlacement, Refused, Submit, Totals
-from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
+from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.request_cost import HANDOFF_SECONDS
+from pdserve.sampling_params import SamplingParams
 
 PROMPT = 64  # prompt tokens of the decode runs
 LONG_BATCH = 8  # largest batch for decode runs with long prompts

@@ -26,9 +26,10 @@ from pdserve.ipc.messages import (
     Submit,
 )
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import TOKEN_BYTES, FinishReason, Sample, SamplingParams, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, FinishReason, Sample, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb, sampling_to_pb
+from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import Span
 
 _LOGPROBS_BYTES = 512 << 10  # of a prompt's log-probabilities in an output

@@ -9,7 +9,8 @@ from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.grammar import Grammar, Matcher
 from pdserve.hashing import BlockHashes
 from pdserve.ipc.messages import Mode
-from pdserve.records import TOKEN_BYTES, NewSequence, SamplingParams, ScheduledSequence
+from pdserve.records import TOKEN_BYTES, NewSequence, ScheduledSequence
+from pdserve.sampling_params import SamplingParams
 
 
 @dataclass(slots=True, eq=False)

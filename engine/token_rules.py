@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from pdserve.grammar import without
-from pdserve.records import SamplingParams, TokenMask
+from pdserve.records import TokenMask
+from pdserve.sampling_params import SamplingParams
 
 _UNBEGUN, _ENDED = -1, -2
 _REST_OF_CHARACTER = 3  # tokens of a byte each

@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from pdserve.kv import KVLayout, KVShare
+from pdserve.sampling_params import SamplingParams
 from pdserve.transports import Connected
 
 TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
@@ -19,78 +20,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-
-
-MAX_PROMPT_LOGPROBS = 20
-
-
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Parameters for sampling. The router has filled in all defaults.
-
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``seed`` keys the noise together with the choice
-    index, the position and the token id, so a request samples the same tokens whatever else is in the batch.
-    ``logprobs`` is the number of alternatives to report per token: -1 reports nothing, 0 the sampled token only.
-    ``prompt_logprobs`` is the same for the prompt's tokens, at most MAX_PROMPT_LOGPROBS. ``grammar`` constrains the
-    whole output, in llguidance's serialized form; empty is none. The position in it follows from the output tokens so
-    far, so another node can continue a choice without further state.
-
-    ``allowed_token_ids``, if any, excludes all other tokens. ``bad_words`` are sequences of token ids that the output
-    never contains. ``logprob_token_ids``, if any, are reported in place of the ``logprobs`` best tokens. With
-    ``thinking_end_ids``, reasoning ends with these ids after at most ``thinking_token_budget`` tokens; it begins after
-    ``thinking_start_ids`` in the output, or with the output where there are none.
-    """
-
-    max_tokens: int
-    n: int = 1
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int = -1
-    grammar: str = ""
-    prompt_logprobs: int = -1
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    logprob_token_ids: tuple[int, ...] = ()
-    thinking_token_budget: int = 0
-    thinking_start_ids: tuple[int, ...] = ()
-    thinking_end_ids: tuple[int, ...] = ()
-
-    @property
-    def has_token_rules(self) -> bool:
-        """Whether it restricts tokens other than by a grammar (engine/token_rules.py)."""
-        return bool(self.allowed_token_ids or self.bad_words or self.thinking_end_ids)
-
-    @property
-    def masked(self) -> bool:
-        """Whether every step has a mask of its allowed tokens."""
-        return bool(self.grammar) or self.has_token_rules
-
-    @property
-    def num_alternatives(self) -> int:
-        """Tokens to report per output token beside the sampled one; -1 reports nothing."""
-        return len(self.logprob_token_ids) if self.logprob_token_ids and self.logprobs >= 0 else self.logprobs
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def has_penalty(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @property
-    def truncates(self) -> bool:
-        """Whether it excludes tokens before sampling."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -17,9 +17,10 @@ from pdserve.ipc.messages import Cancel, Mode, Pooled, Prefilled, Refused, Submi
 from pdserve.model.pooling import EMBED, MEAN, PoolingConfig
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
+from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import abort
 from pdserve.rpc.message_limits import ANSWER_LIMIT
+from pdserve.sampling_params import SamplingParams
 
 _ONE_STEP = SamplingParams(max_tokens=1, temperature=0.0)  # the token means nothing
 _VALUE_BYTES = 4  # of float32

@@ -31,9 +31,10 @@ from pdserve.ipc.messages import (
     Submit,
 )
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
+from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb
+from pdserve.sampling_params import SamplingParams
 from prefill_node.leases import Lease, LeaseId, LeaseState, LeaseTable
 from prefill_node.prefill_trace import PrefillTrace
 

@@ -28,12 +28,12 @@ from pdserve.records import (
     NewSequence,
     PromptLogprobs,
     Sample,
-    SamplingParams,
     ScheduledSequence,
     StepOutput,
     StepPlan,
     TokenLogprobs,
 )
+from pdserve.sampling_params import SamplingParams
 from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets

@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
-from pdserve.records import (
-    TOKEN_BYTES,
-    DigestOrder,
-    NewSequence,
-    SamplingParams,
-    ScheduledSequence,
-    StepPlan,
-    TokenMask,
-)
+from pdserve.records import TOKEN_BYTES, DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.sampling_params import SamplingParams
 
 #: Prompt tokens in steps that are too large for a graph. Each is less than twice the one before: the tiles of experts
 #: double with their tokens, and each size is compiled.

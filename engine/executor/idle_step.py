@@ -7,7 +7,8 @@ from time import perf_counter
 
 from engine.executor.rank import Ranks
 from engine.executor.step_pipeline import StepPipeline
-from pdserve.records import NO_STEP, TOKEN_BYTES, NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NO_STEP, TOKEN_BYTES, NewSequence, ScheduledSequence, StepPlan
+from pdserve.sampling_params import SamplingParams
 
 _STEPS = 16
 _SECONDS = 0.25  # on slow devices fewer steps are enough

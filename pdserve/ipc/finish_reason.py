@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pdserve.records import FinishReason, SamplingParams
+from pdserve.records import FinishReason
+from pdserve.sampling_params import SamplingParams
 
 
 def finish_reason(

@@ -45,10 +45,10 @@ from pdserve.records import (
     RankKV,
     ReadResult,
     Sample,
-    SamplingParams,
     TokenLogprobs,
 )
 from pdserve.request_cost import Throughput
+from pdserve.sampling_params import SamplingParams
 from pdserve.transports import Connected
 from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import RankWeights, WeightPeer

@@ -12,18 +12,10 @@ from typing import Any
 import msgspec
 
 from pdserve.model.config_fields import ConfigFields
+from pdserve.ranges import Range, ranges_of
+from pdserve.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
-_RANGES = {  # those of requests
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 100.0),
-    "max_new_tokens": (1, 2**31 - 1),
-    "max_length": (1, 2**31 - 1),
-}
-_WHOLE = ("top_k", "max_new_tokens", "max_length")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,6 +42,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
         return ", ".join(f"{name} {value:g}" for name, value in given if value != getattr(unset, name)) or "none"
 
 
+#: Sampling parameters for which a model may have a default.
+RECOMMENDED = tuple(name for name in GenerationDefaults.__struct_fields__ if name in SamplingParams.__struct_fields__)
+_LEAST = 1e-6  # in place of 0 where that is excluded
+_TOKENS = Range(1, 2**31 - 1)
+_WHOLE = ("top_k", "max_new_tokens", "max_length")
+
+
 def load_generation_defaults(model_dir: Path) -> GenerationDefaults:
     """Read the file, if there is one. Raises CheckpointError for a value that no request may have."""
     path = model_dir / _FILE
@@ -57,11 +56,12 @@ def load_generation_defaults(model_dir: Path) -> GenerationDefaults:
         return GenerationDefaults()
     fields = ConfigFields(path)
     found: dict[str, Any] = {}
-    for name, (least, most) in _RANGES.items():
+    for name in GenerationDefaults.__struct_fields__:
         value = fields.get(name)
         if value is None:
             continue
-        fields.check_number(name, value, least, most)
+        allowed = ranges_of(SamplingParams).get(name, _TOKENS)
+        fields.check_number(name, value, _LEAST if allowed.above else allowed.low, allowed.high)
         if name in _WHOLE and value != int(value):
             raise fields.error(f"has {name} = {value:g}; it must be a whole number")
         found[name] = int(value) if name in _WHOLE else float(value)

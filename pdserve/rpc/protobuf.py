@@ -11,18 +11,12 @@ from msgspec.structs import asdict
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, TokenLogprobs
 from pdserve.request_cost import LinearCost, Throughput
+from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 
-_SAMPLING_LISTS = (
-    "stop_token_ids",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "thinking_start_ids",
-    "thinking_end_ids",
-)
 _SAMPLING_SCALARS = tuple(
-    name for name in SamplingParams.__struct_fields__ if name not in (*_SAMPLING_LISTS, "logit_bias", "bad_words")
+    name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, "logit_bias", "bad_words")
 )
 _LAYOUT_FIELDS = ("num_blocks", "block_size", "kernel_block_size", "num_layers", "num_kv_heads", "head_dim", "dtype")
 
@@ -57,7 +51,7 @@ def resumed_outputs(choices: Iterable[pb.ResumedChoice]) -> dict[int, bytes]:
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
     message = pb.SamplingParams(
-        logit_bias=sampling.logit_bias, **{name: getattr(sampling, name) for name in _SAMPLING_LISTS}
+        logit_bias=sampling.logit_bias, **{name: getattr(sampling, name) for name in TOKEN_ID_LISTS}
     )
     for name in _SAMPLING_SCALARS:
         setattr(message, name, getattr(sampling, name))
@@ -68,7 +62,7 @@ def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Convert every field. A missing one is zero, not its default: the router resolves defaults."""
-    lists: dict[str, Any] = {name: tuple(getattr(message, name)) for name in _SAMPLING_LISTS}
+    lists: dict[str, Any] = {name: tuple(getattr(message, name)) for name in TOKEN_ID_LISTS}
     return SamplingParams(
         **{name: getattr(message, name) for name in _SAMPLING_SCALARS},
         **lists,

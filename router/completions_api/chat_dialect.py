@@ -9,7 +9,7 @@ from router.completions_api.request_bodies import ChatBody, parse_chat
 from router.completions_api.response_encoders import ChatEncoder
 from router.completions_api.response_objects import ChatCompletion
 from router.completions_api.response_writers import FullResponse, StreamedResponse, make_encoder
-from router.completions_api.token_params import check_logprobs, named_tokens
+from router.completions_api.token_params import NO_THINKING_BUDGET, check_logprobs, named_tokens
 from router.dialect.dialect import GenerateDialect, Prepared
 from router.dialect.operation import COMPUTES, Operation
 from router.dialect.responses import Response
@@ -67,10 +67,18 @@ async def prepare_chat(
     output = ChatOutput(model, body, prompt)
     grammar = await output.grammar()
     await model.grammars.check(grammar)
-    constraints = {"grammar": grammar.text, **await named_tokens(body, model.encoder)}
+    thinking = NO_THINKING_BUDGET
     if model.parsers.reasoning is not None or not thinking_is_optional:
-        constraints |= output.thinking()
-    job = make_job(prompt, body, limits, constraints=constraints, defaults=model.defaults)
+        thinking = output.thinking()
+    job = make_job(
+        prompt,
+        body,
+        limits,
+        grammar=grammar.text,
+        named=await named_tokens(body, model.encoder),
+        thinking=thinking,
+        defaults=model.defaults,
+    )
     parsing = output.parsing()
     if parsing is None and always_parsed:
         parsing = plain_text_parsing(model.parsers)

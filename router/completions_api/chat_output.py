@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from router.completions_api.request_bodies import ChatBody
-from router.completions_api.token_params import thinking_params
+from router.completions_api.token_params import NO_THINKING_BUDGET, ThinkingParams, thinking_params
 from router.service import ServedModel
 from router.text.chat.messages import join_parts
 from router.text.chat.output_parsing import OutputParsing, select_parsing
@@ -45,11 +44,11 @@ class ChatOutput:
         text = after_reasoning(grammar.text, start, end, opened=self._state.opened)
         return OutputGrammar(text, grammar.field)
 
-    def thinking(self) -> dict[str, Any]:
-        """Return the budget of reasoning as fields of SamplingParams. Raises RequestError."""
+    def thinking(self) -> ThinkingParams:
+        """Return the budget of reasoning. Raises RequestError."""
         model, budget = self._model, self._body.thinking_token_budget
         if budget is None or budget == -1:
-            return {}
+            return NO_THINKING_BUDGET
         return thinking_params(budget, model.tokenizer, self._state if model.parsers.reasoning else None)
 
     def parsing(self) -> OutputParsing | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pdserve.rpc.protobuf import unpack_tokens
 from router.completions_api.jobs import encode_completion, make_job, prepared
 from router.completions_api.request_bodies import CompletionBody, parse_completion
 from router.completions_api.response_encoders import CompletionEncoder
 from router.completions_api.response_objects import Completion
 from router.completions_api.response_writers import FullResponse, StreamedResponse, make_encoder
-from router.completions_api.token_params import check_logprobs, named_tokens, thinking_params
+from router.completions_api.token_params import (
+    NO_THINKING_BUDGET,
+    ThinkingParams,
+    check_logprobs,
+    named_tokens,
+    thinking_params,
+)
 from router.dialect.dialect import GenerateDialect, Prepared
 from router.dialect.operation import COMPUTES, Operation
 from router.dialect.responses import Response
@@ -43,7 +47,7 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
         prompts = await encode_completion(body, model.encoder, limits)
         grammar = await model.grammars.translated(body.structure)
         await model.grammars.check(grammar)
-        constraints = {"grammar": grammar.text, **await named_tokens(body, model.encoder)}
+        named = await named_tokens(body, model.encoder)
         if body.echo:
             prompts = await model.encoder.add_echo(prompts, body.num_logprobs >= 0, body.add_special_tokens)
         jobs = [
@@ -51,7 +55,9 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
                 prompt,
                 body,
                 limits,
-                constraints={**constraints, **_thinking(model, body, prompt)},
+                grammar=grammar.text,
+                named=named,
+                thinking=_thinking(model, body, prompt),
                 defaults=model.defaults,
             )
             for prompt in prompts
@@ -66,11 +72,11 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
         return response(encoder, body, prepared.jobs)
 
 
-def _thinking(model: ServedModel, body: CompletionBody, prompt: Prompt) -> dict[str, Any]:
-    """Return the budget of reasoning as fields of SamplingParams. Raises RequestError."""
+def _thinking(model: ServedModel, body: CompletionBody, prompt: Prompt) -> ThinkingParams:
+    """Return the budget of reasoning. Raises RequestError."""
     budget, state = body.thinking_token_budget, None
     if budget is None or budget == -1:
-        return {}
+        return NO_THINKING_BUDGET
     if model.parsers.reasoning is not None:
         state = model.parsers.state_after(model.tokenizer.decode(unpack_tokens(prompt.last(_MARKER_TOKENS))))
     return thinking_params(budget, model.tokenizer, state)

@@ -1,4 +1,5 @@
 """The fields that completions and chats share."""
+# ruff: noqa: RUF012 - msgspec copies mutable defaults
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pdserve.sampling_params import BodyParams
 from router.text.structured.structured_outputs import OutputGrammar, StructuredOutputs, requested_grammar
 
 #: Fields with a grammar, and what they are called in StructuredOutputs: the older names of vLLM's, and SGLang's.
@@ -27,25 +29,20 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: Annotated[bool | None, Meta(description="Accepted without effect.")] = False
 
 
-class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
-    """Fields of both completions and chats."""
+class GenerateBody(BodyParams, kw_only=True, frozen=True, dict=True):
+    """Fields of both completions and chats, in addition to those of BodyParams."""
 
     model: str | None = None
     max_tokens: int | None = None
-    min_tokens: int = 0
     temperature: Defaulted[float] = None
     top_p: Defaulted[float] = None
     top_k: Defaulted[int] = None
     min_p: Defaulted[float] = None
     seed: int | None = None
     repetition_penalty: Defaulted[float] = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    n: int = 1
     user: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

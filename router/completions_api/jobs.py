@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 from pdserve.errors import RequestError, RequestTooLong, cut, shown
 from pdserve.model.generation_defaults import GenerationDefaults
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import TOKEN_ID_LISTS, BodyParams, SamplingParams
 from router.completions_api.generate_body import GenerateBody
 from router.completions_api.request_bodies import ChatBody, CompletionBody
+from router.completions_api.token_params import NO_NAMED_TOKENS, NO_THINKING_BUDGET, NamedTokens, ThinkingParams
 from router.dialect.dialect import Prepared
 from router.fleet.fleet import ModelLimits
 from router.generation.job import Job
@@ -20,10 +21,11 @@ from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
 from router.text.stop_strings import build_stop_strings
 
-_UNCHANGED = ("n", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty")  # as in SamplingParams
-_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # the model may have a default
+_T = TypeVar("_T")
+
 MAX_REPEATED = 128 * 1024 * 1024  # bytes about its prompts in an answer
 _ID_BYTES, _LOGPROB_BYTES = 8, 64  # about so many in JSON, per token
+_NAMED_IDS = [name for name in TOKEN_ID_LISTS if name in GenerateBody.__struct_fields__]
 _SEED_BITS = 63
 _SEED_RANGE = 2**64  # negative seeds are taken modulo this
 
@@ -75,13 +77,16 @@ def make_job(
     prompt: Prompt,
     body: GenerateBody,
     limits: ModelLimits,
-    constraints: Mapping[str, Any] = {},
+    *,
+    grammar: str = "",
+    named: NamedTokens = NO_NAMED_TOKENS,
+    thinking: ThinkingParams = NO_THINKING_BUDGET,
     defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008 - frozen
 ) -> Job:
-    """Resolve every default; ``constraints`` are further SamplingParams. Raises RequestError beyond limits."""
+    """Resolve every default. Raises RequestError beyond limits."""
     wrong = prompt.first_outside(limits.vocab_size)
     check_vocabulary("prompt", [] if wrong is None else [wrong], limits)
-    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+    for name in _NAMED_IDS:
         check_vocabulary(name, getattr(body, name), limits)
     bias = _logit_bias(body.logit_bias)
     check_vocabulary("logit_bias", list(bias), limits)
@@ -90,24 +95,32 @@ def make_job(
         raise RequestError(
             f"min_tokens {cut(str(body.min_tokens))} exceeds max_tokens {max_tokens}; lower it", "min_tokens"
         )
-    recommended = {name: _first(getattr(body, name), getattr(defaults, name)) for name in _RECOMMENDED}
-    recommended["top_k"] = max(recommended["top_k"], 0)  # -1 also means off
-    fields = {
-        **{name: getattr(body, name) for name in _UNCHANGED},
-        **recommended,
-        "max_tokens": max_tokens,
-        "seed": random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
-        "logit_bias": bias,
-        "stop_token_ids": tuple(body.stop_token_ids),
-        "logprobs": min(body.num_logprobs, limits.vocab_size),
-        "prompt_logprobs": body.most_prompt_logprobs,
-        **constraints,
-    }
-    sampling = SamplingParams(**fields)
+    logprobs = len(named.logprob_token_ids) or min(body.num_logprobs, limits.vocab_size)
+    sampling = SamplingParams(
+        **{name: getattr(body, name) for name in BodyParams.__struct_fields__},
+        max_tokens=max_tokens,
+        temperature=_first(body.temperature, defaults.temperature),
+        top_k=max(_first(body.top_k, defaults.top_k), 0),  # -1 also means off
+        top_p=_first(body.top_p, defaults.top_p),
+        min_p=_first(body.min_p, defaults.min_p),
+        seed=random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=bias,
+        stop_token_ids=tuple(body.stop_token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=body.most_prompt_logprobs,
+        grammar=grammar,
+        allowed_token_ids=named.allowed_token_ids,
+        bad_words=named.bad_words,
+        logprob_token_ids=named.logprob_token_ids,
+        thinking_token_budget=thinking.token_budget,
+        thinking_start_ids=thinking.start_ids,
+        thinking_end_ids=thinking.end_ids,
+    )
     return Job(prompt, sampling, body.output_limit == 0)
 
 
-def _first(given: Any, default: Any) -> Any:
+def _first(given: _T | None, default: _T) -> _T:
     return default if given is None else given
 
 

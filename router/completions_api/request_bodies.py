@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from pdserve.errors import RequestError
-from pdserve.records import MAX_PROMPT_LOGPROBS
+from pdserve.ranges import within
+from pdserve.sampling_params import MAX_CHOICES, MAX_PROMPT_LOGPROBS
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.generate_body import ALL_LOGPROBS, GenerateBody
-from router.completions_api.request_checks import MAX_CHOICES, check_ranges, within
+from router.completions_api.request_checks import check_ranges
 from router.text.chat.messages import join_parts
 from router.text.chat.template import RenderRequest
 from router.text.chat.tools import ToolUse, tool_use

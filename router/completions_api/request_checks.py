@@ -6,11 +6,14 @@ import math
 import re
 
 from pdserve.errors import RequestError, cut, shown
-from pdserve.records import MAX_PROMPT_LOGPROBS
+from pdserve.model.generation_defaults import RECOMMENDED
+from pdserve.ranges import ranges_of, within
+from pdserve.sampling_params import MAX_PROMPT_LOGPROBS, BodyParams, SamplingParams
 from router.completions_api.generate_body import GenerateBody
 
-MAX_CHOICES = 128  # per prompt
 MAX_STOP_STRINGS = 16
+#: Fields with the ranges of SamplingParams; other fields mean more than the parameter, and are checked one by one.
+_AS_DECLARED = [name for name in (*BodyParams.__struct_fields__, *RECOMMENDED) if name in ranges_of(SamplingParams)]
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # nothing that ends a log line or a header
 
 
@@ -27,27 +30,17 @@ def check_ranges(body: GenerateBody) -> None:
             raise RequestError(text, "prompt_logprobs")
     if body.output_limit is not None:  # 0 scores the prompt only
         within(body.limit_field, body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
-    within("min_tokens", body.min_tokens, 0, math.inf)
-    within("temperature", body.temperature or 0.0, 0.0, 2.0)
-    within("top_p", 1.0 if body.top_p is None else body.top_p, 0.0, 1.0, above=True)
-    within("top_k", body.top_k or 0, -1, 2**31 - 1)
-    within("min_p", body.min_p or 0.0, 0.0, 1.0)
+    for name in _AS_DECLARED:
+        value = getattr(body, name)
+        if value is not None:
+            ranges_of(SamplingParams)[name].check(name, value)
     within("seed", body.seed or 0, -(2**63), 2**64 - 1)
-    within(
-        "repetition_penalty",
-        1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        0.0,
-        100.0,
-        above=True,
-    )
-    within("presence_penalty", body.presence_penalty, -2.0, 2.0)
-    within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
     if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens != -1:
         within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
     within("priority", body.priority, -(2**31), 2**31 - 1)
-    within("n", body.n, 1, MAX_CHOICES)
     for token_id, bias in body.logit_bias.items():
-        within(f"logit_bias of token {cut(token_id)}", bias, -100.0, 100.0, param="logit_bias")
+        allowed = ranges_of(SamplingParams)["logit_bias"]
+        within(f"logit_bias of token {cut(token_id)}", bias, allowed.low, allowed.high, param="logit_bias")
     within("number of stop strings", len(body.stops), 0, MAX_STOP_STRINGS, param="stop")
     if "" in body.stops:
         raise RequestError("a stop string is empty; leave it out", "stop")
@@ -66,11 +59,3 @@ def _check_token_rules(body: GenerateBody) -> None:
     within(
         "thinking_token_budget", -1 if body.thinking_token_budget is None else body.thinking_token_budget, -1, math.inf
     )
-
-
-def within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:
-    if (low < value if above else low <= value) and value <= high:
-        return
-    floor = f"above {low:g}" if above else f"at least {low:g}"
-    ceiling = "" if high == math.inf else f" and at most {high:g}"
-    raise RequestError(f"{name} is {cut(str(value))}; it must be {floor}{ceiling}", param or name)

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import msgspec
 
 from pdserve.errors import RequestError, cut
+from pdserve.sampling_params import TokenIds
 from router.completions_api.generate_body import ALL_LOGPROBS, GenerateBody
 from router.text.chat.parsers import ReasoningState
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer import Tokenizer
 
 _MAX_BAD_TOKENS = 8192  # of all bad words of a request
+
+
+class NamedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of tokens that a request names, as SamplingParams has them."""
+
+    allowed_token_ids: TokenIds = ()
+    bad_words: tuple[TokenIds, ...] = ()
+    logprob_token_ids: TokenIds = ()
+
+
+class ThinkingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields ``thinking_…`` of SamplingParams."""
+
+    token_budget: int = 0
+    start_ids: TokenIds = ()
+    end_ids: TokenIds = ()  # (): there is no budget
+
+
+NO_NAMED_TOKENS = NamedTokens()
+NO_THINKING_BUDGET = ThinkingParams()
 
 
 def check_logprobs(body: GenerateBody, vocab_size: int, limit: int) -> None:
@@ -23,20 +44,17 @@ def check_logprobs(body: GenerateBody, vocab_size: int, limit: int) -> None:
     raise RequestError(f"{name} is {given}; the limit is {limit}, ask for fewer", name)
 
 
-async def named_tokens(body: GenerateBody, encoder: PromptEncoder) -> dict[str, Any]:
-    """Return the fields of SamplingParams for tokens that the request names. Raises RequestError."""
-    fields: dict[str, Any] = {}
-    if body.allowed_token_ids:
-        fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
-    if body.bad_words:
-        fields["bad_words"] = words = await _bad_words(body.bad_words, encoder)
-        single = {word[0] for word in words if len(word) == 1}
-        if body.allowed_token_ids and single.issuperset(body.allowed_token_ids):
-            raise RequestError("bad_words exclude all of allowed_token_ids; allow other tokens", "bad_words")
-    if body.logprob_token_ids:
-        fields["logprob_token_ids"] = ids = tuple(dict.fromkeys(body.logprob_token_ids))
-        fields["logprobs"] = len(ids)
-    return fields
+async def named_tokens(body: GenerateBody, encoder: PromptEncoder) -> NamedTokens:
+    """Raises RequestError."""
+    words = await _bad_words(body.bad_words, encoder) if body.bad_words else ()
+    single = {word[0] for word in words if len(word) == 1}
+    if body.bad_words and body.allowed_token_ids and single.issuperset(body.allowed_token_ids):
+        raise RequestError("bad_words exclude all of allowed_token_ids; allow other tokens", "bad_words")
+    return NamedTokens(
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids)),
+        bad_words=words,
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids)),
+    )
 
 
 async def _bad_words(texts: list[str], encoder: PromptEncoder) -> tuple[tuple[int, ...], ...]:
@@ -49,8 +67,8 @@ async def _bad_words(texts: list[str], encoder: PromptEncoder) -> tuple[tuple[in
     return words
 
 
-def thinking_params(budget: int, tokenizer: Tokenizer, state: ReasoningState | None) -> dict[str, Any]:
-    """Return the fields of SamplingParams for a budget of reasoning tokens.
+def thinking_params(budget: int, tokenizer: Tokenizer, state: ReasoningState | None) -> ThinkingParams:
+    """Return a budget of reasoning tokens with the markers of the model's reasoning.
 
     ``state`` is that at the end of the prompt; None: the router knows no reasoning of the model. Raises RequestError.
     """
@@ -59,10 +77,10 @@ def thinking_params(budget: int, tokenizer: Tokenizer, state: ReasoningState | N
         text = f"thinking_token_budget needs the markers of the model's reasoning; {remedy}"
         raise RequestError(text, "thinking_token_budget")
     if state.markers is None:  # the prompt has ended the reasoning
-        return {}
+        return NO_THINKING_BUDGET
     start, end = (tuple(tokenizer.encode(text, False)) for text in (state.markers.start, state.markers.end))
-    return {
-        "thinking_token_budget": min(budget, 2**31 - 1),
-        "thinking_start_ids": () if state.opened else start,
-        "thinking_end_ids": end,
-    }
+    return ThinkingParams(
+        token_budget=min(budget, 2**31 - 1),
+        start_ids=() if state.opened else start,
+        end_ids=end,
+    )

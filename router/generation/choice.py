@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopMatcher, StopStrings
 

@@ -7,7 +7,7 @@ from time import monotonic
 import msgspec
 
 from pdserve.logs import request_fields
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import NO_SPAN, Span
 from router.text.prompt import Prompt
 from router.text.stop_strings import StopStrings

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.errors import RequestError, shown
+from pdserve.sampling_params import BodyParams
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.generate_body import Defaulted
 from router.completions_api.request_bodies import ChatBody, check_chat
@@ -24,9 +25,9 @@ from router.messages_api.params import (
 
 # Fields of a chat that this endpoint accepts, too.
 EXTENSIONS = frozenset(
-    {*("min_tokens", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")}
-    | {*("stop_token_ids", "ignore_eos", "skip_special_tokens", "cache_salt", "priority", "structured_outputs")}
-    | {*("chat_template_kwargs", "documents", "bad_words", "allowed_token_ids")}
+    {*BodyParams.__struct_fields__} - {"n"}  # a message has one choice
+    | {*("min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids")}
+    | {*("skip_special_tokens", "cache_salt", "priority", "structured_outputs", "chat_template_kwargs", "documents")}
 )
 NoEffect = Annotated[Any, Meta(description="Accepted without effect.")]
 _MODES = {"auto": "auto", "any": "required", "none": "none"}

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.errors import RequestError
+from pdserve.ranges import within
 from router.completions_api.body_parsing import convert, parse_json
-from router.completions_api.request_checks import within
 from router.text.prompt import pack_prompts
 
 MAX_INPUTS = 2048  # OpenAI's limit of texts in a request

@@ -15,7 +15,7 @@ import msgspec
 
 from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 from router.completions_api.parsed_chat import ChoiceParser
 from router.dialect.json_pieces import json_chunks
 from router.dialect.responses import BodyResponse, EventStreamResponse, Response

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import Sample, SamplingParams, TokenLogprobs, TokenMask
+from pdserve.records import Sample, TokenLogprobs, TokenMask
+from pdserve.sampling_params import SamplingParams
 from runner.sampling.noise import gumbel_noise, row_keys
 
 MIN_TEMPERATURE = 1e-5  # float32 logits overflow below it; at it the best token always wins

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import SamplingParams, TokenMask
+from pdserve.records import TokenMask
+from pdserve.sampling_params import SamplingParams
 from runner.sampling.noise import choice_keys
 from runner.sampling.sampler import MIN_TEMPERATURE, RequestedIds, requested_ids
 

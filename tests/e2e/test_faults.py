@@ -24,8 +24,8 @@ from node_client import PrefillClient
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
+from pdserve.sampling_params import SamplingParams
 
 VOCABULARY = 128
 HAND_OFF_ALL = ["--handoff-min-tokens", "0"]

@@ -21,7 +21,7 @@ from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess
 from node_client import Generated, RouterClient, greedy
 
 from pdserve.model.model_config import ModelConfig, load_model_config
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts
 VOCABULARY = 128

@@ -16,7 +16,7 @@ from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess
 from machine import patience
 from node_client import Generated, RouterClient, greedy
 
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 VOCABULARY = 128
 OUTPUT = 6  # tokens

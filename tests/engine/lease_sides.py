@@ -25,9 +25,10 @@ from pdserve.ipc.messages import (
     StartRead,
 )
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import Peer, SamplingParams
+from pdserve.records import Peer
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
+from pdserve.sampling_params import SamplingParams
 from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0

@@ -21,7 +21,7 @@ from toy_node import BLOCK, Node
 from decode_node.handoff import Phase
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 from prefill_node.leases import LeaseId
 
 P_BLOCKS, D_BLOCKS = 14, 12

@@ -12,7 +12,7 @@ import pytest
 from engine.channel import Channel, ChannelClosed
 from pdserve.ipc.frames import FRAME_HEADER, framed
 from pdserve.ipc.messages import Batch, Cancel, FromEngine, Mode, OutputTokens, Ping, Status, Submit, Totals
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())
 

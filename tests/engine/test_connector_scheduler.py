@@ -11,16 +11,9 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.scheduler.scheduler import Scheduler
 from pdserve.ipc.messages import Batch, Mode, StartRead, Submit
-from pdserve.records import (
-    NO_ORDERS,
-    KVConnectorOutput,
-    ModelRunnerOutput,
-    Peer,
-    ReadResult,
-    SamplingParams,
-    StepOutput,
-)
+from pdserve.records import NO_ORDERS, KVConnectorOutput, ModelRunnerOutput, Peer, ReadResult, StepOutput
 from pdserve.request_cost import LinearCost
+from pdserve.sampling_params import SamplingParams
 
 
 def test_with_and_without_a_connector_nothing_is_ordered_at_first() -> None:

@@ -12,7 +12,7 @@ from lease_sides import Job
 from toy_node import BLOCK, DEPTHS
 
 from pdserve.ipc.messages import Mode
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 Arrival = tuple[int, int, Job]  # step, index of the node, request
 

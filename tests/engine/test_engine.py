@@ -11,7 +11,8 @@ from toy import reference
 from toy_node import Node
 
 from pdserve.ipc.messages import Mode, Shutdown, StartRead, Submit
-from pdserve.records import FinishReason, SamplingParams
+from pdserve.records import FinishReason
+from pdserve.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(("depth", "overlapped"), [(1, 0), (2, 9)])

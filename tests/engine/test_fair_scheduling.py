@@ -9,7 +9,7 @@ from toy import reference
 from toy_node import BATCH_TOKENS, Make, Node
 
 from pdserve.ipc.messages import Cancel, Mode, Resume, Submit
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 BUSY, QUIET = 1, 2
 

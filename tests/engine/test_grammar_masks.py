@@ -23,8 +23,9 @@ from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, from_json_schema, from_regex
 from pdserve.ipc.messages import Cancel, Mode, Shutdown, Submit
 from pdserve.model.model_config import load_model_config
-from pdserve.records import FinishReason, SamplingParams
+from pdserve.records import FinishReason
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 
 TOKENIZER = tokenizers.Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
 LETTERS = SamplingParams(max_tokens=20, grammar=from_regex("[a-z]{400}"))  # no token of it ends it

@@ -10,7 +10,7 @@ from toy import reference
 from toy_node import DEPTHS
 
 from pdserve.ipc.messages import Mode
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
 

@@ -18,8 +18,9 @@ from engine.scheduler.itl_target import ARRIVAL, MANY_PROMPTS, ItlTarget
 from engine.throughput_meter import ThroughputMeter
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, LastChunk, Mode, PrefillLocally, StartRead
-from pdserve.records import SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import ScheduledSequence, StepPlan
 from pdserve.request_cost import AUTO_ITL_STEPS
+from pdserve.sampling_params import SamplingParams
 
 COSTS = SimulatedCosts(step=5e-3, prompt_token=1e-4, decode=2e-5)
 STREAMS = 8

@@ -14,7 +14,7 @@ from toy import reference, reference_ranks
 from toy_node import BLOCK, DEPTHS, Make, Node
 
 from pdserve.ipc.messages import Cancel, Mode, Pause, PrefillLocally, Resume, Submit
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -14,8 +14,9 @@ from engine.executor.rank_processes import Failure, RankChannel, RankProcesses
 from pdserve.config.parallel import ParallelConfig
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Failed
-from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, SamplingParams, StepOutput, StepPlan
+from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 
 # The thread ends here after a failure; in an engine, the process does.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

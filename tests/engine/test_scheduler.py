@@ -12,7 +12,8 @@ from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
 
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
-from pdserve.records import FinishReason, SamplingParams
+from pdserve.records import FinishReason
+from pdserve.sampling_params import SamplingParams
 
 PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
 

@@ -12,7 +12,7 @@ from toy_node import Node
 
 from engine.scheduler.step_builder import StepBuilder
 from pdserve.ipc.messages import Mode
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 STAGED = [(2, 2), (3, 2), (3, 3), (4, 3)]  # steps in flight, stages
 

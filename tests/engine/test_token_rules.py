@@ -12,7 +12,7 @@ from toy_node import Node
 
 from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.ipc.messages import Mode
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 VOCAB = 40  # not a multiple of 32
 ids = st.integers(0, 3)  # few, so that words and markers occur

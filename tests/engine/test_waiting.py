@@ -12,8 +12,8 @@ from engine.request import Request, Sequence
 from engine.scheduler.waiting_queue import WaitingQueue
 from pdserve.hashing import BlockHashes
 from pdserve.ipc.messages import Mode
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 
 
 def sequence(number: int, priority: int) -> Sequence:

@@ -26,7 +26,8 @@ from engine.scheduler.scheduler import Scheduler
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
 from pdserve.protocols import KVConnector
-from pdserve.records import FinishReason, ModelRunnerOutput, RankKV, SamplingParams, StepPlan
+from pdserve.records import FinishReason, ModelRunnerOutput, RankKV, StepPlan
+from pdserve.sampling_params import SamplingParams
 
 BLOCK = 4
 BATCH_TOKENS = 16

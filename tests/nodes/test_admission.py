@@ -12,8 +12,8 @@ from checkpoints import node_config
 from node.request_checks import check_request, check_skip
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +32,22 @@ def test_what_fits_is_accepted(prompt: list[int], config: NodeConfig) -> None:
         ([], {}, ["0 tokens"]),
         ([5, 128], {}, ["128", "127"]),
         ([2**32 - 1], {}, [str(2**32 - 1)]),
-        ([1], {"max_tokens": 0}, ["max_tokens 0", "at least 1"]),
-        ([1], {"n": 0}, ["n 0"]),
-        ([1], {"n": 10_000}, ["n 10000", "at most"]),
-        ([1], {"min_tokens": 9}, ["min_tokens 9", "8"]),
-        ([1], {"temperature": -0.5}, ["temperature -0.5"]),
-        ([1], {"temperature": math.nan}, ["temperature nan"]),
-        ([1], {"temperature": math.inf}, ["temperature inf"]),
-        ([1], {"top_p": 0.0}, ["top_p 0.0", "above 0"]),
-        ([1], {"top_p": 1.5}, ["top_p 1.5", "at most 1"]),
-        ([1], {"min_p": 2.0}, ["min_p 2.0"]),
-        ([1], {"repetition_penalty": 0.0}, ["repetition_penalty 0.0"]),
-        ([1], {"presence_penalty": math.nan}, ["presence_penalty nan"]),
-        ([1], {"logprobs": -2}, ["logprobs -2"]),
-        ([1], {"logprobs": 129}, ["logprobs 129", "128"]),
+        ([1], {"max_tokens": 0}, ["max_tokens is 0", "at least 1"]),
+        ([1], {"n": 0}, ["n is 0"]),
+        ([1], {"n": 10_000}, ["n is 10000", "at most"]),
+        ([1], {"min_tokens": 9}, ["min_tokens is 9", "8"]),
+        ([1], {"temperature": -0.5}, ["temperature is -0.5"]),
+        ([1], {"temperature": math.nan}, ["temperature is nan"]),
+        ([1], {"temperature": math.inf}, ["temperature is inf"]),
+        ([1], {"top_p": 0.0}, ["top_p is 0.0", "above 0"]),
+        ([1], {"top_p": 1.5}, ["top_p is 1.5", "at most 1"]),
+        ([1], {"min_p": 2.0}, ["min_p is 2.0"]),
+        ([1], {"repetition_penalty": 0.0}, ["repetition_penalty is 0.0"]),
+        ([1], {"presence_penalty": math.nan}, ["presence_penalty is nan"]),
+        ([1], {"logprobs": -2}, ["logprobs is -2"]),
+        ([1], {"logprobs": 129}, ["logprobs is 129", "128"]),
         ([1], {"logit_bias": {128: 1.0}}, ["logit_bias", "128", "127"]),
-        ([1], {"logit_bias": {1: math.nan}}, ["logit_bias nan"]),
+        ([1], {"logit_bias": {1: math.nan}}, ["logit_bias is nan"]),
         ([1], {"stop_token_ids": (500,)}, ["stop_token_ids", "500"]),
     ],
 )

@@ -13,7 +13,7 @@ from node_client import WAIT_SECONDS, RouterClient, greedy
 from node_fleet import Nodes
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 BLOCK = 8
 

@@ -18,10 +18,11 @@ from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import PdserveError, RequestError
 from pdserve.grammar import MAX_BYTES
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import PromptLogprobs, SamplingParams
+from pdserve.records import PromptLogprobs
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.message_limits import ANSWER_LIMIT, request_limit
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
+from pdserve.sampling_params import SamplingParams
 from router.fleet.policy import Placement
 from router.fleet.serve_stream import ServeStream
 

@@ -12,8 +12,8 @@ from node_fleet import Nodes
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
+from pdserve.sampling_params import SamplingParams
 
 BLOCK = 8
 PROMPT = list(range(3, 43))  # 5 blocks

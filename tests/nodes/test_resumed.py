@@ -10,8 +10,8 @@ from node_client import Generated, RouterClient, greedy
 from node_fleet import Nodes
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 
 OUTPUT = 12  # tokens
 KINDS = {

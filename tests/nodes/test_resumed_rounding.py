@@ -16,8 +16,8 @@ from fleet import add_tokenizer, start_fleet
 from node_client import Generated, RouterClient
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 
 REQUESTS, TOKENS, AT_ONCE = 100, 60, 16
 ROUNDING = 0.1  # of a log-probability, in bfloat16; wrong KV changes them by several units

@@ -14,8 +14,8 @@ from node_client import Prefill, PrefillClient, PrefillFailed, RouterClient, gre
 from stages import ATTEMPTS, BLOCK, DECODE_AHEAD, LENGTH, RELEASE_SECONDS, STEP, Pair, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
+from pdserve.sampling_params import SamplingParams
 
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 32 * 4  # layers, heads, K and V, tokens, head size, float32
 

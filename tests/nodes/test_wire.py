@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +14,7 @@ from pdserve.config.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
+from pdserve.records import KVRegion, RankKV, TokenLogprobs
 from pdserve.rpc.protobuf import (
     layout_from_pb,
     layout_to_pb,
@@ -24,34 +27,31 @@ from pdserve.rpc.protobuf import (
     sampling_to_pb,
     unpack_tokens,
 )
+from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 
 _uint32 = st.integers(0, 2**32 - 1)
 _float = st.floats(allow_nan=False)
 _float32 = st.floats(allow_nan=False, width=32)
 _token_ids = st.lists(_uint32, max_size=4).map(tuple)
+#: Values of each field of SamplingParams, by the type of the message's field.
+_VALUES: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_UINT32: _uint32,
+    FieldDescriptor.TYPE_INT32: st.integers(-1, 100),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_DOUBLE: _float,
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_STRING: st.text(max_size=4),
+}
+_plain: dict[str, st.SearchStrategy[Any]] = {
+    field.name: _token_ids if field.name in TOKEN_ID_LISTS else _VALUES[field.type]
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if field.message_type is None
+}
 _sampling = st.builds(
     SamplingParams,
-    max_tokens=_uint32,
-    n=_uint32,
-    min_tokens=_uint32,
-    temperature=_float,
-    top_k=_uint32,
-    top_p=_float,
-    min_p=_float,
-    seed=st.integers(0, 2**64 - 1),
-    repetition_penalty=_float,
-    presence_penalty=_float,
-    frequency_penalty=_float,
+    **_plain,
     logit_bias=st.dictionaries(_uint32, _float, max_size=4),
-    stop_token_ids=_token_ids,
-    ignore_eos=st.booleans(),
-    logprobs=st.integers(-1, 100),
-    allowed_token_ids=_token_ids,
     bad_words=st.lists(_token_ids, max_size=3).map(tuple),
-    logprob_token_ids=_token_ids,
-    thinking_token_budget=_uint32,
-    thinking_start_ids=_token_ids,
-    thinking_end_ids=_token_ids,
 )
 
 

@@ -9,8 +9,8 @@ import weakref
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from router.completions_api.request_bodies import CompletionBody
 from router.completions_api.response_encoders import CompletionEncoder
 from router.completions_api.response_writers import StreamedResponse

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import runner
 from pdserve.protocols import ModelRunner
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 NUM_TOKENS = 6
 VOCAB = 128

@@ -20,7 +20,7 @@ from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
 from pdserve.model.model_config import load_model_config
 from pdserve.protocols import ModelRunner
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 from runner.kernels import activation, fp8_products
 from runner.kernels.expert_reference import choose_experts
 from runner.kernels.fp8_few_tokens import FewTokens

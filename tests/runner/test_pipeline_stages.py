@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint, node_config
 from staged_node import Outputs, Request, StagedNode, generate, generate_alone
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.records import NewSequence, SamplingParams
+from pdserve.records import NewSequence
+from pdserve.sampling_params import SamplingParams
 from runner.pooling import PromptSums
 
 LENGTH = 20

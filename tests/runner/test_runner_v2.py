@@ -14,8 +14,9 @@ from stepper import GREEDY, Stepper
 
 import runner
 from pdserve.protocols import ModelRunner, PendingStep
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from pdserve.weight_change import WeightChange
 from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder, SamplingMetadata
 

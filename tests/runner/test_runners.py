@@ -20,8 +20,9 @@ from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.errors import CapacityError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_regex, intersection
 from pdserve.protocols import ModelRunner, PendingStep
-from pdserve.records import DigestOrder, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from runner.base import BaseModelRunner
 from runner.step_parts import StepWithParts
 from runner.warmup import run_largest_steps, run_mixed_steps, run_small_steps

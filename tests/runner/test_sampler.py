@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.records import SamplingParams
+from pdserve.ranges import ranges_of
+from pdserve.sampling_params import SamplingParams
 from runner.sampling.noise import gumbel_noise, row_keys
 from runner.sampling.sampler import HostSamplingRow, Sampler
+from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder
+from runner.warmup import DEMANDING
 
 VOCAB = 40
 EOS = (2, 5)
@@ -173,3 +178,42 @@ def test_extreme_values_give_the_best_token() -> None:
     logits = torch.tensor([1e4, -1e4, 9e3, -torch.inf])
     assert draw(logits, [SamplingParams(1, temperature=1e-30), SamplingParams(1, top_p=1e-9)]) == [0, 0]
     assert draw(logits, [SamplingParams(1, min_p=1.0), SamplingParams(1, top_k=10**9)]) == [0, 0]
+
+
+#: Parameters that act before or after the sampler: in masks, at the end of a choice, for the prompt.
+ELSEWHERE = {
+    *("n", "max_tokens", "ignore_eos", "prompt_logprobs", "grammar", "allowed_token_ids", "bad_words"),
+    *("thinking_token_budget", "thinking_start_ids", "thinking_end_ids"),
+}
+
+
+class ReadParams:
+    """Sampling parameters that record which of their fields are read."""
+
+    def __init__(self, params: SamplingParams, read: set[str]) -> None:
+        self.params = params
+        self.read = read
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.params, name)
+
+
+def test_both_samplers_read_every_parameter() -> None:
+    params = msgspec.structs.replace(DEMANDING, logprob_token_ids=(1,))
+    host, device = set[str](), set[str]()
+    tokens = np.array([3], np.int32)
+    row = HostSamplingRow(0, cast(SamplingParams, ReadParams(params, host)), 0, tokens, 1)
+    Sampler(VOCAB, EOS, torch.device("cpu")).sample(torch.zeros(1, VOCAB), [row])
+    builder = MetadataBuilder(VOCAB, EOS, torch.device("cpu"))
+    for each in (params, msgspec.structs.replace(params, grammar="")):  # a mask respects min_tokens
+        builder.build([DeviceSamplingRow(0, 0, cast(SamplingParams, ReadParams(each, device)), 0, 1)])
+    fields = {*SamplingParams.__struct_fields__} - ELSEWHERE
+    assert fields <= host
+    assert fields <= device
+
+
+def test_every_number_has_a_range() -> None:
+    hints = typing.get_type_hints(SamplingParams)
+    numbers = {name for name, kind in hints.items() if kind in (int, float, dict[int, float])}
+    assert numbers == {*ranges_of(SamplingParams), "seed"}

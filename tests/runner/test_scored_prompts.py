@@ -16,8 +16,9 @@ from stepper import Stepper
 from test_simulated_runner import build as build_simulated
 
 import runner
-from pdserve.records import NewSequence, PromptLogprobs, SamplingParams, ScheduledSequence
+from pdserve.records import NewSequence, PromptLogprobs, ScheduledSequence
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from runner.sampling.prompt_targets import PromptTargets
 
 VOCAB = 128

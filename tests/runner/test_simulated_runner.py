@@ -18,8 +18,9 @@ from pdserve.config.device import node_devices
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from pdserve.weight_change import WeightChange
 
 EOS = {0, 2}  # of the embedded model

@@ -25,7 +25,7 @@ from staged_node import Outputs, Request, StagedNode, generate, generate_alone
 from pdserve.config.library_plans import read_plans
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 #: Two tensor shards share the one KV head of Llama. Phi-3's plan does not split its heads.
 MODELS: dict[str, dict[str, Any]] = {"llama": {"num_key_value_heads": 1}, "phi3": {}, "qwen3_moe": {}}

@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint, node_config
 from quantized_checkpoints import quantize
 from ranks import Answer, Case, answer_of, answers_of_ranks
 
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(1, temperature=0.0, logprobs=3)
 SAMPLED = SamplingParams(

@@ -16,7 +16,7 @@ import torch
 from checkpoints import make_checkpoint, node_config
 from ranks import Case, answer_of, answers_of_ranks
 
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,7 +25,8 @@ from checkpoints import make_checkpoint, node_config
 from stepper import GREEDY, Stepper
 
 import runner
-from pdserve.records import DigestOrder, SamplingParams, StepPlan
+from pdserve.records import DigestOrder, StepPlan
+from pdserve.sampling_params import SamplingParams
 from runner.v1.runner import RunnerV1
 from runner.v2.runner import RunnerV2
 

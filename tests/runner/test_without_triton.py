@@ -16,7 +16,8 @@ sys.modules["triton"] = sys.modules["transformers"] = None  # importing them fai
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.device import detect_device
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
+from pdserve.sampling_params import SamplingParams
 import runner
 
 options = NodeOptions(model=sys.argv[1], device="cpu", kv_cache_memory=1 << 22)

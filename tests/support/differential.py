@@ -22,7 +22,7 @@ from torch import Tensor
 
 import runner
 from pdserve.errors import PdserveError
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 
 EQUAL = "equal"
 

@@ -15,9 +15,9 @@ from machine import patience
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import SamplingParams
 from pdserve.rpc.channel import channel_options
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
+from pdserve.sampling_params import SamplingParams
 
 WAIT_SECONDS = 30.0
 

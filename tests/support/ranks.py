@@ -18,7 +18,8 @@ from stepper import Running, Stepper
 
 import runner
 from pdserve.config.node_config import NodeConfig
-from pdserve.records import SamplingParams, TokenLogprobs
+from pdserve.records import TokenLogprobs
+from pdserve.sampling_params import SamplingParams
 
 _ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import time
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from router.fleet.fleet import Fleet
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration

@@ -33,8 +33,9 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
 from pdserve.ipc.messages import Mode, Submit
 from pdserve.protocols import ModelRunner, PendingStep
-from pdserve.records import ModelRunnerOutput, Sample, SamplingParams, StepOutput, StepPlan
+from pdserve.records import ModelRunnerOutput, Sample, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from pdserve.weight_change import WeightChange
 
 _ROOT = Path(__file__).parents[2]

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from staged_node import Request
 from torch import Tensor
 
-from pdserve.records import SamplingParams
+from pdserve.sampling_params import SamplingParams
 from pdserve.weight_change import WeightChange
 
 _SAMPLING = SamplingParams(3, temperature=0.0, logprobs=20, ignore_eos=True)
