@@ -45,8 +45,16 @@ from router.text.tokenizer import Tokenizer
 _CUT = "length"  # the finish reason of an incomplete response
 # Fields that a response repeats from its request.
 _REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "top_logprobs"),
-    *("truncation", "safety_identifier", "prompt_cache_key", "background"),
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "previous_response_id",
+    "top_logprobs",
+    "truncation",
+    "safety_identifier",
+    "prompt_cache_key",
+    "background",
 )
 _FORMAT = {"name": None, "description": None, "schema": None, "strict": False}  # of a JSON schema
 

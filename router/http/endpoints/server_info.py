@@ -19,8 +19,16 @@ from router.text.tokenizer import MAX_CONFIG
 
 # Options that clients may know: no path of a file, no address.
 _OPTIONS = (
-    *("policy", "request_timeout", "migrations", "max_inflight", "max_queue", "max_body_bytes"),
-    *("client_stall_timeout", "generation_config", "tool_call_parser", "reasoning_parser"),
+    "policy",
+    "request_timeout",
+    "migrations",
+    "max_inflight",
+    "max_queue",
+    "max_body_bytes",
+    "client_stall_timeout",
+    "generation_config",
+    "tool_call_parser",
+    "reasoning_parser",
 )
 _TOKENS = ("tokenizer_class", "bos_token", "eos_token", "unk_token", "pad_token")
 
