@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
-from pdserve.records import TOKEN_BYTES, DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import (
+    TOKEN_BYTES,
+    DigestOrder,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    StepPlan,
+    TokenMask,
+)
 from pdserve.sampling_params import SamplingParams
+from runner.graph_sizes import GraphSizes
 
-#: Prompt tokens in steps that are too large for a graph. Each is less than twice the one before: the tiles of experts
-#: double with their tokens, and each size is compiled.
-MIXED_CHUNKS = (600, 1000, 1500, 2500, 4000)
+#: Prompt tokens of steps; those run that are too large for a graph. Each is at most twice the one before: the tiles of
+#: experts double with their tokens, and each size is compiled.
+_CHUNKS = (75, 150, 300, 600, 1000, 1500, 2500, 4000)
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -57,9 +66,10 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
     Tensors of the prompts then begin at other offsets, for which Triton compiles kernels again.
     """
+    in_graphs = _graph_sizes(config).most_mixed_tokens
     for others in (1, 4):
-        for chunk in MIXED_CHUNKS:
-            chunk = min(chunk, config.max_batch_tokens - others, config.max_model_len - 2)
+        most = min(config.max_batch_tokens - others, config.max_model_len - 2)
+        for chunk in sorted({min(chunk, most) for chunk in _CHUNKS if chunk > in_graphs}):
             if chunk > 1 and others < config.max_num_seqs:
                 _run_beside(runner, config, others, chunk)
 
@@ -82,8 +92,15 @@ def _sequence(runner: ModelRunner, number: int, length: int, sampling: SamplingP
 
 def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
     """Return the numbers of tokens and of samples for ``Decoder.run_products``: those of steps without a graph."""
-    tokens = [*range(520, 2048, 8), *range(2048, config.max_batch_tokens + 1, 128)]
+    tokens = [
+        *range(_graph_sizes(config).most_mixed_tokens + 8, 2048, 8),
+        *range(2048, config.max_batch_tokens + 1, 128),
+    ]
     return [each for each in tokens if each <= config.max_batch_tokens], list(range(1, config.max_num_seqs + 1))
+
+
+def _graph_sizes(config: NodeConfig) -> GraphSizes:
+    return GraphSizes.within(config.max_num_seqs, config.max_batch_tokens)
 
 
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:

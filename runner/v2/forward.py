@@ -10,9 +10,10 @@ from torch import Tensor
 from pdserve.config.node_config import NodeConfig
 from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import PipelineStages
+from runner.graph_sizes import BatchDescriptor, GraphSizes
 from runner.loading.model_loader import LoadedModel
 from runner.models.decoder import Decoder
-from runner.v2.cuda_graphs import BatchDescriptor, CudaGraphs, decode_descriptors, mixed_descriptors
+from runner.v2.cuda_graphs import CudaGraphs
 from runner.v2.input_batch import BatchIndices, InputBatch, InputBuffers
 
 
@@ -29,14 +30,11 @@ class ForwardPass:
     ) -> None:
         self._model, self._backend, self._inputs, self._stages = model, backend, inputs, stages
         self._position = config.position
-        self._descriptors = (
-            *decode_descriptors(config.max_num_seqs),
-            *mixed_descriptors(config.max_num_seqs, config.max_batch_tokens),
-        )
-        self._graphs = CudaGraphs(())
+        self.sizes = GraphSizes.within(config.max_num_seqs, config.max_batch_tokens)
+        self._graphs = CudaGraphs(GraphSizes(()))
         dtype, device = model.placement.dtype, model.device
         hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size
-        most = max(each.tokens for each in self._descriptors) if config.cuda_graphs else 0
+        most = self.sizes.most_tokens if config.cuda_graphs else 0
         rows = config.max_num_seqs if config.cuda_graphs and self._position.is_last else 0
         # A graph starts with ``_start`` if there is a stage before. It leaves logits for decode steps on the last
         # stage, else hidden states.
@@ -46,7 +44,7 @@ class ForwardPass:
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
         """Capture the graphs of all sizes, or of the ``most`` largest."""
-        graphs = CudaGraphs(tuple(sorted(self._descriptors, key=lambda each: -each.tokens)[:most]))
+        graphs = CudaGraphs(GraphSizes(self.sizes.descriptors[:most]))
         graphs.capture(
             lambda each: self._backend.plan(self._inputs.padding(each), graph=True), self._captured, on_progress
         )
@@ -54,7 +52,7 @@ class ForwardPass:
 
     def graph_for(self, indices: BatchIndices) -> BatchDescriptor | None:
         """Return the size of the graph for this batch, None if none fits."""
-        return self._graphs.find(indices.num_seqs, indices.num_tokens)
+        return self._graphs.sizes.find(indices.num_seqs, indices.num_tokens)
 
     def run(
         self, batch: InputBatch, descriptor: BatchDescriptor | None, all_hidden_states: bool

@@ -12,8 +12,8 @@ from torch import Tensor
 from pdserve.kv import KVLayout
 from pdserve.records import ScheduledSequence
 from runner.batch import AttentionBatch
+from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
-from runner.v2.cuda_graphs import BatchDescriptor
 from runner.v2.device_state import DeviceState, StepWords
 from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
 
