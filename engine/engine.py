@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from engine.channel import Channel
 from engine.executor.rank import Ranks
-from engine.executor.step_pipeline import StepPipeline
+from engine.executor.step_pipeline import Result, StepPipeline
 from engine.heartbeat_sender import LoopTimer
 from engine.scheduler.scheduler import Scheduler
 from pdserve.errors import PdserveError
 from pdserve.ipc import messages
-from pdserve.records import ModelRunnerOutput, StepPlan
 
 
 class Engine:
@@ -24,7 +23,6 @@ class Engine:
         self._stopped = False
         self._command: messages.ToEngine | None = None  # being carried out
         self._planning = False
-        self._looks_between_layers = ranks.call_between_layers(lambda: self._apply(self._pipeline.take_done()))
 
     def run(self) -> None:
         """Serve until a Shutdown. Raises ChannelClosed when the frontend has ended."""
@@ -48,9 +46,8 @@ class Engine:
         plan = self._scheduler.plan()
         self._planning = False
         self._emit()  # reservations and refusals do not wait for the device
-        if not self._looks_between_layers and self._pipeline.delays_results(plan):
-            self._apply(self._pipeline.take_oldest())
-        self._pipeline.launch(plan)
+        for result in self._pipeline.launch(plan):  # results that would wait for the end of a long launch
+            self._apply(result)
         self._scheduler.prepare()
         self._apply(self._pipeline.take(plan))
 
@@ -61,7 +58,7 @@ class Engine:
             return () if rid is None else (rid,)
         return tuple(self._scheduler.suspects(self._planning))
 
-    def _apply(self, result: tuple[StepPlan, ModelRunnerOutput] | None) -> None:
+    def _apply(self, result: Result | None) -> None:
         if result is not None:
             self._scheduler.apply(*result, self._pipeline.step_seconds)
             self._emit()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.kv import KVLayout
+from pdserve.pausing import Pausing
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
 from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
@@ -46,10 +47,16 @@ class ModelRunner(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step. A plan without scheduled sequences only updates state."""
 
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
-        """Call ``call`` between the layers of each forward pass that is launched layer by layer; it launches nothing.
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[PendingStep]:
+        """Start one step as ``launch`` does, with pauses between layers if it launches them one by one.
 
-        Return False, and never call it, if launches take no time that matters.
+        In a pause the result of an earlier step may be taken. The launch must end before the next one begins.
+        """
+
+    def launches_by_layer(self, plan: StepPlan) -> bool:
+        """Whether the layers of this step are launched one by one: tens of milliseconds of the host's time.
+
+        False if a CUDA graph holds the step, or if launches take no time that matters.
         """
 
     @property

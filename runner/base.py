@@ -12,6 +12,7 @@ from torch import Tensor
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import NodeError
 from pdserve.kv import KVLayout
+from pdserve.pausing import Pausing, complete
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import KVRegion, StepOutput, StepPlan
 from pdserve.weight_change import FileStates, WeightChange
@@ -88,8 +89,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         """Put the plan's batch together, and count its tokens and samples as done if the runner does so at launch."""
 
     @abstractmethod
-    def _execute(self, plan: StepPlan, batch: BatchT, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
-        """Run the forward pass.
+    def _execute(self, plan: StepPlan, batch: BatchT, all_hidden_states: bool) -> Pausing[tuple[Tensor, Tensor | None]]:
+        """Run the forward pass, with pauses between layers.
 
         Return hidden states, of all tokens if ``all_hidden_states``, and logits [sampling rows, vocab_size]; None for
         logits on other stages than the last, and if no sequence samples.
@@ -112,20 +113,15 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     # ------------------------------------------------------------ pdserve.protocols.ModelRunner
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        if plan.scheduled and self._changer.problem:
-            raise NodeError(f"this node has no weights: {self._changer.problem}; reload a checkpoint")
-        self._update(plan)
-        parts = [part for feature in self._features if (part := feature.part(plan)) is not None]
-        step = self._run(plan, parts) if plan.scheduled else FinishedStep(StepOutput(plan.step))
-        if not parts:
-            return step
-        for part in parts:
-            part.after_step()
-        return StepWithParts(step, parts)
+        return complete(self.launch_with_pauses(plan))
 
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[PendingStep]:
+        with torch.inference_mode():  # also during the pauses: as a decorator it would be entered for each layer
+            step = yield from self._launch(plan)
+        return step
+
+    def launches_by_layer(self, plan: StepPlan) -> bool:
         return False
 
     @property
@@ -160,6 +156,20 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     # ------------------------------------------------------------ a step
 
+    def _launch(self, plan: StepPlan) -> Pausing[PendingStep]:
+        if plan.scheduled and self._changer.problem:
+            raise NodeError(f"this node has no weights: {self._changer.problem}; reload a checkpoint")
+        self._update(plan)
+        parts = [part for feature in self._features if (part := feature.part(plan)) is not None]
+        step: PendingStep = FinishedStep(StepOutput(plan.step))
+        if plan.scheduled:
+            step = yield from self._run(plan, parts)
+        if not parts:
+            return step
+        for part in parts:
+            part.after_step()
+        return StepWithParts(step, parts)
+
     def _update(self, plan: StepPlan) -> None:
         for seq in plan.finished:
             self._sequences.remove(seq)
@@ -172,13 +182,13 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         for more in plan.new_blocks:
             self._sequences.add_blocks(more.seq, more.block_ids)
 
-    def _run(self, plan: StepPlan, parts: Sequence[StepPart[BatchT]]) -> PendingStep:
+    def _run(self, plan: StepPlan, parts: Sequence[StepPart[BatchT]]) -> Pausing[PendingStep]:
         """Launch the forward pass and the sampling of a batch, with the parts around them."""
         batch = self._prepare(plan)
         for part in parts:
             part.before_forward(batch)
         all_hidden_states = any(part.needs_all_hidden_states for part in parts)
-        hidden, logits = self._execute(plan, batch, all_hidden_states)
+        hidden, logits = yield from self._execute(plan, batch, all_hidden_states)
         for part in parts:
             part.after_forward(batch, hidden)
         if logits is not None:

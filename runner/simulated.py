@@ -12,7 +12,7 @@ import math
 import struct
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from pdserve.checkpoint.simulated_weights import simulated_digest
 from pdserve.checkpoint.weight_patch import read_patch
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_same_model
+from pdserve.pausing import Pausing, completed
 from pdserve.records import (
     KVRegion,
     NewSequence,
@@ -88,7 +89,10 @@ class SimulatedRunner:
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
         return SimulatedStep(StepOutput(plan.step, samples, prompt_logprobs=scored), self._busy_until)
 
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[SimulatedStep]:
+        return completed(self.launch(plan))
+
+    def launches_by_layer(self, plan: StepPlan) -> bool:
         return False
 
     @property

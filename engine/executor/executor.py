@@ -18,6 +18,7 @@ from engine.executor.rank_messages import ChangeRank, Step
 from engine.executor.rank_processes import RankProcesses
 from pdserve.errors import CheckpointError
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
+from pdserve.pausing import Pausing, completed
 from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
 from pdserve.weight_change import WeightChange
 
@@ -44,21 +45,21 @@ class Executor:
     def runner_seconds(self) -> float:
         return self._rank.runner_seconds + self._waited
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Start a step on all ranks. An empty plan stays here: other ranks report events by themselves."""
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
+        """Start a step on all ranks, without pauses. An empty one stays here: other ranks report events themselves."""
         if plan.has_orders:
             with self._reported:
                 self._aggregator.expect(plan)
             self._others.send(Step(plan))
         with self._others.reporting_own_failure():
-            return partial(self._take, plan, self._rank.launch(plan))
-
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
-        """Do nothing: a step is done once the other ranks have answered, which comes by messages."""
-        return False
+            return completed(partial(self._take, plan, self._rank.launch(plan)))
 
     def oldest_is_done(self) -> bool:
+        """Return False: a step is done once the other ranks have answered, which comes by messages."""
         return False
+
+    def delays_results(self, plan: StepPlan) -> bool:
+        return self._rank.launches_by_layer(plan)
 
     def check_weights(self, change: WeightChange) -> None:
         self._others.send(ChangeRank(change, only_check=True))

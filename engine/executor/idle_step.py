@@ -29,7 +29,8 @@ def measure_idle_step(ranks: Ranks) -> float:
     start = perf_counter()
     for number in range(most):
         plan = StepPlan(NO_STEP - 1 - number, new=() if number else (new,), scheduled=token)
-        pipeline.launch(plan)
+        for _ in pipeline.launch(plan):
+            seconds.append(pipeline.step_seconds)
         if pipeline.take(plan) is not None:
             seconds.append(pipeline.step_seconds)
         if seconds and perf_counter() - start > _SECONDS:
@@ -37,6 +38,7 @@ def measure_idle_step(ranks: Ranks) -> float:
     while not pipeline.empty:
         pipeline.take_oldest()
         seconds.append(pipeline.step_seconds)
-    pipeline.launch(StepPlan(NO_STEP - 1 - most, finished=(_SEQ,)))
+    for _ in pipeline.launch(StepPlan(NO_STEP - 1 - most, finished=(_SEQ,))):
+        raise AssertionError("a step is in flight after the last one was taken")
     pipeline.take_oldest()
     return median(seconds)

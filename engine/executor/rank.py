@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
+from pdserve.pausing import Pausing, complete
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
 from pdserve.weight_change import FileStates, WeightChange
@@ -32,14 +33,14 @@ class Ranks(Protocol):
     def waiting_for(self) -> str:
         """Describe the ranks that a step or read waits for. Any thread may call it."""
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Start a step."""
-
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
-        """See ModelRunner. ``oldest_is_done`` then tells whether the result of an earlier step is there."""
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
+        """Start a step. See ModelRunner for the pauses, in which ``oldest_is_done`` tells whether to take a result."""
 
     def oldest_is_done(self) -> bool:
         """Whether the result of the oldest step in flight would not wait; False if this is not known."""
+
+    def delays_results(self, plan: StepPlan) -> bool:
+        """Whether the launch of ``plan`` has no pauses, and may take longer than a step in flight."""
 
     def check_weights(self, change: WeightChange) -> None:
         """See ModelRunner; no step may be in flight. All ranks take part."""
@@ -85,19 +86,38 @@ class Rank:
         return ""
 
     def launch(self, plan: StepPlan) -> Pending:
+        """Start a step without pauses."""
+        return complete(self.launch_with_pauses(plan))
+
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
         """Start transfers, then the model."""
         self._start_transfers(plan)
-        start = time.perf_counter()
-        step = self._runner.launch(plan)
-        self.runner_seconds += time.perf_counter() - start
+        step = yield from self._timed(self._runner.launch_with_pauses(plan))
         self._in_flight.append(step)
         return self._take
 
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
-        return self._runner.call_between_layers(call)
+    def _timed(self, launch: Pausing[PendingStep]) -> Pausing[PendingStep]:
+        """Add the time of a launch, without its pauses, to ``runner_seconds``."""
+        while True:
+            start = time.perf_counter()
+            try:
+                next(launch)
+            except StopIteration as end:
+                step: PendingStep = end.value
+                return step
+            finally:
+                self.runner_seconds += time.perf_counter() - start
+            yield
 
     def oldest_is_done(self) -> bool:
         return bool(self._in_flight) and self._in_flight[0].done()
+
+    def delays_results(self, plan: StepPlan) -> bool:
+        return False
+
+    def launches_by_layer(self, plan: StepPlan) -> bool:
+        """See ModelRunner."""
+        return self._runner.launches_by_layer(plan)
 
     def _take(self) -> ModelRunnerOutput:
         start = time.perf_counter()

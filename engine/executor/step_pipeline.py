@@ -1,6 +1,7 @@
 """Steps between launch and result: step n+1 is launched before the tokens of step n are on the host.
 
     plan n+1 ──launch──► [ n+1, n ] ──result of n──► apply n, emit, plan n+2 while the device computes n+1
+          └ layer by layer: the result of n is taken between the layers as soon as it is there
 
 The runner decides how many steps may be in flight. With one, a step is taken where it was launched. With pipeline
 stages there are as many as stages, each at another stage, or one more.
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from engine.executor.rank import Pending, Ranks
 from pdserve.records import ModelRunnerOutput, StepPlan
 
-_LONG_CHUNK = 256  # tokens of all prompts of a step
+#: The plan of a step and its output.
+Result = tuple[StepPlan, ModelRunnerOutput]
 
 
 class _Step(NamedTuple):
@@ -43,23 +45,34 @@ class StepPipeline:
     def empty(self) -> bool:
         return not self._in_flight
 
-    def launch(self, plan: StepPlan) -> None:
-        """Start a step. An empty one only polls the connector, and is dropped while another is in flight."""
-        if not self._in_flight or plan.has_orders:
-            launched_at, expected = time.perf_counter(), self._expected(plan)
-            self.expected = expected + sum(step.expected for step in self._in_flight)
-            self._in_flight.append(_Step(plan, self._ranks.launch(plan), launched_at, expected))
+    def launch(self, plan: StepPlan) -> Iterator[Result]:
+        """Start a step, and yield the results of earlier steps that would else wait for its launch. Iterate to the end.
 
-    def delays_results(self, plan: StepPlan) -> bool:
-        """Whether the result of a decode step would wait for the launch of ``plan``.
-
-        A long chunk runs without a graph, so that its launch may take longer than the step in flight.
+        An empty step only polls the connector, and is dropped while another is in flight.
         """
+        if self._in_flight and not plan.has_orders:
+            return
+        if self._delays_result(plan):
+            yield self.take_oldest()
+        launched_at, expected = time.perf_counter(), self._expected(plan)
+        self.expected = expected + sum(step.expected for step in self._in_flight)
+        launch = self._ranks.launch_with_pauses(plan)
+        while True:
+            try:
+                next(launch)
+            except StopIteration as end:
+                self._in_flight.append(_Step(plan, end.value, launched_at, expected))
+                return
+            if self._in_flight and self._ranks.oldest_is_done():
+                yield self.take_oldest()
+
+    def _delays_result(self, plan: StepPlan) -> bool:
+        """Whether the result of a short step in flight would wait for the long launch of ``plan``."""
         if len(self._in_flight) != 1 or self._ranks.max_in_flight != 2:
             return False
-        return _has_long_chunk(plan) and not _has_long_chunk(self._in_flight[0].plan)
+        return self._ranks.delays_results(plan) and not self._ranks.delays_results(self._in_flight[0].plan)
 
-    def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
+    def take(self, plan: StepPlan) -> Result | None:
         """Wait for the oldest step and return it with its output, if it is due after the launch of ``plan``.
 
         It is due when no more steps may be in flight. It is also due when ``plan`` computes nothing: then the next plan
@@ -69,11 +82,7 @@ class StepPipeline:
             return None
         return self.take_oldest()
 
-    def take_done(self) -> tuple[StepPlan, ModelRunnerOutput] | None:
-        """Return the oldest step with its output if its result is there."""
-        return self.take_oldest() if self._in_flight and self._ranks.oldest_is_done() else None
-
-    def take_oldest(self) -> tuple[StepPlan, ModelRunnerOutput]:
+    def take_oldest(self) -> Result:
         """Wait for the oldest step."""
         oldest = self._in_flight.popleft()
         start = time.perf_counter()
@@ -82,7 +91,3 @@ class StepPipeline:
         self.waited += now - start
         self.step_seconds, self._last_result_at = now - max(oldest.launched_at, self._last_result_at), now
         return oldest.plan, output
-
-
-def _has_long_chunk(plan: StepPlan) -> bool:
-    return sum(each.num_tokens for each in plan.scheduled) - len(plan.scheduled) >= _LONG_CHUNK

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from pdserve.config.node_config import NodeConfig
+from pdserve.pausing import Pausing
 from runner.distributed.parallel_state import ParallelState, PeerChannel
 from runner.distributed.peer_copies import CopyChannel, CopyReceiver, CopySender
 
@@ -162,18 +163,18 @@ class PipelineStages:
             if end is not None:
                 end.close()
 
-    def compute(self, layers: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
+    def compute(self, layers: Callable[[Tensor], Pausing[Tensor]], input_ids: Tensor) -> Pausing[Tensor]:
         """Run ``layers`` on input_ids [tokens], on later stages on the hidden states of the stage before.
 
-        The result is sent to the next stage and returned: [tokens, hidden_size], on the last stage of wanted tokens
-        only.
+        Pause where ``layers`` does. The result is sent to the next stage and returned: [tokens, hidden_size], on the
+        last stage of wanted tokens only.
         """
         with ExitStack() as received:
             start = input_ids
             if self.hidden_in is not None:
                 self.hidden_in.expect(len(input_ids), self._hidden_size)
                 start = received.enter_context(self.hidden_in.take())
-            result = layers(start)
+            result = yield from layers(start)
             if self.hidden_out is not None:
                 self.hidden_out.send(result)
         return result

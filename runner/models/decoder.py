@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
+from pdserve.pausing import Pausing, complete
 from runner.attention import AttentionBackend
 from runner.batch import Activations, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
@@ -142,7 +143,6 @@ class Decoder:
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self._norm = RMSNorm(self.context) if position.is_last else None
         self._head = ParallelLMHead(self.context) if position.is_last else None
-        self.between_layers: Callable[[], None] | None = None
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, placement.device)
 
     @property
@@ -182,7 +182,18 @@ class Decoder:
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Compute the layers of this rank for tokens at ``positions`` [tokens], integers.
+        """Return the result of ``forward``."""
+        return complete(self.forward(inputs, positions, lengths, backend, output_tokens))
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        lengths: Tensor | None,
+        backend: AttentionBackend,
+        output_tokens: Tensor | None = None,
+    ) -> Pausing[Tensor]:
+        """Compute the layers of this rank for tokens at ``positions`` [tokens], integers; pause between layers.
 
         ``inputs`` is the token ids [tokens] on the first stage, else the result of the stage before, which is
         overwritten. The result is hidden states [tokens, hidden_size]: on the last stage normed for ``logits``, else
@@ -198,8 +209,7 @@ class Decoder:
         for layer, next_norm in zip(others, self._next_norms, strict=True):
             output, residual = layer(x, residual, rotary, backend)
             x = next_norm.add(output, residual)
-            if self.between_layers is not None:
-                self.between_layers()
+            yield
         if output_tokens is not None and not len(output_tokens):
             last.attention.store(x, rotary, backend)
             return residual[:0]

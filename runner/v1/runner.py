@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
+from pdserve.pausing import Pausing
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepOutput, StepPlan
 from runner.base import BaseModelRunner, Progress
@@ -50,9 +51,11 @@ class RunnerV1(BaseModelRunner[HostBatch]):
             sampling=[row for row, s in enumerate(plan.scheduled) if s.num_samples > 0],
         )
 
-    def _execute(self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
+    def _execute(
+        self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool
+    ) -> Pausing[tuple[Tensor, Tensor | None]]:
         last_tokens = batch.last_tokens
-        hidden = self._forward(batch, None if all_hidden_states else last_tokens)
+        hidden = yield from self._forward(batch, None if all_hidden_states else last_tokens)
         self._sequences.num_computed[batch.rows] += batch.lengths
         if self._pools or not (self._is_last_stage and batch.sampling):
             return hidden, None
@@ -86,7 +89,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
     def _skip_sampling(self, batch: HostBatch) -> None:
         self._sequences.num_tokens[batch.sampling_rows] += 1  # the last stage samples them
 
-    def _forward(self, batch: HostBatch, wanted: NDArray[np.int64] | None) -> Tensor:
+    def _forward(self, batch: HostBatch, wanted: NDArray[np.int64] | None) -> Pausing[Tensor]:
         """Compute the next ``lengths`` tokens of each sequence.
 
         Return the hidden states of the tokens ``wanted``, of all tokens if None or on other stages than the last.
@@ -115,10 +118,11 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         rope_lengths = self._rope_lengths(batch, positions)
         keeps_all = wanted is None or len(wanted) == len(positions) or not self._is_last_stage
         keep = None if wanted is None or keeps_all else self._to_device(wanted)
-        return self._stages.compute(
-            lambda start: self._model.decoder(start, device_positions, rope_lengths, self._attention, keep),
+        hidden = yield from self._stages.compute(
+            lambda start: self._model.decoder.forward(start, device_positions, rope_lengths, self._attention, keep),
             self._to_device(table.token_ids[token_rows, positions]),
         )
+        return hidden
 
     def _rope_lengths(self, batch: HostBatch, positions: NDArray[np.int64]) -> Tensor | None:
         """Return for each token the sequence length that its rotary frequencies depend on, None if they do not."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
+from pdserve.pausing import Pausing, complete, completed
 from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.graph_sizes import BatchDescriptor, GraphSizes
@@ -56,7 +57,7 @@ class ForwardPass:
 
     def run(
         self, batch: InputBatch, descriptor: BatchDescriptor | None, all_hidden_states: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Pausing[tuple[Tensor, Tensor | None]]:
         """Return hidden states, and logits [sampling rows, vocab_size] on the last stage if any row samples.
 
         The inputs have been built, padded to ``descriptor`` if given. Hidden states are those of all tokens if
@@ -67,8 +68,10 @@ class ForwardPass:
         keep = batch.last_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
             self._backend.plan(self._inputs.attention_batch(batch))
-        hidden = self._stages.compute(
-            lambda start: self._layers(start, keep) if descriptor is None else self._replay(start, descriptor),
+        hidden = yield from self._stages.compute(
+            lambda start: (
+                self._layers(start, keep) if descriptor is None else completed(self._replay(start, descriptor))
+            ),
             self._inputs.input_ids[: indices.num_tokens],
         )
         if not self._position.is_last or not len(indices.sampling):
@@ -79,8 +82,8 @@ class ForwardPass:
             kept = kept.index_select(0, batch.last_tokens)
         return hidden, kept if has_logits else self._model.decoder.logits(kept)
 
-    def _layers(self, start: Tensor, keep: Tensor | None) -> Tensor:
-        return self._model.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep)
+    def _layers(self, start: Tensor, keep: Tensor | None) -> Pausing[Tensor]:
+        return self._model.decoder.forward(start, self._inputs.positions[: len(start)], None, self._backend, keep)
 
     def _replay(self, start: Tensor, descriptor: BatchDescriptor) -> Tensor:
         """Return the hidden states of a step without padding, if its graph leaves any."""
@@ -95,7 +98,8 @@ class ForwardPass:
     def _captured(self, descriptor: BatchDescriptor) -> None:
         """Compute what the graph of this size captures."""
         tokens = descriptor.tokens
-        hidden = self._layers((self._inputs.input_ids if self._position.is_first else self._start)[:tokens], None)
+        start = self._inputs.input_ids if self._position.is_first else self._start
+        hidden = complete(self._layers(start[:tokens], None))
         if descriptor.is_decode and self._position.is_last:
             assert isinstance(self._model.decoder, Decoder)
             self._model.decoder.write_logits(hidden, self._logits[: descriptor.rows])

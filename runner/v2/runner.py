@@ -9,13 +9,13 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
+from pdserve.pausing import Pausing
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepPlan
 from runner.base import BaseModelRunner, Progress
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.step import take_samples_kernel
 from runner.loading.process_memory import process_memory
-from runner.models.decoder import Decoder
 from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
 from runner.v2.device_sampler import DeviceSampler
@@ -59,13 +59,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
             features.append(DeviceReturnedTokens(self._stages.tokens_in, self._sequences, self._state, writes))
         return features
 
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
-        """On GPUs only: on a CPU a launch is the computation."""
-        decoder = self._model.decoder
-        if self._device.type != "cuda" or not isinstance(decoder, Decoder):
-            return False
-        decoder.between_layers = call
-        return True
+    def launches_by_layer(self, plan: StepPlan) -> bool:
+        return not self._forward.sizes.have(plan)
 
     @torch.inference_mode()
     def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
@@ -87,10 +82,13 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _prepare(self, plan: StepPlan) -> InputBatch:
         return self._sequences.schedule(plan.scheduled)
 
-    def _execute(self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
+    def _execute(
+        self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool
+    ) -> Pausing[tuple[Tensor, Tensor | None]]:
         descriptor = None if all_hidden_states else self._forward.graph_for(batch.indices)
         self._inputs.build(batch, descriptor or batch.indices.descriptor, self._state)
-        return self._forward.run(batch, descriptor, all_hidden_states)
+        result = yield from self._forward.run(batch, descriptor, all_hidden_states)
+        return result
 
     def _sample(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> PendingStep:
         metadata = self._metadata_of(batch.indices)

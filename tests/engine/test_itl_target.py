@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import reference
-from toy_node import Node
+from toy_node import Node, WholeLaunches
 
 from engine.executor.idle_step import measure_idle_step
+from engine.executor.rank import Rank
 from engine.scheduler.itl_target import ARRIVAL, MANY_PROMPTS, ItlTarget
 from engine.throughput_meter import ThroughputMeter
 from pdserve.config.simulated_costs import SimulatedCosts
@@ -58,11 +59,24 @@ class Model:
 
 
 def node_with_streams(
-    model: Model, depth: tuple[int, int] = (2, 1), target: float | None = None, streams: int = STREAMS, tile: int = 1
+    model: Model,
+    depth: tuple[int, int] = (2, 1),
+    target: float | None = None,
+    streams: int = STREAMS,
+    tile: int = 1,
+    rank: type[Rank] = Rank,
 ) -> Node:
     """Return a node that decodes ``streams`` sequences of client 1 for long."""
     node = Node(
-        5000, *depth, max_num_seqs=64, full_step=2000, tile=tile, batch_tokens=2000, itl_target=target, seconds=model
+        5000,
+        *depth,
+        max_num_seqs=64,
+        full_step=2000,
+        tile=tile,
+        batch_tokens=2000,
+        itl_target=target,
+        seconds=model,
+        rank=rank,
     )
     for rid in range(streams):
         node.submit(rid, [rid] * 4, SamplingParams(max_tokens=10_000), Mode.LOCAL, client=1)
@@ -142,7 +156,7 @@ def test_steps_that_the_target_limits_fill_whole_tiles() -> None:
 
 def test_result_of_a_decode_step_does_not_wait_for_the_launch_of_a_long_chunk() -> None:
     model = Model()
-    node = node_with_streams(model)
+    node = node_with_streams(model, rank=WholeLaunches)
     add_prompts(node, 12_000)
     run_until(node, 100)
     launches = zip(node.runner.launched, node.runner.behind, strict=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
 
 from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.pausing import Pausing, complete
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
 from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory
@@ -92,7 +92,6 @@ class ToyRunner:
     ) -> None:
         """``layered``: launches take long enough for results of earlier steps to arrive meanwhile."""
         self._layered = layered
-        self._between_layers: Callable[[], None] = lambda: None
         self.max_in_flight = max_in_flight
         self.stages = stages
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
@@ -129,6 +128,9 @@ class ToyRunner:
         return {block for state in self._states.values() for block in state.blocks} | self.writing.keys()
 
     def launch(self, plan: StepPlan) -> ToyStep:
+        return complete(self.launch_with_pauses(plan))
+
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[ToyStep]:
         assert len(self._in_flight) < self.max_in_flight
         self.launched.append(plan)
         self.behind.append(len(self._in_flight))
@@ -147,14 +149,13 @@ class ToyRunner:
             self._targets.add(new)
         self._check_stages(plan)
         step = ToyStep(self, plan.step, tuple(self._take_in(plan)), plan.digests, self._targets.take(plan.scheduled))
-        self._between_layers()
+        if self._layered:
+            yield
         self._in_flight.append(step)
         return step
 
-    def call_between_layers(self, call: Callable[[], None]) -> bool:
-        if self._layered:
-            self._between_layers = call
-        return self._layered
+    def launches_by_layer(self, plan: StepPlan) -> bool:
+        return plan.num_tokens - len(plan.scheduled) >= 256
 
     def compute(self, step: ToyStep) -> StepOutput:
         """Compute a step. Later steps see its samples at once, as on a device."""

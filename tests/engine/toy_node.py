@@ -18,13 +18,14 @@ from toy import VOCAB, Slot, ToyRunner
 from connector.backends.local import LocalConnector
 from engine.channel import Channel
 from engine.engine import Engine
-from engine.executor.rank import Rank
+from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
+from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, ModelRunnerOutput, RankKV, StepPlan
 from pdserve.sampling_params import SamplingParams
@@ -50,6 +51,16 @@ class ModelledPipeline(StepPipeline):
         return result
 
 
+class WholeLaunches(Rank):
+    """Launches each step without a pause, as an Executor does."""
+
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
+        return completed(complete(super().launch_with_pauses(plan)))
+
+    def delays_results(self, plan: StepPlan) -> bool:
+        return self.launches_by_layer(plan)
+
+
 class Node:
     """``depth`` is the number of steps that may be in flight. ``step`` is one iteration of the step loop.
 
@@ -72,6 +83,7 @@ class Node:
         seconds: Callable[[StepPlan], float] | None = None,
         kv_checksum: bool = False,
         layered: bool = False,
+        rank: type[Rank] = Rank,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
     ) -> None:
@@ -98,7 +110,7 @@ class Node:
         self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered)
         self.connector = connector or LocalConnector(self.epoch)
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
-        self.rank = Rank(self.runner, self.connector)
+        self.rank = rank(self.runner, self.connector)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
         if seconds is not None:
             self.engine._pipeline = ModelledPipeline(self.rank, seconds)

@@ -19,8 +19,9 @@ import runner
 from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.errors import CapacityError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_regex, intersection
-from pdserve.protocols import ModelRunner, PendingStep
-from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.pausing import complete
+from pdserve.protocols import ModelRunner
+from pdserve.records import DigestOrder, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 from runner.base import BaseModelRunner
@@ -75,19 +76,35 @@ def test_result_waits_for_the_kv_of_a_step_that_samples_nothing(checkpoint: Path
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 def test_results_arrive_while_a_long_step_is_launched(checkpoint: Path) -> None:
     model_runner = build_runner(checkpoint, "V2", device=DEVICE)
-    calls: list[bool] = []
-    earlier: list[PendingStep] = []
-    assert model_runner.call_between_layers(lambda: calls.append(earlier[-1].done()))
     new = NewSequence(0, pack_tokens(prompt_of(900)), 900, 0, tuple(range(60)), SamplingParams(max_tokens=1))
-    earlier.append(model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 16, 0),))))
-    earlier[0].result()
-    assert earlier[0].done()
+    earlier = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 16, 0),)))
+    earlier.result()
+    assert earlier.done()
     torch.cuda._sleep(1 << 28)
-    earlier.append(model_runner.launch(StepPlan(1, scheduled=(ScheduledSequence(0, 600, 0),))))
-    assert calls == [True]
-    assert not earlier[1].done()
-    earlier[1].result()
-    assert earlier[1].done()
+    plan = StepPlan(1, scheduled=(ScheduledSequence(0, 600, 0),))
+    assert model_runner.launches_by_layer(plan)
+    launch = model_runner.launch_with_pauses(plan)
+    next(launch)  # the pause between its two layers
+    assert earlier.done()
+    later = complete(launch)
+    assert not later.done()
+    later.result()
+    assert later.done()
+
+
+def test_result_can_be_taken_between_the_layers_of_the_next_step(build: Build) -> None:
+    model_runner = build()
+    (expected,) = Stepper(build()).generate([prompt_of(5)], 2)
+    new = NewSequence(0, pack_tokens(prompt_of(5)), 5, 0, (0,), GREEDY)
+    first = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 5, 1),)))
+    if model_runner.max_in_flight == 1:
+        first.result()
+    launch = model_runner.launch_with_pauses(StepPlan(1, scheduled=(ScheduledSequence(0, 1, 1),)))
+    next(launch)
+    if model_runner.max_in_flight > 1:
+        assert [sample.token_id for sample in first.result().samples] == expected.output[:1]
+    (sample,) = complete(launch).result().samples
+    assert sample.token_id == expected.output[1]
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(build: Build) -> None:

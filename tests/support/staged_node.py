@@ -32,6 +32,7 @@ from engine.scheduler.step_builder import FULL_STEP
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
 from pdserve.ipc.messages import Mode, Submit
+from pdserve.pausing import Pausing, completed
 from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import ModelRunnerOutput, Sample, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
@@ -85,7 +86,8 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
             rid, request = waiting.pop(0)
             scheduler.submit(Submit(rid, pack_tokens(request.prompt), request.sampling, Mode.LOCAL))
         plan = scheduler.plan()
-        pipeline.launch(plan)
+        for result in pipeline.launch(plan):
+            scheduler.apply(*result)
         taken = pipeline.take(plan)
         if taken is not None:
             scheduler.apply(*taken)
@@ -154,12 +156,18 @@ class StagedNode:
         assert self._config is not None
         return self._config.parallel.pp + (self._config.decision.runner == "V2")
 
-    def launch(self, plan: StepPlan) -> Callable[[], ModelRunnerOutput]:
+    def launch_with_pauses(self, plan: StepPlan) -> Pausing[Callable[[], ModelRunnerOutput]]:
         """Start a step; results come in the order of launches."""
         for process in self._ranks:
             assert process.stdin is not None
             _write(process.stdin, msgspec.msgpack.encode(plan))
-        return self.result
+        return completed(self.result)
+
+    def oldest_is_done(self) -> bool:
+        return False
+
+    def delays_results(self, plan: StepPlan) -> bool:
+        return False
 
     def result(self) -> ModelRunnerOutput:
         """Return the output of the oldest step. Only the last stage samples, all of its shards the same."""

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from pdserve.errors import CheckpointError, ConfigError, shown
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
+from pdserve.pausing import Pausing, completed
 from runner.attention import AttentionBackend
 from runner.distributed.parallel_state import ParallelState
 from runner.models.from_transformers.attention_calls import (
@@ -90,6 +91,17 @@ class TransformersDecoder:
     def unload(self) -> None:
         """Free the weights, so that others can be loaded."""
         self._model = self._body = self._scores = None
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        lengths: Tensor | None,
+        backend: AttentionBackend,
+        output_tokens: Tensor | None = None,
+    ) -> Pausing[Tensor]:
+        """Return hidden states as ``__call__`` does: the library pauses nowhere."""
+        return completed(self(inputs, positions, lengths, backend, output_tokens))
 
     @torch.inference_mode()
     def __call__(
