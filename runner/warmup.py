@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
-from pdserve.records import (
-    TOKEN_BYTES,
-    DigestOrder,
-    NewSequence,
-    SamplingParams,
-    ScheduledSequence,
-    StepPlan,
-    TokenMask,
-)
+from pdserve.records import TOKEN_BYTES, DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.sampling_params import SamplingParams
 from runner.graph_sizes import GraphSizes
 

@@ -21,7 +21,7 @@ from pdserve.errors import CapacityError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_regex, intersection
 from pdserve.pausing import complete
 from pdserve.protocols import ModelRunner
-from pdserve.records import DigestOrder, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 from runner.base import BaseModelRunner
