@@ -74,13 +74,18 @@ class Result:
         return ""
 
 
+def _tpot(trace: Trace) -> float:
+    """Return the mean time per output token after the first one; needs two tokens."""
+    return (trace.tokens[-1] - trace.tokens[0]) / (trace.num_tokens - 1)
+
+
 def is_good(trace: Trace, objectives: dict[str, float]) -> bool:
     """Return whether a request ended without error and within all objectives (ms)."""
     if trace.error:
         return False
     found = {"ttft": trace.ttft, "tpot": 0.0, "gap": 0.0}
     if trace.gaps:
-        found |= {"tpot": trace.tpot, "gap": max(trace.gaps)}
+        found |= {"tpot": _tpot(trace), "gap": max(trace.gaps)}
     return all(1e3 * found[name] <= limit for name, limit in objectives.items())
 
 
@@ -99,11 +104,11 @@ def summarize(
         first_error=next((trace.error for trace in traces if trace.error), ""),
         seconds=round(seconds, 3),
         ttft_ms=percentiles(trace.ttft for trace in ended),
-        tpot_ms=percentiles(trace.tpot for trace in ended if trace.gaps),
+        tpot_ms=percentiles(_tpot(trace) for trace in ended if trace.gaps),
         gap_ms=percentiles(map(max, gaps)),
         second_ms=percentiles(each[0] for each in gaps),
         e2el_ms=percentiles(trace.tokens[-1] - trace.start for trace in ended),
-        late_ms=percentiles(trace.late for trace in traces),
+        late_ms=percentiles(trace.start - trace.due for trace in traces),
         client_cpu=round(cpu / seconds, 3),
         output_tokens_per_s=round(sum(trace.num_tokens for trace in ended) / seconds, 1),
         cached_tokens=sum(trace.cached_tokens for trace in ended),

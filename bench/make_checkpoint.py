@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config.device import detect_device
+from pdserve.config.device import detect_devices
 from pdserve.config.parallel import choose_parallel_config, num_parameters
 from pdserve.model.kept_weights import MXFP4_BLOCK
 from pdserve.model.model_config import load_model_config
@@ -288,7 +288,7 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
         load_model_config(directory),
         TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16),
     )
-    parallel = ParallelState(choose_parallel_config(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
+    parallel = ParallelState(choose_parallel_config(config, pp=1, tp=1).position(0), detect_devices("cpu", 1)[0], "")
     model = decoder_class(config.architecture)(config, parallel, placement)
     quantization = json.loads((directory / "config.json").read_text()).get("quantization_config", {})
 

@@ -46,21 +46,12 @@ class Trace:
     error: str = ""
 
     @property
-    def late(self) -> float:
-        return self.start - self.due
-
-    @property
     def ttft(self) -> float:
         return self.tokens[0] - self.start
 
     @property
     def gaps(self) -> list[float]:
         return [after - before for before, after in pairwise(self.tokens)]
-
-    @property
-    def tpot(self) -> float:
-        """Mean time per output token after the first one; needs two tokens."""
-        return (self.tokens[-1] - self.tokens[0]) / (self.num_tokens - 1)
 
 
 class Endpoint(NamedTuple):

@@ -15,10 +15,6 @@ class Conversation:
         self._sampling = dict(sampling or {})
         self._messages: list[dict[str, str]] = []
 
-    @property
-    def num_messages(self) -> int:
-        return len(self._messages)
-
     def clear(self) -> None:
         """Forget all messages; the system prompt stays."""
         self._messages.clear()

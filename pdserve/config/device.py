@@ -16,16 +16,12 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_…
 _SIMULATED = DeviceInfo(kind="simulated", index=0, name="simulated", memory=0)
 
 
-def detect_device(spec: str = "auto") -> DeviceInfo:
-    """Resolve "auto", "cpu", "cuda" or "cuda:N". "auto" takes the first GPU, else the CPU.
-
-    Raises ConfigError for any other word and CapacityError for a missing GPU.
-    """
-    return detect_devices(spec, 1)[0]
-
-
 def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
-    """Return a device for each of ``count`` ranks on this host: ``count`` GPUs from cuda:N on, or the CPU for all."""
+    """Return a device for each of ``count`` ranks on this host: ``count`` GPUs from cuda:N on, or the CPU for all.
+
+    ``spec`` is "auto", "cpu", "cuda" or "cuda:N"; "auto" takes GPUs if there are any. Raises ConfigError for any other
+    word and CapacityError for a missing GPU.
+    """
     kind, _, index_text = spec.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index_text and (kind != "cuda" or not index_text.isdecimal())):
         raise ConfigError(f"device {spec!r} is not one of auto, cpu, cuda, cuda:N")

@@ -78,11 +78,6 @@ class ModelConfig(msgspec.Struct, frozen=True):
         kept = kept_format(self.weight_format, self.quantization) if self.keeps_quantized else None
         return kept or WEIGHT_FORMATS[self.weight_format]
 
-    @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        """Return each layer's window in tokens; None is full attention."""
-        return tuple(spec.window for spec in self.attention)
-
     def kv_cache_specs(self, dtype: str) -> tuple[AnyKVCacheSpec, ...]:
         """Return what each layer keeps per token. Layers with a sliding window keep all tokens, too."""
         return (FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype),) * self.num_layers

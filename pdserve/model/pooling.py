@@ -25,7 +25,6 @@ TASKS = ("auto", GENERATE, EMBED, CLASSIFY)
 CLASSIFIER = "ForSequenceClassification"  # the end of the architecture's name
 LAST, MEAN, YES_OR_NO, SCORE = "last", "mean", "yes_or_no", "score"  # methods
 
-_MODULES = "sentence_transformers.models."
 _MAX_LABELS = 4096
 _MAX_TOKENIZER_BYTES = 64 << 20
 

@@ -24,7 +24,6 @@ class SpanKind(Enum):
     """Which side of a remote call a span describes."""
 
     INTERNAL = "internal"
-    SERVER = "server"
     CLIENT = "client"
 
 

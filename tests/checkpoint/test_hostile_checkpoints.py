@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import runner
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config.device import detect_device
+from pdserve.config.device import detect_devices
+from pdserve.config.node_config import NodeOptions
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, PdserveError, RequestError
@@ -53,7 +54,7 @@ IN_THE_ROUTER = ("nested expression", "21 nested loops", "compiles for minutes",
 
 def read(directory: Path) -> None:
     """Read a checkpoint as a node does before it starts."""
-    resolve(NodeOptions(model=str(directory)), detect_device("cpu"), {})
+    resolve(NodeOptions(model=str(directory)), detect_devices("cpu", 1)[0], {})
 
 
 def check(error: str, case: Hostile) -> None:
@@ -173,7 +174,7 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any], rope: dict[str, 
     with tempfile.TemporaryDirectory() as directory:
         (path := Path(directory, "config.json")).write_text(json.dumps(CONFIG | changes))
         options = NodeOptions(model=directory, load_format="dummy")
-        error = refusal(lambda: resolve(options, detect_device("cpu"), {}))
+        error = refusal(lambda: resolve(options, detect_devices("cpu", 1)[0], {}))
         assert not isinstance(error, CheckpointError) or str(path) in str(error)
 
 

@@ -93,7 +93,7 @@ def test_ranks_together_hold_the_whole_model(chosen: tuple[ModelConfig, Parallel
         assert sum(shard_of(of, position).num_heads for position in shards) == of.num_heads
         assert sum(shard_of(of, position).intermediate_size for position in shards) == of.intermediate_size
     for position in positions:
-        assert shard_of(of, position).sliding_windows == tuple(position.layers)
+        assert [spec.window for spec in shard_of(of, position).attention] == [*position.layers]
     assert sum(position.is_first for position in positions) == parallel.tp
     assert sum(position.is_last for position in positions) == parallel.tp
 

@@ -9,8 +9,8 @@ import pytest
 from cli.explain import as_text, describe
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.compatibility import differences
-from pdserve.config.device import detect_device, node_devices
-from pdserve.config.node_config import NodeConfig
+from pdserve.config.device import detect_devices, node_devices
+from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
@@ -41,7 +41,7 @@ def test_simulated_kv_size_defaults_to_a_large_gpu() -> None:
 def test_simulated_nodes_are_compatible_only_with_each_other() -> None:
     ours = simulated().compat_fields
     for load_format in ("auto", "dummy"):
-        real = resolve(NodeOptions(model=str(EMBEDDED_MODEL), load_format=load_format), detect_device("cpu"), {})
+        real = resolve(NodeOptions(model=str(EMBEDDED_MODEL), load_format=load_format), detect_devices("cpu", 1)[0], {})
         assert differences(ours, real.compat_fields).startswith("weights: simulated here, ")
     assert ours == simulated(sim_speed=3.0, sim_costs=("step=1",), load_format="dummy").compat_fields
 

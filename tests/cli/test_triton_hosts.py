@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.attention_backends import Platform
-from pdserve.config.device import detect_device
-from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.device import detect_devices
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
@@ -37,7 +37,7 @@ def config_of(environ: dict[str, str], platform: Platform | None = GPU_PLATFORM)
 
 
 def test_a_kernel_that_runs_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = detect_device("cpu")
+    cpu = detect_devices("cpu", 1)[0]
     assert try_triton(cpu, interpreted=True) == ""
     try_triton.cache_clear()
     monkeypatch.setattr(sys, "executable", "/bin/false")

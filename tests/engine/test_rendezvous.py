@@ -22,20 +22,21 @@ from engine.executor.rendezvous import (
     make_hello,
 )
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config.device import detect_device
-from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.device import detect_devices
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.ipc.frames import framed
 
-TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), detect_device("cpu"), {}).peer_timing
+CPU = detect_devices("cpu", 1)[0]
+TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), CPU, {}).peer_timing
 
 
 def config_of(tp: int = 4, block_size: int = 16, runner: str | None = None) -> NodeConfig:
     options = NodeOptions(model=str(EMBEDDED_MODEL), device="cpu", tp=tp, block_size=block_size)
-    return resolve(options, detect_device("cpu"), {} if runner is None else {VARIABLE: runner})
+    return resolve(options, CPU, {} if runner is None else {VARIABLE: runner})
 
 
 def hello(rank: int, **changes: object) -> Hello:
@@ -104,11 +105,8 @@ def gathering() -> Iterator[Gathering]:
         (hello(2, version="0.0.1"), ["pdserve: 0.0.1 there"]),
         (hello(2, parallel=config_of(tp=2).parallel), ["tp 2 there", "tp 4 at the leader"]),
         (hello(2, device=DeviceInfo("cuda", 0, "GPU", 1)), ["cuda there", "cpu at the leader"]),
-        (make_hello(config_of(block_size=32), 2, detect_device("cpu"), 1), ["block_size: 32 there, 16 at the leader"]),
-        (
-            make_hello(config_of(runner="0"), 2, detect_device("cpu"), 1),
-            [VARIABLE, "V1 there", "nothing at the leader"],
-        ),
+        (make_hello(config_of(block_size=32), 2, CPU, 1), ["block_size: 32 there, 16 at the leader"]),
+        (make_hello(config_of(runner="0"), 2, CPU, 1), [VARIABLE, "V1 there", "nothing at the leader"]),
         (hello(2, forced_runner="V2"), [VARIABLE, "V2 there", "nothing at the leader"]),
     ],
 )

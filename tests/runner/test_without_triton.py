@@ -18,10 +18,12 @@ from pdserve.config.resolve import resolve
 from pdserve.config.device import detect_device
 from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from pdserve.sampling_params import SamplingParams
+from pdserve.config.device import detect_devices
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 import runner
 
 options = NodeOptions(model=sys.argv[1], device="cpu", kv_cache_memory=1 << 22)
-config = resolve(options, detect_device("cpu"), {"PDSERVE_USE_V2_MODEL_RUNNER": "0"})
+config = resolve(options, detect_devices("cpu", 1)[0], {"PDSERVE_USE_V2_MODEL_RUNNER": "0"})
 model = runner.build(config, lambda stage, fraction: None)
 new = NewSequence(0, array("I", (1, 2, 3)).tobytes(), 3, 0, (0,), SamplingParams(max_tokens=1))
 output = model.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 3, 1),))).result()

@@ -6,7 +6,6 @@ by itself. A reader works on the thread that loads the model and waits for each 
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import deque
@@ -23,8 +22,6 @@ from pdserve.errors import PeerError, shown
 from pdserve.records import KVRegion
 from pdserve.rpc.timeouts import PeerTiming
 from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
-
-logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 << 20
 _IN_FLIGHT = 4  # chunks

@@ -22,10 +22,6 @@ class ModelPart:
     is_last: bool = True
     shards: TensorShards | None = None
 
-    @classmethod
-    def whole(cls, num_layers: int) -> ModelPart:
-        return cls(num_layers, range(num_layers))
-
     @property
     def is_whole(self) -> bool:
         return self.shards is None and self.is_first and self.is_last and len(self.layers) == self.num_layers
