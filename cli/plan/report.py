@@ -12,6 +12,31 @@ from cli.plan.node_load import NodeLoad
 from cli.plan.queues import percentile
 from cli.plan.sizing import Plan
 
+
+class PredictionErrors(msgspec.Struct, frozen=True):
+    """Predicted / measured - 1: the least and the largest error over all workloads of ``command``."""
+
+    ttft_p50: tuple[float, float]
+    ttft_p90: tuple[float, float]
+    itl_p50: tuple[float, float]
+    itl_p99: tuple[float, float]
+    command: str
+    hardware: str
+    commit: str
+
+
+#: The errors of the formulas in ``queues.py`` and ``node_load.py``. The p99 of TTFT has not been compared: a few
+#: hundred requests give no reliable one.
+PREDICTION_ERRORS = PredictionErrors(
+    ttft_p50=(-0.49, 0.47),
+    ttft_p90=(-0.52, 0.49),
+    itl_p50=(-0.30, 0.04),
+    itl_p99=(-0.72, -0.01),
+    command="bench/plan_check.py --slower 8; bench/plan_check.py --model MODEL --costs costs.toml --requests 100",
+    hardware="simulated nodes, CPU nodes on two cores",
+    commit="1b94793, 23faa4a",
+)
+
 _PROVENANCE = ("model", "gpu", "hardware", "commit", "command", "estimated")
 
 
@@ -28,6 +53,7 @@ def as_json(load: NodeLoad, plan: Plan) -> dict[str, Any]:
         "kv_bytes_per_token": costs.shape.kv_bytes,
         "network_gb_per_s": load.network,
         "worthwhile": _split_is_better(plan),
+        "prediction_errors": msgspec.to_builtins(PREDICTION_ERRORS),
         "costs": {name: getattr(costs, name) for name in _PROVENANCE},
         "doubts": list(_doubts(load, plan)),
     }
@@ -39,6 +65,7 @@ def as_text(load: NodeLoad, plan: Plan) -> str:
     rows = [
         ("costs", f"{costs.model} on {costs.gpu}, nodes of {costs.gpus}, measured at {costs.commit}"),
         *(("estimated", text) for text in costs.estimated),
+        *(("error" if first else "", text) for first, text in zip((True, False), _errors(), strict=True)),
         ("workload", f"{plan.rate:.3g} requests/s"),
         ("", _lengths("prompts", load.workload.prompts) + f", {_cached(load):.0%} cached"),
         ("", _lengths("outputs", load.workload.outputs)),
@@ -60,6 +87,20 @@ def as_text(load: NodeLoad, plan: Plan) -> str:
             *_elastic_verdict(load, plan),
             *(f"doubtful: {text}" for text in _doubts(load, plan)),
         ]
+    )
+
+
+def _errors() -> tuple[str, str]:
+    """Return how far predictions were off, and of which nodes."""
+    found = PREDICTION_ERRORS
+
+    def span(bounds: tuple[float, float]) -> str:
+        return " … ".join(f"{bound:+.0%}" for bound in bounds)
+
+    return (
+        f"TTFT p50 {span(found.ttft_p50)}, p90 {span(found.ttft_p90)}; "
+        f"ITL p50 {span(found.itl_p50)}, p99 {span(found.itl_p99)}",
+        f"of predictions for {found.hardware}, at {found.commit}; none for GPUs, none of TTFT p99",
     )
 
 

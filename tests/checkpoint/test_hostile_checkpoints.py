@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import runner
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import detect_devices
-from pdserve.config.node_config import NodeOptions
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, PdserveError, RequestError

@@ -10,7 +10,7 @@ from cli.explain import as_text, describe
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.compatibility import differences
 from pdserve.config.device import detect_devices, node_devices
-from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

@@ -11,7 +11,7 @@ import pytest
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.attention_backends import Platform
 from pdserve.config.device import detect_devices
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

@@ -23,7 +23,7 @@ from engine.executor.rendezvous import (
 )
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import detect_devices
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

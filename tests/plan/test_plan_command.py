@@ -75,6 +75,12 @@ def test_plan_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert f"{found['prefill']['nodes']} prefill and {found['decode']['nodes']} decode nodes" in text
     assert found["costs"]["commit"]
+    errors = found["prediction_errors"]
+    assert errors["command"].startswith("bench/plan_check.py")
+    low, high = errors["itl_p99"]
+    assert low < high
+    assert f"p99 {low:+.0%} … {high:+.0%}" in text
+    assert errors["commit"] in text
     assert set(found["decode"]["itl"]) == {"50", "90", "99"}
 
 

@@ -19,7 +19,7 @@ from pdserve.config.device import detect_device
 from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from pdserve.sampling_params import SamplingParams
 from pdserve.config.device import detect_devices
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 import runner
 
 options = NodeOptions(model=sys.argv[1], device="cpu", kv_cache_memory=1 << 22)
