@@ -97,7 +97,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.length = len(self.token_ids)
-        self.decode_item = ScheduledSequence(self.seq, 1, 1)
+        self.decode_item = ScheduledSequence.decode(self.seq)
         self.for_peer = self.request.mode is Mode.LEASE
 
     @property
@@ -122,6 +122,17 @@ class Sequence:
     def missing(self) -> int:
         """Tokens that no launched step computes: 1 while decoding, 0 while its last token is being sampled."""
         return self.length - self.num_launched if self.length < self.max_length else 0
+
+    @property
+    def decodes_next(self) -> bool:
+        """Whether its next step is a decode: it continues an output, and only its newest token is missing."""
+        length = self.length
+        return length > self.prompt_len and length - self.num_launched == 1 and length < self.max_length
+
+    @property
+    def decodes_here(self) -> bool:
+        """Whether a launched step has sampled its first token, or a peer has, and it continues on this node."""
+        return self.length > self.prompt_len and not self.for_peer
 
     @property
     def blocked(self) -> bool:

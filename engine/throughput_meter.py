@@ -192,7 +192,7 @@ class ThroughputMeter:
         sequences = len(plan.scheduled)
         if not sequences:
             return 0.0
-        prompt_tokens = plan.num_tokens - sequences
+        prompt_tokens = plan.num_prompt_tokens
         if not (self._prompts if prompt_tokens else self._decodes):
             return math.inf
         return self._decodes.line.at(sequences) + (self._prompts.line.at(prompt_tokens) if prompt_tokens else 0.0)

@@ -167,6 +167,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     num_tokens: int
     num_samples: int
 
+    @classmethod
+    def decode(cls, seq: int) -> ScheduledSequence:
+        """Return a decode: it computes the newest token of a sequence, and samples the next one."""
+        return cls(seq, num_tokens=1, num_samples=1)
+
 
 class NewBlocks(msgspec.Struct, frozen=True):
     """Further blocks of a sequence that the runner knows."""
@@ -200,13 +205,15 @@ class TokenMask(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass. The runner drops ``finished`` sequences before it adds ``new`` ones.
 
-    ``scheduled`` equals the last step's while the same sequences decode.
+    ``scheduled`` begins with ``num_decodes`` decodes (``ScheduledSequence.decode``); prompts follow. It equals the last
+    step's while the same sequences decode.
     """
 
     step: int
     finished: tuple[int, ...] = ()
     new: tuple[NewSequence, ...] = ()
     scheduled: tuple[ScheduledSequence, ...] = ()
+    num_decodes: int = 0
     new_blocks: tuple[NewBlocks, ...] = ()
     connector: KVConnectorPlan = NO_ORDERS
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
@@ -218,7 +225,16 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.scheduled)
+        return sum(each.num_tokens for each in self.scheduled)
+
+    @property
+    def prompts(self) -> tuple[ScheduledSequence, ...]:
+        """The sequences that are no decodes: chunks of prompts, and tokens that a peer has sampled."""
+        return self.scheduled[self.num_decodes :]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(prompt.num_tokens for prompt in self.prompts)
 
 
 class StepOutput(msgspec.Struct, frozen=True):

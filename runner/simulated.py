@@ -85,7 +85,7 @@ class SimulatedRunner:
         masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
         self._crash_on_order(plan)
         samples = tuple(sample for item in plan.scheduled for sample in self._sample(item, masks.get(item.seq)))
-        self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan.scheduled)
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan)
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
         return SimulatedStep(StepOutput(plan.step, samples, prompt_logprobs=scored), self._busy_until)
 

@@ -68,7 +68,7 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
 def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int) -> None:
     new = [_sequence(runner, number, length) for number, length in enumerate([1] * others + [chunk])]
-    decodes = tuple(ScheduledSequence(each.seq, 1, 1) for each in new[:-1])
+    decodes = tuple(ScheduledSequence.decode(each.seq) for each in new[:-1])
     prompt = ScheduledSequence(new[-1].seq, chunk, 1)
     runner.launch(StepPlan(-1, new=tuple(new[:-1]), scheduled=decodes)).result()
     runner.launch(StepPlan(-1, new=tuple(new[-1:]), scheduled=(*decodes, prompt))).result()
@@ -101,7 +101,7 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     new = [_sequence(runner, number, length, sampling) for number, length in enumerate(lengths)]
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
-    tokens = tuple(ScheduledSequence(seq, 1, 1) for seq in seqs)
+    tokens = tuple(ScheduledSequence.decode(seq) for seq in seqs)
     everything = b"\xff" * TokenMask.num_bytes(config.model.vocab_size)
     masks = tuple(TokenMask(seq, everything) for seq in seqs) if sampling.grammar else ()
     runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()

@@ -25,10 +25,10 @@ def measure_idle_step(ranks: Ranks) -> float:
     most = min(_STEPS, len(blocks) * block_size - 1)
     new = NewSequence(_SEQ, bytes(TOKEN_BYTES), 1, 0, blocks, SamplingParams(max_tokens=most + 1, temperature=0.0))
     pipeline, seconds = StepPipeline(ranks), list[float]()
-    token = (ScheduledSequence(_SEQ, 1, 1),)
+    token = (ScheduledSequence.decode(_SEQ),)
     start = perf_counter()
     for number in range(most):
-        plan = StepPlan(NO_STEP - 1 - number, new=() if number else (new,), scheduled=token)
+        plan = StepPlan(NO_STEP - 1 - number, new=() if number else (new,), scheduled=token, num_decodes=1)
         for _ in pipeline.launch(plan):
             seconds.append(pipeline.step_seconds)
         if pipeline.take(plan) is not None:

@@ -59,7 +59,7 @@ class FairShare:
         client, most = choices.most_common(1)[0]
         if most <= 2 * (choices.total() - most):
             return None
-        decodes = (each for each in running if each.length > each.prompt_len and not each.for_peer)
+        decodes = (each for each in running if each.decodes_here)
         if most < choices.total() and any(each.request.client != client for each in chain(decodes, loading)):
             self._crowded = client, step
         crowding, since = self._crowded

@@ -34,7 +34,7 @@ class RunnableSequences:
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The sequences of a step, in plan order. A decode computes one token and samples one; the rest are prompts."""
+    """The sequences of a step, in plan order: decodes (``Sequence.decodes_next``), then prompts."""
 
     decodes: tuple[Sequence, ...]
     prompts: tuple[Sequence, ...]
@@ -98,13 +98,12 @@ class StepsInFlight:
         for sequence in running:
             if sequence.constraint is not None and sequence.blocked:
                 continue
-            missing = sequence.missing
-            if missing == 1 and sequence.length > sequence.prompt_len:
+            if sequence.decodes_next:
                 if not sequence.for_peer:
                     decodes.append(sequence)
                 elif sequence.can_decode_ahead:
                     ahead.append(sequence)
-            elif missing:
+            elif sequence.missing:
                 prompts.append(sequence)
         if self._stages > 1:
             decodes, ahead = self._microbatch(decodes), self._microbatch(ahead)

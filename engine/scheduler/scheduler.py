@@ -315,7 +315,7 @@ class Scheduler:
         """
         if not runnable.prompts and self._head is None:
             return ()
-        decoding = sum(each.length > each.prompt_len and not each.for_peer for each in self._live.running.values())
+        decoding = sum(each.decodes_here for each in self._live.running.values())
         decodes, prompts, waiting = len(runnable.decodes), len(runnable.prompts), len(self._live.waiting)
         joins = any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts))
         soon = self.connector.load_ends_soon

@@ -115,13 +115,14 @@ class StepBuilder:
     def plan(self, finished: tuple[int, ...], connector: KVConnectorPlan, digests: tuple[DigestOrder, ...]) -> StepPlan:
         return StepPlan(
             self._step,
-            finished,
-            tuple(self._new),
-            tuple(self._scheduled),
-            tuple(self._new_blocks),
-            connector,
-            digests,
-            tuple(self._masks),
+            finished=finished,
+            new=tuple(self._new),
+            scheduled=tuple(self._scheduled),
+            num_decodes=len(self._decodes),
+            new_blocks=tuple(self._new_blocks),
+            connector=connector,
+            digests=digests,
+            masks=tuple(self._masks),
         )
 
     def _add_mask(self, sequence: Sequence) -> None:

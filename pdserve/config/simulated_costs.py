@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.records import ScheduledSequence
+from pdserve.records import StepPlan
 
 KV_TOKENS = 800_000  # default size of the KV cache in tokens: that of an 8B model on an H200
 
@@ -28,13 +28,11 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
     read: float = 1e-3
     read_token: float = 0.7e-6
 
-    def of_step(self, scheduled: Sequence[ScheduledSequence]) -> float:
+    def of_step(self, plan: StepPlan) -> float:
         """Return the seconds of a step; 0 for an empty one."""
-        if not scheduled:
+        if not plan.scheduled:
             return 0.0
-        prompts = sum(item.num_tokens for item in scheduled if item.num_tokens > 1)
-        decodes = sum(item.num_tokens == 1 for item in scheduled)
-        return self.step + prompts * self.prompt_token + decodes * self.decode
+        return self.step + plan.num_prompt_tokens * self.prompt_token + plan.num_decodes * self.decode
 
     def of_read(self, num_tokens: int) -> float:
         return self.read + num_tokens * self.read_token

@@ -16,7 +16,7 @@ from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.simulated_costs import SimulatedCosts, choose_costs
 from pdserve.errors import ConfigError
-from pdserve.records import ScheduledSequence
+from pdserve.records import ScheduledSequence, StepPlan
 
 
 def simulated(environ: dict[str, str] | None = None, **asked: Any) -> NodeConfig:
@@ -55,9 +55,10 @@ def test_simulated_costs_are_set_by_name_and_divided_by_speed() -> None:
 
 def test_step_cost_counts_prompt_tokens_and_decodes() -> None:
     costs = SimulatedCosts(1.0, 0.1, 0.01, 5.0, 0.5)
-    plan = [ScheduledSequence(1, 1, 1), ScheduledSequence(2, 30, 0), ScheduledSequence(3, 1, 1)]
+    decodes = ScheduledSequence.decode(1), ScheduledSequence.decode(3)
+    plan = StepPlan(1, scheduled=(*decodes, ScheduledSequence(2, 30, 0)), num_decodes=2)
     assert costs.of_step(plan) == pytest.approx(1.0 + 3.0 + 0.02)
-    assert costs.of_step([]) == 0.0
+    assert costs.of_step(StepPlan(1)) == 0.0
     assert costs.of_read(4) == 7.0
 
 

@@ -50,7 +50,7 @@ def test_local_requests_are_exact_under_preemption(
         *depth,
         itl_target=itl_target,
         layered=layered,
-        seconds=lambda plan: costs.of_step(plan.scheduled),
+        seconds=costs.of_step,
     )
     expected, ranks = {}, {}
     for rid, (length, max_tokens, n, shared, stop_at, priority, scored) in enumerate(requests):

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import reference
+from toy import num_tokens, reference
 from toy_node import Node
 
 from engine.scheduler.step_builder import StepBuilder
@@ -70,7 +70,7 @@ def test_chunks_of_a_prompt_are_launched_back_to_back(depth: int, stages: int) -
         in_flight.append(len(node.runner.launched))
     # Seven parts; a result is taken only when no more steps may be in flight.
     assert in_flight[:7] == [1, 2, 3, 4, 5, 6, 7]
-    assert [plan.num_tokens for plan in node.runner.launched[:7]] == [16] * 6 + [4]
+    assert [num_tokens(plan) for plan in node.runner.launched[:7]] == [16] * 6 + [4]
     assert node.runner.num_overlapped >= 7 - depth
     node.run()
     assert node.tokens[0, 0] == reference(list(range(100)), 0, 3)

@@ -56,6 +56,10 @@ class _State:
     num_launched: int = 0
 
 
+def num_tokens(plan: StepPlan) -> int:
+    return sum(item.num_tokens for item in plan.scheduled)
+
+
 @dataclass(frozen=True)
 class _Work:
     """One sequence's part of a step. The state stays after the runner has dropped the sequence."""
@@ -110,7 +114,7 @@ class ToyRunner:
     @property
     def num_tokens(self) -> int:
         """Tokens computed since the start."""
-        return sum(plan.num_tokens for plan in self.launched)
+        return sum(map(num_tokens, self.launched))
 
     @property
     def writing(self) -> dict[int, int]:

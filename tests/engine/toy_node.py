@@ -13,7 +13,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
-from toy import VOCAB, Slot, ToyRunner
+from toy import VOCAB, Slot, ToyRunner, num_tokens
 
 from connector.backends.local import LocalConnector
 from engine.channel import Channel
@@ -195,7 +195,7 @@ class Node:
         status = self.scheduler.status()
         assert status.free + status.held + status.leased + status.quarantined == status.total
         assert status.leased == len({block for blocks in self.leased.values() for block in blocks})
-        assert all(plan.num_tokens <= self._batch_tokens for plan in self.runner.launched[-1:])
+        assert all(num_tokens(plan) <= self._batch_tokens for plan in self.runner.launched[-1:])
         blocks = self.runner.writing.keys()
         assert self.scheduler.pool.count_free(blocks) == 0, "a block is free that a step in flight writes to"
         for rid, slots in self._leased_slots.items():

@@ -83,7 +83,7 @@ def new_sequence(seq: int, prompt: tuple[int, ...], first_block: int, sampling: 
 
 
 def one(seq: int) -> ScheduledSequence:
-    return ScheduledSequence(seq, 1, 1)
+    return ScheduledSequence.decode(seq)
 
 
 @pytest.mark.parametrize(

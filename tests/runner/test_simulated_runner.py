@@ -103,7 +103,7 @@ def test_a_step_launched_during_another_ends_after_it_by_its_own_cost() -> None:
     start = time.monotonic()
     new = NewSequence(0, pack_tokens(prompt_of(50)), 50, 0, (0, 1, 2, 3), SamplingParams(1, temperature=0.0))
     first = model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 50, 1),)))
-    second = model_runner.launch(StepPlan(2, scheduled=(ScheduledSequence(0, 1, 1),)))
+    second = model_runner.launch(StepPlan(2, scheduled=(ScheduledSequence.decode(0),), num_decodes=1))
     assert len(first.result().samples) == 1
     assert time.monotonic() - start > 0.0999
     assert len(second.result().samples) == 1

@@ -89,7 +89,13 @@ class Stepper:
             elif blocks:
                 new_blocks.append(NewBlocks(seq, tuple(blocks)))
             scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0))
-        plan = StepPlan(self._step, tuple(self._finished), tuple(new), tuple(scheduled), tuple(new_blocks))
+        plan = StepPlan(
+            self._step,
+            finished=tuple(self._finished),
+            new=tuple(new),
+            scheduled=tuple(scheduled),
+            new_blocks=tuple(new_blocks),
+        )
         self._step, self._finished = self._step + 1, []
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
