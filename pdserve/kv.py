@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self, get_args
 
 import msgspec
 
@@ -37,9 +37,13 @@ UNSCALED = KVScales()
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """KV of one layer per token: ``planes`` rows of ``head_dim`` elements for each KV head."""
+    """KV of one layer per token: ``planes`` rows of ``head_dim`` elements for each KV head.
 
-    num_kv_heads: int
+    A kind of KV cache is a subclass with a tag, and an entry of ``AnyKVCacheSpec``. All else asks the spec: sizes, the
+    transfer plan, digests, the compatibility hash, and the messages between nodes, which hold its fields by name.
+    """
+
+    num_kv_heads: int  # of the model, or in a layout those of a rank
     head_dim: int  # elements
     dtype: str  # a key of KV_DTYPE_BYTES; may differ from the dtype that the model computes in
 
@@ -64,6 +68,16 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         """Bytes of one token in one head and one plane."""
         return self.head_dim * self.element_bytes
 
+    @property
+    def compat_fields(self) -> dict[str, str]:
+        """Name and value of what must be equal on both sides of a handoff, if the heads are those of the model."""
+        fields = msgspec.structs.asdict(self)
+        return {"kv_cache": self.kind, "kv_dtype": fields.pop("dtype")} | {name: str(fields[name]) for name in fields}
+
+    def with_heads(self, num_kv_heads: int) -> Self:
+        """Return this spec for another part of the model."""
+        return msgspec.structs.replace(self, num_kv_heads=num_kv_heads)
+
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of ``page_size`` tokens in one layer."""
         return page_size * self.planes * self.num_kv_heads * self.row_bytes
@@ -75,24 +89,10 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, tag="full_attention"):
     planes: ClassVar[int] = 2
 
 
-# Every kind of spec. A second kind makes this a union: msgspec decodes each by its tag.
-AnyKVCacheSpec = FullAttentionSpec
-KV_CACHE_SPECS = {"full_attention": FullAttentionSpec}
-
-
-class KVCacheGroup(msgspec.Struct, frozen=True):
-    """Layers with equal specs. Each sequence has one block table per group; there is one group for now."""
-
-    spec: AnyKVCacheSpec
-    layers: tuple[int, ...]  # indices in the model
-
-
-def group_layers(specs: Sequence[AnyKVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Group the layers of a model by spec; ``specs`` has one entry per layer."""
-    layers: dict[AnyKVCacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        layers.setdefault(spec, []).append(layer)
-    return tuple(KVCacheGroup(spec, tuple(of_spec)) for spec, of_spec in layers.items())
+AnyKVCacheSpec = FullAttentionSpec  # a second kind makes this a union: msgspec decodes each by its tag
+KV_CACHE_SPECS: dict[str, type[KVCacheSpec]] = {
+    str(kind.__struct_config__.tag): kind for kind in get_args(AnyKVCacheSpec) or (AnyKVCacheSpec,)
+}
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -165,8 +165,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def resized(self, num_layers: int, num_kv_heads: int) -> KVLayout:
         """Return this layout for another part of the model."""
-        spec = msgspec.structs.replace(self.spec, num_kv_heads=num_kv_heads)
-        return msgspec.structs.replace(self, num_layers=num_layers, spec=spec)
+        return msgspec.structs.replace(self, num_layers=num_layers, spec=self.spec.with_heads(num_kv_heads))
 
 
 class KVShare(msgspec.Struct, frozen=True):

@@ -79,13 +79,12 @@ SINGLE_RANK = LocalRank()
 def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
     """Raise PeerError, naming both values, unless blocks of a peer's rank can be sliced for the local rank."""
     part = _part(theirs)
+    here_spec = layout.spec.with_heads(share.total_heads).compat_fields
+    there_spec = theirs.layout.spec.with_heads(part.total_heads).compat_fields
     fields: list[tuple[str, object, object]] = [
-        ("spec", layout.spec.kind, theirs.layout.spec.kind),
+        *((name, here_spec.get(name), there_spec.get(name)) for name in here_spec | there_spec),
         ("block_size", layout.block_size, theirs.layout.block_size),
-        ("head_dim", layout.head_dim, theirs.layout.head_dim),
-        ("dtype", layout.dtype, theirs.layout.dtype),
         ("num_layers", share.total_layers, part.total_layers),
-        ("num_kv_heads", share.total_heads, part.total_heads),
     ]
     if layout.spec.packed:  # its blocks cannot be split
         fields.insert(0, ("kernel_block_size", layout.kernel_block_size, theirs.layout.kernel_block_size))

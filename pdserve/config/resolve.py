@@ -36,7 +36,7 @@ from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, deci
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.triton_hosts import try_triton
 from pdserve.errors import CapacityError, ConfigError, shown
-from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales, group_layers
+from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers
@@ -223,13 +223,12 @@ def _choose_layout(
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
         choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
-    (group,) = group_layers(shard_of(model, parallel.position(0)).kv_cache_specs(kv_dtype))
     one_block = KVLayout(
         num_blocks=1,
         block_size=options.block_size,
         kernel_block_size=page,
         num_layers=parallel.stage_layers[0],
-        spec=group.spec,
+        spec=shard_of(model, parallel.position(0)).kv_cache_spec(kv_dtype),
     )
     if options.simulated and options.kv_cache_memory is None:
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
@@ -346,11 +345,9 @@ def _compat_fields(
         "model_impl": model.impl,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
         "weights": "simulated" if options.simulated else "dummy" if not options.reads_weights else "checkpoint",
-        "kv_dtype": layout.dtype,
+        **model.kv_cache_spec(layout.dtype).compat_fields,
         "kv_scales": describe_scales(kv_scales),
         "num_layers": str(model.num_layers),
-        "num_kv_heads": str(model.num_kv_heads),
-        "head_dim": str(layout.head_dim),
         "block_size": str(layout.block_size),
         "kv_checksum": options.kv_checksum or "on",
     }

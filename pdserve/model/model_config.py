@@ -78,9 +78,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
         kept = kept_format(self.weight_format, self.quantization) if self.keeps_quantized else None
         return kept or WEIGHT_FORMATS[self.weight_format]
 
-    def kv_cache_specs(self, dtype: str) -> tuple[AnyKVCacheSpec, ...]:
+    def kv_cache_spec(self, dtype: str) -> AnyKVCacheSpec:
         """Return what each layer keeps per token. Layers with a sliding window keep all tokens, too."""
-        return (FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype),) * self.num_layers
+        return FullAttentionSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
 
 
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)

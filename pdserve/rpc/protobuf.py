@@ -18,7 +18,7 @@ from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, "logit_bias", "bad_words")
 )
-_LAYOUT_FIELDS = ("num_blocks", "block_size", "kernel_block_size", "num_layers", "num_kv_heads", "head_dim", "dtype")
+_LAYOUT_FIELDS = tuple(name for name in KVLayout.__struct_fields__ if name != "spec")
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -88,17 +88,20 @@ def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
 
 
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
-    return pb.KVLayout(spec=layout.spec.kind, **{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
+    """The message holds the kind of the spec, and its fields by name."""
+    fields = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
+    return pb.KVLayout(spec=layout.spec.kind, **fields, **asdict(layout.spec))
 
 
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
     """Raises ConfigError for an impossible geometry or an unknown kind of spec."""
-    if message.spec not in KV_CACHE_SPECS:
+    kind = KV_CACHE_SPECS.get(message.spec)
+    if kind is None:
         raise ConfigError(
             f"KV cache spec {message.spec!r} is not one of {', '.join(KV_CACHE_SPECS)}; upgrade this node"
         )
-    spec = KV_CACHE_SPECS[message.spec](message.num_kv_heads, message.head_dim, message.dtype)
-    return KVLayout(message.num_blocks, message.block_size, message.kernel_block_size, message.num_layers, spec)
+    spec: Any = kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
+    return KVLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS}, spec=spec)
 
 
 def throughput_to_pb(throughput: Throughput) -> pb.Throughput:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import FullAttentionSpec, KVCacheGroup, KVLayout, KVShare, group_layers
+from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.records import KVRead, KVRegion, Peer, RankKV
 
 EMPTY = -1
@@ -276,7 +276,7 @@ def test_equal_packed_blocks_are_one_range() -> None:
         (packed_node(32), "kernel_block_size: 16 here, 32 at the peer"),
         (packed_node(16, (1, 1)), "2 layers from 0, 4 heads from 0 here, 1 layers from 0, 4 heads from 0 at the peer"),
         (packed_node(16, num_shards=2), "4 heads from 0 here, 2 layers from 0, 2 heads from 0 at the peer"),
-        (node(Model(4, 16, 2, "float16"), (2,), 1, 16, [4]), "spec: packed here, full_attention at the peer"),
+        (node(Model(4, 16, 2, "float16"), (2,), 1, 16, [4]), "kv_cache: packed here, full_attention at the peer"),
     ],
 )
 def test_packed_blocks_are_never_split(theirs: Node, message: str) -> None:
@@ -293,11 +293,6 @@ def test_sizes_in_bytes_follow_from_the_planes_of_the_spec() -> None:
     layout = KVLayout(4, 32, 16, 3, OnePlaneSpec(1, 576, "bfloat16"))
     assert layout.shape == (8, 1, 3, 1, 16, 576)
     assert (layout.bytes_per_token, layout.block_bytes) == (3 * 576 * 2, 32 * 3 * 576 * 2)
-
-
-def test_layers_with_equal_specs_form_a_group() -> None:
-    large, small = FullAttentionSpec(8, 128, "bfloat16"), FullAttentionSpec(2, 64, "bfloat16")
-    assert group_layers([large, small, large]) == (KVCacheGroup(large, (0, 2)), KVCacheGroup(small, (1,)))
 
 
 # ---------------------------------------------------------------- shares

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
+from pdserve.kv import KV_CACHE_SPECS, FullAttentionSpec, KVCacheSpec, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import KVRegion, RankKV, TokenLogprobs
 from pdserve.rpc.protobuf import (
@@ -88,6 +88,20 @@ def test_ranks_round_trip(share: KVShare | None) -> None:
     layout = KVLayout(10, 32, 16, 2, FullAttentionSpec(4, 64, "bfloat16"))
     rank = RankKV("node-epoch", b"\x00\xff", KVRegion(2**63, 2**40, "cuda", 3), layout, share)
     assert rank_from_pb(rank_to_pb(rank)) == rank
+
+
+class LatentSpec(KVCacheSpec, frozen=True, tag="latent"):
+    planes: ClassVar[int] = 1
+
+
+def test_a_further_kind_of_kv_cache_needs_no_conversion_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KV_CACHE_SPECS, "latent", LatentSpec)
+    spec: Any = LatentSpec(num_kv_heads=1, head_dim=576, dtype="bfloat16")
+    layout = KVLayout(num_blocks=10, block_size=32, kernel_block_size=16, num_layers=2, spec=spec)
+    assert layout_from_pb(layout_to_pb(layout)) == layout
+    assert "kv_cache: full_attention here, latent there" in differences(
+        FullAttentionSpec(1, 576, "bfloat16").compat_fields, spec.compat_fields
+    )
 
 
 def test_an_impossible_layout_is_refused() -> None:
