@@ -31,7 +31,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token of one choice."""
+    """A token that P has sampled for one choice."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -238,15 +238,17 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """Results of a step: ``num_samples`` samples of each scheduled sequence, in the plan's order.
+    """Results of a step: ``num_samples`` tokens of each scheduled sequence, in the plan's order.
 
-    ``digests`` has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by
-    sequence, the log-probabilities of the prompt tokens that follow the computed ones. ``pooled`` has the vectors of
-    prompts that ended, little-endian float32, by sequence; the samples of such a node mean nothing.
+    ``logprobs`` has those of some tokens, by index in ``token_ids``. ``digests`` has one signed 64-bit number per block
+    of each of the plan's orders. ``prompt_logprobs`` has, by sequence, the log-probabilities of the prompt tokens that
+    follow the computed ones. ``pooled`` has the vectors of prompts that ended, little-endian float32, by sequence; the
+    tokens of such a node mean nothing.
     """
 
     step: int
-    samples: tuple[Sample, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: dict[int, TokenLogprobs] = {}
     digests: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()
     pooled: tuple[tuple[int, bytes], ...] = ()

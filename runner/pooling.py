@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pdserve.model.pooling import MEAN, SCORE, YES_OR_NO, PoolingConfig
-from pdserve.records import NewSequence, Sample, ScheduledSequence, StepOutput, StepPlan
+from pdserve.records import NewSequence, ScheduledSequence, StepOutput, StepPlan
 from runner.pending_step import HostCopy
 from runner.step_parts import StepFeature, StepPart
 
-_NO_TOKEN = Sample(0)  # what a prompt samples that ends with its vector
+_NO_TOKEN = 0  # what a prompt samples that ends with its vector
 
 
 @dataclass
@@ -124,8 +124,8 @@ class _PooledPrompts(StepPart[object]):
         self._vectors = HostCopy.start(self._pooling.vectors(self._scheduled, hidden).contiguous())
 
     def on_result(self, output: StepOutput) -> StepOutput:
-        samples = tuple(_NO_TOKEN for item in self._scheduled for _ in range(item.num_samples))
-        return msgspec.structs.replace(output, samples=samples, pooled=tuple(self._records()))
+        token_ids = (_NO_TOKEN,) * sum(item.num_samples for item in self._scheduled)
+        return msgspec.structs.replace(output, token_ids=token_ids, pooled=tuple(self._records()))
 
     def _records(self) -> Iterator[tuple[int, bytes]]:
         table = self._vectors.wait().numpy().astype("<f4", copy=False)

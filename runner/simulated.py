@@ -28,7 +28,6 @@ from pdserve.records import (
     KVRegion,
     NewSequence,
     PromptLogprobs,
-    Sample,
     ScheduledSequence,
     StepOutput,
     StepPlan,
@@ -38,6 +37,8 @@ from pdserve.sampling_params import SamplingParams
 from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
+
+_Sample = tuple[int, TokenLogprobs | None]  # a token of one choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,13 @@ class SimulatedRunner:
             self._targets.add(new)
         masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
         self._crash_on_order(plan)
-        samples = tuple(sample for item in plan.scheduled for sample in self._sample(item, masks.get(item.seq)))
+        samples = [sample for item in plan.scheduled for sample in self._sample(item, masks.get(item.seq))]
+        logprobs = {index: found for index, (_, found) in enumerate(samples) if found is not None}
+        token_ids = tuple(token_id for token_id, _ in samples)
         self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan)
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
-        return SimulatedStep(StepOutput(plan.step, samples, prompt_logprobs=scored), self._busy_until)
+        output = StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=scored)
+        return SimulatedStep(output, self._busy_until)
 
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[SimulatedStep]:
         return completed(self.launch(plan))
@@ -126,12 +130,12 @@ class SimulatedRunner:
         if any(item.seq in self._crashing for item in plan.scheduled):
             raise RuntimeError(f"token {token} is in a step, and --sim-crash-token names it")
 
-    def _sample(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[Sample, ...]:
+    def _sample(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[_Sample, ...]:
         if not item.num_samples:
             return ()
         sequence = self._sequences[item.seq]
         samples = sequence.sample(item.num_samples, vocabulary or self._vocabulary, self._weights)
-        if samples[0].token_id == self._config.sim_crash_token:
+        if samples[0][0] == self._config.sim_crash_token:
             self._crashing.add(item.seq)
         return samples
 
@@ -208,21 +212,21 @@ class SimulatedSequence:
 
     def sample(
         self, num_samples: int, vocabulary: SimulatedVocabulary, weights: SimulatedWeights
-    ) -> tuple[Sample, ...]:
+    ) -> tuple[_Sample, ...]:
         """Sample one token, or the first of each choice; the sequence continues with the first sample."""
         choices = range(num_samples) if num_samples > 1 else (self._choice,)
         samples = tuple(self._sample_choice(choice, vocabulary, weights) for choice in choices)
-        self._digest.update(array("I", (samples[0].token_id,)).tobytes())
+        self._digest.update(array("I", (samples[0][0],)).tobytes())
         return samples
 
-    def _sample_choice(self, choice: int, vocabulary: SimulatedVocabulary, weights: SimulatedWeights) -> Sample:
+    def _sample_choice(self, choice: int, vocabulary: SimulatedVocabulary, weights: SimulatedWeights) -> _Sample:
         digest = self._digest.copy()
         digest.update(weights.digest)
         if not self._sampling.greedy:
             digest.update(f" {self._sampling.seed} {choice}".encode())
         number = int.from_bytes(digest.digest(), "little")
         logprobs = None if self._sampling.logprobs < 0 else _logprobs(number, self._sampling, vocabulary)
-        return Sample(vocabulary.token(number), logprobs)
+        return vocabulary.token(number), logprobs
 
 
 def _logprobs(number: int, sampling: SamplingParams, vocabulary: SimulatedVocabulary) -> TokenLogprobs:

@@ -16,10 +16,11 @@ from collections.abc import Collection, Iterable
 
 from engine.request import Request, Sequence
 from engine.scheduler.grammar_constraints import GrammarConstraints
+from engine.scheduler.microbatch import SampledTokens
 from pdserve.hashing import BlockHashes
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import Batch, Outputs, Prefilled
-from pdserve.records import FinishReason, Sample
+from pdserve.records import FinishReason, TokenLogprobs
 
 
 class ChoiceManager:
@@ -43,55 +44,56 @@ class ChoiceManager:
         choice = min(request.branches, default=0)
         return self._sequence(request, choice, request.branches.pop(choice, ()))
 
-    def take_prompt_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+    def take_prompt_tokens(self, sequence: Sequence, sampled: SampledTokens) -> bool:
         """Emit the tokens sampled at the end of a prompt. Return whether the sequence continues."""
         if sequence.for_peer:
-            return self._take_first_tokens_for_peer(sequence, samples)
+            return self._take_first_tokens_for_peer(sequence, sampled)
         if sequence.num_outputs:  # it was preempted, or P has sampled its first token
-            return self.take_token(sequence, samples[0])
-        return self._take_first_tokens(sequence, samples)
+            return self.take_token(sequence, *sampled[0])
+        return self._take_first_tokens(sequence, sampled)
 
-    def take_token(self, sequence: Sequence, sample: Sample) -> bool:
+    def take_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Emit a token after the first one. Return whether the sequence continues."""
         request, token_ids = sequence.request, sequence.token_ids
-        token_ids.append(sample.token_id)
+        token_ids.append(token_id)
         reason = None
-        if sample.token_id in request.stop_ids or len(token_ids) == sequence.max_length:
-            reason = self._reason(request, sample.token_id, sequence.num_outputs)
+        if token_id in request.stop_ids or len(token_ids) == sequence.max_length:
+            reason = self._reason(request, token_id, sequence.num_outputs)
             if sequence.for_peer and len(token_ids) == sequence.max_length:
                 reason = FinishReason.LENGTH
-        self._events.outputs.add(request.rid, sequence.choice, sample, reason)
+        self._events.outputs.add(request.rid, sequence.choice, token_id, logprobs, reason)
         if reason is not None:
             return False
         self._constraints.sampled(sequence)
         return True
 
-    def _take_first_tokens(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+    def _take_first_tokens(self, sequence: Sequence, sampled: SampledTokens) -> bool:
         """Emit the first tokens of all choices. Return whether the sequence, which is choice 0, continues.
 
         Other choices that continue are left in ``request.branches``.
         """
         request = sequence.request
         self._emit_prefilled(request)
-        for choice, sample in enumerate(samples):
-            reason = self._reason(request, sample.token_id, 1)
-            self._events.outputs.add(request.rid, choice, sample, reason)
+        for choice, (token_id, logprobs) in enumerate(sampled):
+            reason = self._reason(request, token_id, 1)
+            self._events.outputs.add(request.rid, choice, token_id, logprobs, reason)
             if reason is None:
-                request.branches[choice] = array("I", (sample.token_id,))
-        sequence.token_ids.append(samples[0].token_id)
+                request.branches[choice] = array("I", (token_id,))
+        sequence.token_ids.append(sampled[0][0])
         if request.branches.pop(sequence.choice, None) is None:
             return False
         self._constraints.sampled(sequence)
         return True
 
-    def _take_first_tokens_for_peer(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+    def _take_first_tokens_for_peer(self, sequence: Sequence, sampled: SampledTokens) -> bool:
         """Emit the first tokens of all choices on P. Return whether the only choice may decode ahead."""
-        request, token = sequence.request, samples[0].token_id
+        request, (token, _) = sequence.request, sampled[0]
         sequence.token_ids.append(token)
         self._emit_prefilled(request)
         ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
-        for choice, sample in enumerate(samples):
-            self._events.outputs.add(request.rid, choice, sample, FinishReason.LENGTH if ends else None)
+        for choice, (token_id, logprobs) in enumerate(sampled):
+            finish = FinishReason.LENGTH if ends else None
+            self._events.outputs.add(request.rid, choice, token_id, logprobs, finish)
         if ends:
             return False
         self._constraints.sampled(sequence)

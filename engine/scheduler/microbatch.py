@@ -17,10 +17,12 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from engine.request import Sequence
-from pdserve.records import Sample, ScheduledSequence
+from pdserve.records import StepOutput, StepPlan, TokenLogprobs
+
+#: The first tokens of all choices, or the next one of a choice.
+SampledTokens = list[tuple[int, TokenLogprobs | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,19 @@ class StepSequences:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prompts)
 
-    def decode_samples(self, samples: tuple[Sample, ...]) -> Iterator[tuple[Sequence, Sample]]:
-        """Pair each decode with its sample among those of the step."""
-        return zip(self.decodes, samples[: len(self.decodes)], strict=True)
+    def decode_tokens(self, output: StepOutput) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
+        """Yield each decode with its token."""
+        num_decodes = len(self.decodes)
+        logprobs = map(output.logprobs.get, range(num_decodes))
+        return zip(self.decodes, output.token_ids[:num_decodes], logprobs, strict=True)
 
-    def prompt_samples(
-        self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...]
-    ) -> Iterator[tuple[Sequence, int, tuple[Sample, ...]]]:
-        """Yield each prompt with the number of tokens that the step computed and its samples, if it ended."""
-        rest = iter(samples[len(self.decodes) :])
-        for sequence, item in zip(self.prompts, scheduled[len(self.decodes) :], strict=True):
-            yield sequence, item.num_tokens, tuple(islice(rest, item.num_samples))
+    def prompt_tokens(self, plan: StepPlan, output: StepOutput) -> Iterator[tuple[Sequence, int, SampledTokens]]:
+        """Yield each prompt with the number of tokens that the step computed, and the sampled ones if it ended."""
+        at = len(self.decodes)
+        for sequence, item in zip(self.prompts, plan.prompts, strict=True):
+            samples = range(at, at + item.num_samples)
+            yield sequence, item.num_tokens, [(output.token_ids[i], output.logprobs.get(i)) for i in samples]
+            at += item.num_samples
 
 
 class StepsInFlight:

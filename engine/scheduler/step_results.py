@@ -9,10 +9,10 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.live_sequences import LiveSequences
-from engine.scheduler.microbatch import StepsInFlight
+from engine.scheduler.microbatch import SampledTokens, StepsInFlight
 from engine.throughput_meter import ThroughputMeter
 from pdserve.ipc.messages import Batch, Pooled, Scored, Totals
-from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
+from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
 
 
 class StepResults:
@@ -44,20 +44,18 @@ class StepResults:
         self._apply_pooled(output.step.pooled)
         self._connector.update(output)
         if plan.scheduled:
-            self._apply_step(plan.scheduled, output.step.samples, seconds)
+            self._apply_step(plan, output.step, seconds)
             self._totals.steps += 1
             self._totals.step_seconds += seconds
 
-    def _apply_step(
-        self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...], seconds: float
-    ) -> None:
+    def _apply_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
-        for sequence, sample in step.decode_samples(samples):
-            if self._add_computed(sequence, 1) and not self._choices.take_token(sequence, sample):
+        for sequence, token_id, logprobs in step.decode_tokens(output):
+            if self._add_computed(sequence, 1) and not self._choices.take_token(sequence, token_id, logprobs):
                 self._live.finish(sequence)
         decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
-        for sequence, num_tokens, sampled in step.prompt_samples(scheduled, samples):
+        for sequence, num_tokens, sampled in step.prompt_tokens(plan, output):
             if sequence.num_computed < sequence.prompt_len:
                 prompt_tokens += num_tokens
                 context += num_tokens * (sequence.num_computed + num_tokens / 2)
@@ -99,9 +97,9 @@ class StepResults:
             self._kv.cache_full_blocks(sequence)
         return True
 
-    def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
-        """Apply a prompt chunk; ``samples`` is empty unless the prompt ended."""
-        continues = not samples or self._choices.take_prompt_samples(sequence, samples)
+    def _apply_prompt(self, sequence: Sequence, sampled: SampledTokens) -> None:
+        """Apply a prompt chunk; ``sampled`` is empty unless the prompt ended."""
+        continues = not sampled or self._choices.take_prompt_tokens(sequence, sampled)
         self._connector.computed(sequence)
         self.branch(sequence)
         if not continues:

@@ -38,15 +38,7 @@ from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.process import one_line
-from pdserve.records import (
-    FinishReason,
-    Peer,
-    PromptLogprobs,
-    RankKV,
-    ReadResult,
-    Sample,
-    TokenLogprobs,
-)
+from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResult, TokenLogprobs
 from pdserve.request_cost import Throughput
 from pdserve.sampling_params import SamplingParams
 from pdserve.transports import Connected
@@ -246,14 +238,16 @@ class OutputTokens(msgspec.Struct, array_like=True):
     finish: dict[int, FinishReason] = {}  # by index into the columns, for tokens that end their choice
     logprobs: dict[int, TokenLogprobs] = {}  # by index into the columns, where requested
 
-    def add(self, rid: int, choice: int, sample: Sample, finish: FinishReason | None) -> None:
+    def add(
+        self, rid: int, choice: int, token_id: int, logprobs: TokenLogprobs | None, finish: FinishReason | None
+    ) -> None:
         if finish is not None:
             self.finish[len(self.rids)] = finish
-        if sample.logprobs is not None:
-            self.logprobs[len(self.rids)] = sample.logprobs
+        if logprobs is not None:
+            self.logprobs[len(self.rids)] = logprobs
         self.rids.append(rid)
         self.choices.append(choice)
-        self.token_ids.append(sample.token_id)
+        self.token_ids.append(token_id)
 
     def rows(self) -> Iterator[tuple[int, int, int, FinishReason | None, TokenLogprobs | None]]:
         """Yield (rid, choice, token id, finish reason, log-probabilities) of each token."""

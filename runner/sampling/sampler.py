@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import Sample, TokenLogprobs, TokenMask
+from pdserve.records import TokenLogprobs, TokenMask
 from pdserve.sampling_params import SamplingParams
 from runner.sampling.noise import gumbel_noise, row_keys
 
@@ -79,8 +79,10 @@ class Sampler:
         self._device = device
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
 
-    def sample(self, logits: Tensor, rows: Sequence[HostSamplingRow]) -> list[Sample]:
-        """Sample one token per row from logits [logits_rows, vocab_size]."""
+    def sample(
+        self, logits: Tensor, rows: Sequence[HostSamplingRow]
+    ) -> tuple[tuple[int, ...], dict[int, TokenLogprobs]]:
+        """Sample one token per row from logits [logits_rows, vocab_size]. Return them, and log-probabilities by row."""
         if [row.logits_row for row in rows] != list(range(logits.shape[0])):
             logits = logits[self._index([row.logits_row for row in rows])]
         raw = logits.float()
@@ -90,8 +92,7 @@ class Sampler:
         if random:
             index = self._index(random)
             tokens[index] = self._sample_random(adjusted[index], [rows[i] for i in random])
-        logprobs = self._logprobs(raw, tokens, rows)
-        return [Sample(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
+        return tuple(tokens.tolist()), self._logprobs(raw, tokens, rows)
 
     # ------------------------------------------------------------ adjustments, in place on a copy
 

@@ -78,13 +78,13 @@ class RunnerV1(BaseModelRunner[HostBatch]):
                 sampling_rows.append(
                     HostSamplingRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask)
                 )
-        samples = self._sampler.sample(logits, sampling_rows)
-        next_tokens = [samples[first].token_id for first in first_samples]
+        token_ids, logprobs = self._sampler.sample(logits, sampling_rows)
+        next_tokens = [token_ids[first] for first in first_samples]
         for row, token_id in zip(batch.sampling_rows, next_tokens, strict=True):
             table.append(row, token_id)
         if self._stages.tokens_out is not None:
             self._stages.tokens_out.send(torch.tensor(next_tokens, dtype=torch.int32, device=self._device))
-        return FinishedStep(StepOutput(plan.step, tuple(samples)))
+        return FinishedStep(StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs))
 
     def _skip_sampling(self, batch: HostBatch) -> None:
         self._sequences.num_tokens[batch.sampling_rows] += 1  # the last stage samples them

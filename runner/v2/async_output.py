@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.records import Sample, StepOutput, TokenLogprobs
+from pdserve.records import StepOutput, TokenLogprobs
 from runner.sampling.sampler import token_logprobs
 from runner.v2.device_sampler import SamplerOutput
 from runner.v2.sampling_metadata import SamplingMetadata
@@ -33,8 +33,7 @@ class AsyncOutput:
         logprobs: dict[int, TokenLogprobs] = {}  # by sample
         if self.copied.logprobs is not None:
             logprobs = dict(zip(num_top, token_logprobs(self.copied.logprobs, num_top.values()), strict=True))
-        tokens = enumerate(self.copied.tokens.tolist())
-        return StepOutput(self.step, tuple([Sample(token, logprobs.get(sample)) for sample, token in tokens]))
+        return StepOutput(self.step, token_ids=tuple(self.copied.tokens.tolist()), logprobs=logprobs)
 
 
 class _PinnedBuffer:

@@ -22,7 +22,6 @@ from pdserve.records import (
     ModelRunnerOutput,
     Peer,
     ReadResult,
-    Sample,
     StepOutput,
     StepPlan,
 )
@@ -81,7 +80,7 @@ def scripts(draw: st.DrawFn) -> Script:
     plans = [plan_of(step, *[next(numbers) for _ in reads]) for step, reads in reads_of.items()]
     script = Script(parallel, plans, [])
     for rank in range(parallel.num_ranks):
-        steps = [StepOutput(plan.step, (Sample(rank),)) for plan in plans]
+        steps = [StepOutput(plan.step, (rank,)) for plan in plans]
         ends: dict[int, list[ReadResult]] = {plan.step: [] for plan in plans}
         late: list[ModelRunnerOutput] = []
         for plan in plans:
@@ -143,7 +142,7 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
         assert aggregator.missing(plan.step) == []
         output = aggregator.take(plan.step)
         sampling = (script.parallel.pp - 1) * script.parallel.tp
-        assert output.step == StepOutput(plan.step, (Sample(sampling),))
+        assert output.step == StepOutput(plan.step, (sampling,))
         check(output.connector)
     assert ended == dict.fromkeys(reads_of, 1)
     for rank, report in given_out:  # of steps and reads that are over by now
@@ -174,7 +173,7 @@ def test_digests_add_up_and_replicated_kv_counts_once() -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 4))
     aggregator.expect(StepPlan(1, digests=(DigestOrder((7, 8), 32), DigestOrder((9,), 16))))
     for rank, values in enumerate([(2**63 - 1, 1, 5), (111, 222, 333), (1, -4, 6), (444, 555, 666)]):
-        aggregator.add(rank, ModelRunnerOutput(StepOutput(1, (), (values[:2], values[2:]))))
+        aggregator.add(rank, ModelRunnerOutput(StepOutput(1, digests=(values[:2], values[2:]))))
     assert aggregator.take(1).step.digests == ((-(2**63), -3), (11,))
 
 

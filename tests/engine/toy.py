@@ -16,7 +16,7 @@ import numpy as np
 
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.pausing import Pausing, complete
-from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
+from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, StepOutput, StepPlan
 from pdserve.weight_change import FileStates, WeightChange
 from pdserve.weight_sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
@@ -165,7 +165,7 @@ class ToyRunner:
         """Compute a step. Later steps see its samples at once, as on a device."""
         assert self._in_flight.popleft() is step, "results are taken in the order of launching, once"
         self.num_overlapped += any(later.work for later in self._in_flight)
-        samples: list[Sample] = []
+        token_ids: list[int] = []
         states = {work.state.seq: work.state for work in step.work}
         for work in step.work:
             state = work.state
@@ -173,9 +173,14 @@ class ToyRunner:
                 self._slot(state, position)[:] = state.token_ids[position], position
             state.num_computed += work.num_tokens
             if work.num_samples:
-                samples += self._sample(state, work.num_samples, work.mask)
+                token_ids += self._sample(state, work.num_samples, work.mask)
         scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
-        return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)), tuple(scored))
+        return StepOutput(
+            step.step,
+            token_ids=tuple(token_ids),
+            digests=tuple(map(self._digests, step.digests)),
+            prompt_logprobs=tuple(scored),
+        )
 
     @property
     def loaded_files(self) -> FileStates:
@@ -234,14 +239,14 @@ class ToyRunner:
             state = self._states[item.seq]
             assert state.num_launched + item.num_tokens <= len(state.token_ids), "a token is not on the host yet"
 
-    def _sample(self, state: _State, num_samples: int, mask: bytes) -> tuple[Sample, ...]:
+    def _sample(self, state: _State, num_samples: int, mask: bytes) -> list[int]:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
         choices = range(num_samples) if num_samples > 1 else (state.choice,)
         bits = int.from_bytes(mask, "little")
         allowed = [token for token in range(bits.bit_length()) if bits >> token & 1] or range(VOCAB)
-        samples = tuple(Sample(allowed[next_token(seen, choice) % len(allowed)]) for choice in choices)
-        state.token_ids.append(samples[0].token_id)
-        return samples
+        token_ids = [allowed[next_token(seen, choice) % len(allowed)] for choice in choices]
+        state.token_ids.append(token_ids[0])
+        return token_ids
 
     def _score(self, state: _State, targets: Targets) -> PromptLogprobs:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])

@@ -69,8 +69,8 @@ class Overlapped:
 
     def take(self) -> None:
         seqs, step = self._pending.popleft()
-        for seq, sample in zip(seqs, step.result().samples, strict=True):
-            self.outputs.setdefault(seq, []).append(sample.token_id)
+        for seq, token_id in zip(seqs, step.result().token_ids, strict=True):
+            self.outputs.setdefault(seq, []).append(token_id)
 
     def drain(self) -> None:
         while self._pending:

@@ -162,7 +162,7 @@ def test_a_cached_prefix_is_not_computed_again(build: Build) -> None:
     prompt, sampling = pack_tokens(prompt_of(32)), SamplingParams(1, temperature=0)
     hit = NewSequence(100, prompt, 32, 16, (blocks[0], stepper.free[0]), sampling)
     output = stepper.runner.launch(StepPlan(9, new=(hit,), scheduled=(ScheduledSequence(100, 16, 1),))).result()
-    assert output.samples[0].token_id == token
+    assert output.token_ids == (token,)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_plan_without_work_updates_state_only(build: Build) -> None:
     stepper = Stepper(build())
     seq = stepper.add(prompt_of(5))
     stepper.step()
-    assert stepper.runner.launch(StepPlan(5, finished=(seq, 999))).result().samples == ()
+    assert stepper.runner.launch(StepPlan(5, finished=(seq, 999))).result().token_ids == ()
 
 
 def test_only_a_step_whose_plan_asks_for_them_has_parts(build: Build) -> None:
@@ -236,7 +236,7 @@ def test_only_a_step_whose_plan_asks_for_them_has_parts(build: Build) -> None:
     parts = model_runner.launch(StepPlan(1, scheduled=one, digests=orders, masks=(mask,)))
     assert isinstance(parts, StepWithParts)
     output = parts.result()
-    assert [sample.token_id for sample in output.samples] == [7]
+    assert output.token_ids == (7,)
     assert [len(digests) for digests in output.digests] == [2]
 
 
@@ -265,8 +265,8 @@ def test_a_step_mixes_grammars_and_token_rules(tmp_path: Path, version: str, voc
         scheduled=tuple(ScheduledSequence(seq, 2, 1) for seq in seqs),
         masks=tuple(TokenMask(seq, words) for seq, (words, _) in zip(seqs, masks, strict=False)),
     )
-    samples = build_runner(checkpoint, version).launch(plan).result().samples
-    assert [sample.token_id for sample in samples[: len(masks)]] == [token_id for _, token_id in masks]
+    token_ids = build_runner(checkpoint, version).launch(plan).result().token_ids
+    assert list(token_ids[: len(masks)]) == [token_id for _, token_id in masks]
 
 
 def test_close_is_idempotent(build: Build) -> None:

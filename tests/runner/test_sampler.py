@@ -109,24 +109,23 @@ def test_tokens_equal_those_of_the_plain_sampler(
     logits = 3 * torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(numbers))
     untouched = logits.clone()
     sampler = Sampler(VOCAB, EOS, torch.device("cpu"))
-    samples = sampler.sample(
+    token_ids, found = sampler.sample(
         logits,
         [
             HostSamplingRow(i, p, choice, np.array(tokens, np.int32), (len(tokens) + 1) // 2)
             for i, (p, choice, tokens) in enumerate(batch)
         ],
     )
-    for row, sample, (p, choice, tokens) in zip(untouched.tolist(), samples, batch, strict=True):
-        assert sample.token_id == plain_sample(row, p, choice, tokens, (len(tokens) + 1) // 2)
+    for i, (row, token_id, (p, choice, tokens)) in enumerate(zip(untouched.tolist(), token_ids, batch, strict=True)):
+        assert token_id == plain_sample(row, p, choice, tokens, (len(tokens) + 1) // 2)
         if p.logprobs < 0:
-            assert sample.logprobs is None
+            assert i not in found
             continue
-        assert sample.logprobs is not None
         expected = torch.tensor(row).log_softmax(-1)
-        assert sample.logprobs.logprob == pytest.approx(expected[sample.token_id].item(), abs=1e-4)
+        assert found[i].logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
         top_ids = list(p.logprob_token_ids) or expected.topk(p.logprobs).indices.tolist()
-        assert list(sample.logprobs.top_ids) == top_ids
-        assert sample.logprobs.top_logprobs == pytest.approx(expected[top_ids].tolist(), abs=1e-4)
+        assert list(found[i].top_ids) == top_ids
+        assert found[i].top_logprobs == pytest.approx(expected[top_ids].tolist(), abs=1e-4)
 
 
 def draw(logits: torch.Tensor, sampling: list[SamplingParams], **row: Any) -> list[int]:
@@ -134,7 +133,7 @@ def draw(logits: torch.Tensor, sampling: list[SamplingParams], **row: Any) -> li
     sampler = Sampler(len(logits), (), torch.device("cpu"))
     tokens = row.get("tokens", np.array([1], np.int32))
     batch = [HostSamplingRow(0, s, row.get("choice", 0), tokens, len(tokens)) for s in sampling]
-    return [sample.token_id for sample in sampler.sample(logits[None], batch)]
+    return list(sampler.sample(logits[None], batch)[0])
 
 
 @settings(max_examples=60, deadline=None)

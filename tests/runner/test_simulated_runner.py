@@ -104,16 +104,16 @@ def test_a_step_launched_during_another_ends_after_it_by_its_own_cost() -> None:
     new = NewSequence(0, pack_tokens(prompt_of(50)), 50, 0, (0, 1, 2, 3), SamplingParams(1, temperature=0.0))
     first = model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 50, 1),)))
     second = model_runner.launch(StepPlan(2, scheduled=(ScheduledSequence.decode(0),), num_decodes=1))
-    assert len(first.result().samples) == 1
+    assert len(first.result().token_ids) == 1
     assert time.monotonic() - start > 0.0999
-    assert len(second.result().samples) == 1
+    assert len(second.result().token_ids) == 1
     assert time.monotonic() - start > 0.1699
 
 
 @pytest.mark.parametrize("speed", [1.0, float("inf")])
 def test_a_plan_without_work_takes_no_time(speed: float) -> None:
     model_runner = build("step=1000", speed=speed)
-    assert model_runner.launch(StepPlan(1, finished=(5,))).result().samples == ()
+    assert model_runner.launch(StepPlan(1, finished=(5,))).result().token_ids == ()
     model_runner.close()
     model_runner.close()
 

@@ -27,7 +27,7 @@ config = resolve(options, detect_devices("cpu", 1)[0], {"PDSERVE_USE_V2_MODEL_RU
 model = runner.build(config, lambda stage, fraction: None)
 new = NewSequence(0, array("I", (1, 2, 3)).tobytes(), 3, 0, (0,), SamplingParams(max_tokens=1))
 output = model.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 3, 1),))).result()
-print(len(output.samples))
+print(len(output.token_ids))
 """
 
 

@@ -179,7 +179,7 @@ class StagedNode:
             assert frame is not None, "a rank has ended"
             found.append(msgspec.msgpack.decode(frame, type=StepOutput))
         others, last = found[: -self._config.parallel.tp], found[-self._config.parallel.tp :]
-        assert not any(output.samples for output in others)
+        assert not any(output.token_ids for output in others)
         assert all(output == last[0] for output in last)
         return ModelRunnerOutput(last[0])
 

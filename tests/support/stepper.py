@@ -99,10 +99,10 @@ class Stepper:
         self._step, self._finished = self._step + 1, []
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
-        assert len(output.samples) == sum(item.num_samples for item in scheduled)
+        assert len(output.token_ids) == sum(item.num_samples for item in scheduled)
         for seq, found in output.prompt_logprobs:
             self.scored.setdefault(seq, []).append(found)
-        samples = iter(output.samples)
+        samples = (Sample(token, output.logprobs.get(index)) for index, token in enumerate(output.token_ids))
         for item in scheduled:
             sequence = self.live[item.seq]
             sequence.computed += item.num_tokens
