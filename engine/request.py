@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.token_rules import ChoiceRules, TokenRules
@@ -65,6 +66,8 @@ class Request:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice: its tokens, how many of them have KV, and the blocks that hold it.
+
+    Other modules read its fields and change them by its methods only; ``constraint`` belongs to GrammarConstraints.
 
     Steps are launched before the results of earlier ones are known. While decoding with one step in flight:
 
@@ -168,6 +171,94 @@ class Sequence:
     def samples_due(self) -> int:
         """Tokens to sample when its last missing token has been computed."""
         return self.request.sampling.n if self.length == self.prompt_len else 1
+
+    # ------------------------------------------------------------ tokens
+
+    def append(self, token_id: int) -> None:
+        """Add the token that the oldest step in flight has sampled."""
+        self.token_ids.append(token_id)
+
+    def continue_as(self, choice: int, token_ids: array[int]) -> None:
+        """Become the choice whose first tokens a peer has sampled."""
+        self.choice = choice
+        self.token_ids.extend(token_ids)
+        self.length += len(token_ids)
+
+    def charge(self) -> int:
+        """Return the tokens that its client has not been charged for, and count them as charged."""
+        num_tokens = len(self.token_ids) - self.charged
+        self.charged = len(self.token_ids)
+        return num_tokens
+
+    def end(self) -> None:
+        self.ended = True
+
+    # ------------------------------------------------------------ steps
+
+    def launch_decode(self, step: int) -> ScheduledSequence:
+        """Count its newest token as launched, and the next one as being sampled. Return its part of the step."""
+        self.last_step = step
+        self.num_launched += 1
+        self.length += 1
+        return self.decode_item
+
+    def launch_prompt(self, step: int, num_tokens: int) -> ScheduledSequence:
+        """Count missing tokens as launched. The step samples if it computes the last one. Return its part of it."""
+        num_samples = self.samples_due if num_tokens == self.missing else 0
+        self.last_step = step
+        self.num_launched += num_tokens
+        self.length += num_samples > 0
+        return ScheduledSequence(self.seq, num_tokens, num_samples)
+
+    def computed(self, num_tokens: int) -> bool:
+        """Count tokens of a step that has ended as computed. Return whether a block is full or the sequence ended."""
+        self.num_computed += num_tokens
+        return self.num_computed >= self.next_full or self.ended
+
+    def unsent_blocks(self) -> list[int] | None:
+        """Return the blocks that the runner does not know, and count them as known; None: not even the sequence."""
+        sent = self.sent_blocks
+        self.sent_blocks = len(self.blocks)
+        return None if sent < 0 else self.blocks[sent:]
+
+    def drop_in_runner(self) -> bool:
+        """Count it as unknown to the runner. Return whether the runner has to be told."""
+        known = self.sent_blocks >= 0
+        self.sent_blocks = -1
+        return known
+
+    # ------------------------------------------------------------ KV
+
+    def looked_up(self, num_cached: int) -> None:
+        """The prefix cache has so many tokens of its prompt."""
+        self.cached_at_lookup = num_cached
+
+    def hold(self, blocks: list[int], num_cached: int, block_size: int) -> None:
+        """Take blocks; the first ones have the KV of ``num_cached`` tokens."""
+        self.blocks = blocks
+        self.capacity = len(blocks) * block_size
+        self.num_computed = num_cached
+        self.num_launched = num_cached
+        self.next_full = num_cached + block_size
+
+    def hold_more(self, blocks: Iterable[int], block_size: int) -> None:
+        self.blocks += blocks
+        self.capacity = len(self.blocks) * block_size
+
+    def loaded(self) -> None:
+        """All KV of its load is here."""
+        self.num_computed = self.load_len
+        self.num_launched = self.load_len
+
+    def cached(self, next_full: int) -> None:
+        """Its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""
+        self.next_full = next_full
+
+    def drop_blocks(self) -> None:
+        self.blocks = []
+        self.capacity = 0
+        self.num_computed = 0
+        self.num_launched = 0
 
     def to_new_sequence(self) -> NewSequence:
         return NewSequence(

@@ -263,7 +263,9 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         if not (self._connect or self._disconnect or self._orders):
             return NO_ORDERS
         orders = KVConnectorPlan(tuple(self._connect), tuple(self._disconnect), tuple(self._orders))
-        self._connect, self._disconnect, self._orders = [], [], []
+        self._connect.clear()
+        self._disconnect.clear()
+        self._orders.clear()
         return orders
 
     def take_digest_orders(self) -> tuple[DigestOrder, ...]:

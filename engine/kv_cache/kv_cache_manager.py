@@ -32,10 +32,7 @@ class KVCacheManager:
         self._pool.hold(cached)
         fresh = self._pool.take(num_fresh, after=cached[-1] if cached else None)
         assert fresh is not None
-        sequence.blocks = cached + fresh
-        sequence.capacity = len(sequence.blocks) * self._block_size
-        sequence.num_computed = sequence.num_launched = len(cached) * self._block_size
-        sequence.next_full = sequence.num_computed + self._block_size
+        sequence.hold(cached + fresh, len(cached) * self._block_size, self._block_size)
         return True
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
@@ -49,8 +46,7 @@ class KVCacheManager:
             return False
         fresh = iter(blocks)
         for sequence, count in zip(short, counts, strict=True):
-            sequence.blocks += islice(fresh, count)
-            sequence.capacity += count * self._block_size
+            sequence.hold_more(islice(fresh, count), self._block_size)
         return True
 
     def hash_prompt(self, sequence: Sequence) -> None:
@@ -61,18 +57,18 @@ class KVCacheManager:
         """Record how much of a waiting prompt is cached. Its hashes are kept."""
         most = min(sequence.prompt_len - 1, sequence.reusable)
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most))
-        sequence.cached_at_lookup = len(cached) * self._block_size
+        sequence.looked_up(len(cached) * self._block_size)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Enter the blocks that are full by now into the prefix cache."""
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
         for index in range(sequence.next_full // self._block_size - 1, len(hashes)):
             self._pool.cache(hashes[index], sequence.blocks[index])
-        sequence.next_full = (len(hashes) + 1) * self._block_size
+        sequence.cached((len(hashes) + 1) * self._block_size)
 
     def received(self, sequence: Sequence) -> None:
         """All KV of a load is here: cached, or read from a peer."""
-        sequence.num_computed = sequence.num_launched = sequence.load_len
+        sequence.loaded()
         self.cache_full_blocks(sequence)
 
     def free(self, sequence: Sequence) -> None:
@@ -80,8 +76,7 @@ class KVCacheManager:
         assert not sequence.in_flight, f"sequence {sequence.seq} frees blocks that a step still writes to"
         quarantined = self._connector.abandon_load(sequence)
         self._pool.drop([block for block in sequence.blocks if block not in quarantined], Use.HELD)
-        sequence.blocks = []
-        sequence.num_computed = sequence.num_launched = sequence.capacity = 0
+        sequence.drop_blocks()
 
     def _find(self, sequence: Sequence) -> tuple[list[int], int] | None:
         """Return the blocks of the cached prefix and the number of further blocks; None if too few are free."""

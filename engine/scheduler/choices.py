@@ -55,16 +55,17 @@ class ChoiceManager:
     def take_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Emit a token after the first one. Return whether the sequence continues."""
         request, token_ids = sequence.request, sequence.token_ids
-        token_ids.append(token_id)
+        sequence.append(token_id)
         reason = None
         if token_id in request.stop_ids or len(token_ids) == sequence.max_length:
             reason = self._reason(request, token_id, sequence.num_outputs)
             if sequence.for_peer and len(token_ids) == sequence.max_length:
                 reason = FinishReason.LENGTH
-        self._events.outputs.add(request.rid, sequence.choice, token_id, logprobs, reason)
+        self._events.outputs.add(request.rid, sequence.choice, token_id, logprobs=logprobs, finish=reason)
         if reason is not None:
             return False
-        self._constraints.sampled(sequence)
+        if sequence.constraint is not None:
+            self._constraints.sampled(sequence)
         return True
 
     def _take_first_tokens(self, sequence: Sequence, sampled: SampledTokens) -> bool:
@@ -76,10 +77,10 @@ class ChoiceManager:
         self._emit_prefilled(request)
         for choice, (token_id, logprobs) in enumerate(sampled):
             reason = self._reason(request, token_id, 1)
-            self._events.outputs.add(request.rid, choice, token_id, logprobs, reason)
+            self._events.outputs.add(request.rid, choice, token_id, logprobs=logprobs, finish=reason)
             if reason is None:
                 request.branches[choice] = array("I", (token_id,))
-        sequence.token_ids.append(sampled[0][0])
+        sequence.append(sampled[0][0])
         if request.branches.pop(sequence.choice, None) is None:
             return False
         self._constraints.sampled(sequence)
@@ -88,12 +89,12 @@ class ChoiceManager:
     def _take_first_tokens_for_peer(self, sequence: Sequence, sampled: SampledTokens) -> bool:
         """Emit the first tokens of all choices on P. Return whether the only choice may decode ahead."""
         request, (token, _) = sequence.request, sampled[0]
-        sequence.token_ids.append(token)
+        sequence.append(token)
         self._emit_prefilled(request)
         ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
         for choice, (token_id, logprobs) in enumerate(sampled):
             finish = FinishReason.LENGTH if ends else None
-            self._events.outputs.add(request.rid, choice, token_id, logprobs, finish)
+            self._events.outputs.add(request.rid, choice, token_id, logprobs=logprobs, finish=finish)
         if ends:
             return False
         self._constraints.sampled(sequence)
@@ -115,11 +116,10 @@ class ChoiceManager:
         if not live:
             return False
         del request.sequences[sequence.choice]
-        sequence.choice = min(live)
-        request.sequences[sequence.choice] = sequence
-        tokens = live.pop(sequence.choice)
-        sequence.token_ids.extend(tokens)
-        sequence.length += len(tokens)
+        choice = min(live)
+        tokens = live.pop(choice)
+        sequence.continue_as(choice, tokens)
+        request.sequences[choice] = sequence
         self._constraints.sampled(sequence, len(tokens))
         request.branches = live
         return True
@@ -137,8 +137,15 @@ class ChoiceManager:
     ) -> Sequence:
         token_ids = array("I", request.token_ids)
         token_ids.extend(output)
-        hashes = BlockHashes(self._block_size, request.cache_salt, prompt_hashes)
-        sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, request.prompt_len, request.max_length)
+        sequence = Sequence(
+            self._next_seq,
+            request,
+            choice,
+            token_ids=token_ids,
+            hashes=BlockHashes(self._block_size, request.cache_salt, prompt_hashes),
+            prompt_len=request.prompt_len,
+            max_length=request.max_length,
+        )
         self._next_seq += 1
         self._constraints.begin(sequence)
         request.sequences[choice] = sequence

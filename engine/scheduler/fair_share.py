@@ -31,7 +31,8 @@ class FairShare:
         """Return the sequence to preempt now. If the client of the head has the most itself, its turn ends."""
         head = self._live.waiting.head
         if head is not self._head:
-            self._head, self._since = head, step
+            self._head = head
+            self._since = step
         if head is None or step - self._since < _PATIENCE:
             return None
         if not head.blocked and lacks_room(head):

@@ -55,10 +55,15 @@ class ItlTarget:
         ``first_chunk`` is the number of tokens of a chunk while no prompt has been measured. A token passes
         ``stages`` steps one after the other, so each of them may take only that part of the target.
         """
-        self._meter, self._seconds, self._stages = meter, seconds, stages
-        self._block_size, self._first_chunk, self._idle_step = block_size, first_chunk, idle_step
+        self._meter = meter
+        self._seconds = seconds
+        self._stages = stages
+        self._block_size = block_size
+        self._first_chunk = first_chunk
+        self._idle_step = idle_step
         self._decodes = 1
-        self._last, self._last_step = ChunkBudget(0.0, ChunkCost(LinearCost()), block_size, False), 0
+        self._last = ChunkBudget(0.0, ChunkCost(LinearCost()), block_size, pauses=False)
+        self._last_step = 0
         self._owed = -BURST * PAUSE  # seconds of pauses, before the last step
 
     @property
@@ -72,6 +77,7 @@ class ItlTarget:
     def budget(
         self,
         step: int,
+        *,
         decoding: int,
         decodes: int,
         prompts: int,
@@ -100,7 +106,8 @@ class ItlTarget:
             self._owed = min(self._owed, 0.0)
         pauses = (joins and waiting <= decoding) or (decodes > 0 and (self._owed >= decode or not measured))
         cost = cost or ChunkCost(LinearCost(seconds / self._first_chunk))
-        self._last, self._last_step = ChunkBudget(seconds, cost, self._block_size, pauses), step
+        self._last = ChunkBudget(seconds, cost, self._block_size, pauses=pauses)
+        self._last_step = step
         return self._last
 
     def _owed_at(self, step: int, decode: float) -> float:
@@ -121,8 +128,11 @@ class ChunkBudget:
 
     def __init__(self, seconds: float, cost: ChunkCost, least: int, pauses: bool) -> None:
         """``least``: tokens of the smallest chunk that does not end a prompt."""
-        self._seconds, self._cost, self._least, self.pauses = seconds + cost.hidden, cost.token, least, pauses
+        self.pauses = pauses
+        self._seconds = seconds + cost.hidden
+        self._cost = cost.token
         self._hidden = cost.hidden
+        self._least = least
         self._oldest: Sequence | None = None
         self._reserved = 0.0
         self._spent = 0.0

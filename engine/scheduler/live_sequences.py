@@ -56,7 +56,8 @@ class LiveSequences:
 
     def pause(self, request: Request) -> None:
         """Keep a request out of steps. A loading sequence goes on until its KV is here."""
-        request.paused = self._events.status_changed = True
+        request.paused = True
+        self._events.status_changed = True
         for sequence in request.sequences.values():
             if self.running.pop(sequence.seq, None) is not None:
                 self._drop_in_runner(sequence)
@@ -68,7 +69,8 @@ class LiveSequences:
 
     def resume(self, request: Request, now: float) -> None:
         """Queue a paused request, before the others of its client if it was admitted before or has output."""
-        request.paused, self._events.status_changed = False, True
+        request.paused = False
+        self._events.status_changed = True
         for sequence in reversed(request.sequences.values()):
             if self.paused.pop(sequence.seq, None) is not None:
                 request.waits_since = now
@@ -129,7 +131,7 @@ class LiveSequences:
         elif self.paused.pop(sequence.seq, None) is None and self.loading.pop(request.rid, None) is None:
             self.waiting.remove(sequence)
         self.preemptible.pop(sequence.seq, None)
-        sequence.ended = True
+        sequence.end()
         self.free_unless_in_flight(sequence)
         del request.sequences[sequence.choice]
         if not request.sequences:
@@ -151,6 +153,5 @@ class LiveSequences:
         self._events.status_changed = True
 
     def _drop_in_runner(self, sequence: Sequence) -> None:
-        if sequence.sent_blocks >= 0:
+        if sequence.drop_in_runner():
             self.finished.append(sequence.seq)
-            sequence.sent_blocks = -1

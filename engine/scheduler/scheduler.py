@@ -14,7 +14,8 @@ The states of a sequence:
 Steps may be planned while earlier ones are in flight and their tokens unknown. A step writes KV into the blocks of all
 its sequences until it has been applied. So the blocks of a sequence that ended meanwhile stay held until then.
 
-The scheduler is plain Python over plain values: no device, no transfer. No decision depends on the clock.
+The scheduler is plain Python over plain values: no device, no transfer. Its clock only measures how long requests wait.
+The lengths of prompt chunks beside decodes follow from the durations of earlier steps, which ``apply`` takes.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ class Scheduler:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
-        self._max_num_seqs, self._max_batch_tokens = max_num_seqs, max_batch_tokens
-        self._full_step, self._tile = full_step, tile
+        self._max_num_seqs = max_num_seqs
+        self._max_batch_tokens = max_batch_tokens
+        self._full_step = full_step
+        self._tile = tile
         self._max_waiting = max_waiting
         self._clock = clock
         self.pool = BlockPool(num_blocks)
@@ -99,8 +102,14 @@ class Scheduler:
             idle_step=idle_step,
         )
         self._results = StepResults(
-            *(self._in_flight, self._live, self._kv, self._choices, self.connector),
-            *(self.events, self.totals, self.meter),
+            in_flight=self._in_flight,
+            live=self._live,
+            kv=self._kv,
+            choices=self._choices,
+            connector=self.connector,
+            events=self.events,
+            totals=self.totals,
+            meter=self.meter,
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
@@ -203,8 +212,13 @@ class Scheduler:
         """Plan the next step: decodes, then prompts one after the other, within the token budget."""
         self._take_grammar_results()
         self._num_plans += 1
-        crowding = self._fair_share.crowding
-        builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step, self._tile, crowding)
+        builder = StepBuilder(
+            self._num_plans,
+            self._max_batch_tokens,
+            self._full_step,
+            tile=self._tile,
+            crowding=self._fair_share.crowding,
+        )
         if self._make_room() and self._add_running(builder):
             has_room = self._admit(builder) and self._free_slots > 0
             if self._live.loading and self._live.for_peers and not has_room:
@@ -232,19 +246,23 @@ class Scheduler:
         return self.events.take(self.status(), *self.connector.take_events()) if self.events else None
 
     def status(self) -> Status:
+        free, held, leased, quarantined = self.pool.counts
         return Status(
-            *self.pool.counts,
-            self.pool.total,
-            self._num_waiting,
-            len(self._live.loading),
-            len(self._live.running),
-            msgspec.structs.replace(self.totals),
-            self._backlog(),
-            self.meter.throughput(self.connector.load_cost),
-            len(self._live.paused),
-            len(self._live.running) - self._num_prompts,
-            self._live.for_peers,
-            self._itl_target.seconds,
+            free=free,
+            held=held,
+            leased=leased,
+            quarantined=quarantined,
+            total=self.pool.total,
+            waiting=self._num_waiting,
+            reading=len(self._live.loading),
+            running=len(self._live.running),
+            totals=msgspec.structs.replace(self.totals),
+            backlog=self._backlog(),
+            throughput=self.meter.throughput(self.connector.load_cost),
+            paused=len(self._live.paused),
+            decoding=len(self._live.running) - self._num_prompts,
+            for_peers=self._live.for_peers,
+            itl_target=self._itl_target.seconds,
         )
 
     @property
@@ -316,10 +334,15 @@ class Scheduler:
         if not runnable.prompts and self._head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
-        decodes, prompts, waiting = len(runnable.decodes), len(runnable.prompts), len(self._live.waiting)
-        joins = any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts))
-        soon = self.connector.load_ends_soon
-        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, prompts, waiting, joins, soon)
+        builder.budget = self._itl_target.budget(
+            self._num_plans,
+            decoding=decoding,
+            decodes=len(runnable.decodes),
+            prompts=len(runnable.prompts),
+            waiting=len(self._live.waiting),
+            joins=any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts)),
+            joins_soon=self.connector.load_ends_soon,
+        )
         if builder.budget is None or not runnable.prompts:
             return runnable.prompts
         oldest, *others = runnable.prompts

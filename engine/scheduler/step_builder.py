@@ -42,7 +42,8 @@ class StepBuilder:
         self.budget: ChunkBudget | None = None
         self._step = step
         self._tokens_left = max_tokens
-        self._full_step, self._tile = full_step, tile
+        self._full_step = full_step
+        self._tile = tile
         self._most_tokens = max_tokens
         self._prompt_tokens = 0
         self._find_crowding = crowding
@@ -74,15 +75,13 @@ class StepBuilder:
 
     def add_decodes(self, sequences: Collection[Sequence]) -> None:
         """Add one token of each sequence; called before any prompt is added. A step has room for all that may run."""
+        step, scheduled = self._step, self._scheduled
         for sequence in sequences:
             if sequence.sent_blocks != len(sequence.blocks):
                 self._send_blocks(sequence)
             if sequence.constraint is not None:
                 self._add_mask(sequence)
-            self._scheduled.append(sequence.decode_item)
-            sequence.last_step = self._step
-            sequence.num_launched += 1
-            sequence.length += 1
+            scheduled.append(sequence.launch_decode(step))
         self._tokens_left -= len(sequences)
         self._decodes += sequences
 
@@ -95,18 +94,14 @@ class StepBuilder:
                 spare = (self._most_tokens - self._tokens_left + num_tokens) % self._tile
                 num_tokens -= spare if spare < num_tokens else 0
             self.budget.spend(sequence, num_tokens)
-        num_samples = sequence.samples_due if num_tokens == missing else 0
         self._send_blocks(sequence)
-        if num_samples:
+        if num_tokens == missing:
             self._add_mask(sequence)
-        self._scheduled.append(ScheduledSequence(sequence.seq, num_tokens, num_samples))
+        self._scheduled.append(sequence.launch_prompt(self._step, num_tokens))
         self._tokens_left -= num_tokens
         self._prompt_tokens += num_tokens
         if sequence.request.client == self._crowding:
             self._crowding_tokens -= num_tokens
-        sequence.last_step = self._step
-        sequence.num_launched += num_tokens
-        sequence.length += num_tokens == missing
         self._prompts.append(sequence)
 
     def sequences(self) -> StepSequences:
@@ -136,8 +131,8 @@ class StepBuilder:
 
     def _send_blocks(self, sequence: Sequence) -> None:
         """Send the runner the blocks of a sequence that it lacks, or the whole sequence if it does not know it."""
-        sent, sequence.sent_blocks = sequence.sent_blocks, len(sequence.blocks)
-        if sent < 0:
+        blocks = sequence.unsent_blocks()
+        if blocks is None:
             self._new.append(sequence.to_new_sequence())
-        elif sent < len(sequence.blocks):
-            self._new_blocks.append(NewBlocks(sequence.seq, tuple(sequence.blocks[sent:])))
+        elif blocks:
+            self._new_blocks.append(NewBlocks(sequence.seq, tuple(blocks)))

@@ -20,6 +20,7 @@ class StepResults:
 
     def __init__(
         self,
+        *,
         in_flight: StepsInFlight,
         live: LiveSequences,
         kv: KVCacheManager,
@@ -52,7 +53,9 @@ class StepResults:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
         for sequence, token_id, logprobs in step.decode_tokens(output):
-            if self._add_computed(sequence, 1) and not self._choices.take_token(sequence, token_id, logprobs):
+            if sequence.computed(1) and not self._settle(sequence):
+                continue
+            if not self._choices.take_token(sequence, token_id, logprobs):
                 self._live.finish(sequence)
         decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
         for sequence, num_tokens, sampled in step.prompt_tokens(plan, output):
@@ -61,7 +64,7 @@ class StepResults:
                 context += num_tokens * (sequence.num_computed + num_tokens / 2)
             else:  # tokens that a peer has sampled for it
                 decodes += 1
-            if self._add_computed(sequence, num_tokens):
+            if not sequence.computed(num_tokens) or self._settle(sequence):
                 self._apply_prompt(sequence, sampled)
         self._measure(decodes, prompt_tokens, seconds, context / max(prompt_tokens, 1))
 
@@ -87,14 +90,12 @@ class StepResults:
             if sequence is not None:  # else it was cancelled meanwhile
                 self._events.pooled.append(Pooled(sequence.rid, vector))
 
-    def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Count ``num_tokens`` more tokens with KV. Return whether the sequence is still live."""
-        sequence.num_computed += num_tokens
+    def _settle(self, sequence: Sequence) -> bool:
+        """Cache the full blocks of a sequence, or free those of one that ended. Return whether it is still live."""
         if sequence.ended:
             self._live.free_unless_in_flight(sequence)
             return False
-        if sequence.num_computed >= sequence.next_full:
-            self._kv.cache_full_blocks(sequence)
+        self._kv.cache_full_blocks(sequence)
         return True
 
     def _apply_prompt(self, sequence: Sequence, sampled: SampledTokens) -> None:

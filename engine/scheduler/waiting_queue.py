@@ -38,9 +38,8 @@ class WaitingQueue:
 
     def admit(self, sequence: Sequence, cached: int) -> None:
         """Remove a sequence that is admitted; its first ``cached`` tokens are free."""
-        cost = len(sequence.token_ids) - max(sequence.charged, cached)
-        self._queue.take(sequence, sequence.request.client, sequence.request.priority, cost)
-        sequence.charged = len(sequence.token_ids)
+        free = max(0, cached - sequence.charged)
+        self._queue.take(sequence, sequence.request.client, sequence.request.priority, sequence.charge() - free)
 
     def remove(self, sequence: Sequence) -> None:
         """Raises ValueError if the sequence is not queued."""
@@ -48,9 +47,7 @@ class WaitingQueue:
 
     def charge_output(self, sequence: Sequence) -> None:
         """Charge the client for the output of a sequence that ran, and not twice."""
-        num_tokens = len(sequence.token_ids)
-        self._queue.charge(sequence.request.client, num_tokens - sequence.charged)
-        sequence.charged = num_tokens
+        self._queue.charge(sequence.request.client, sequence.charge())
 
     def pass_turn(self) -> None:
         """Let the next client have its turn."""

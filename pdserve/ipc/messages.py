@@ -239,7 +239,7 @@ class OutputTokens(msgspec.Struct, array_like=True):
     logprobs: dict[int, TokenLogprobs] = {}  # by index into the columns, where requested
 
     def add(
-        self, rid: int, choice: int, token_id: int, logprobs: TokenLogprobs | None, finish: FinishReason | None
+        self, rid: int, choice: int, token_id: int, *, logprobs: TokenLogprobs | None, finish: FinishReason | None
     ) -> None:
         if finish is not None:
             self.finish[len(self.rids)] = finish
