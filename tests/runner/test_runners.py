@@ -99,12 +99,13 @@ def test_result_can_be_taken_between_the_layers_of_the_next_step(build: Build) -
     first = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 5, 1),)))
     if model_runner.max_in_flight == 1:
         first.result()
-    launch = model_runner.launch_with_pauses(StepPlan(1, scheduled=(ScheduledSequence(0, 1, 1),)))
+    decode = StepPlan(1, scheduled=(ScheduledSequence.decode(0),), num_decodes=1)
+    launch = model_runner.launch_with_pauses(decode)
     next(launch)
     if model_runner.max_in_flight > 1:
-        assert [sample.token_id for sample in first.result().samples] == expected.output[:1]
-    (sample,) = complete(launch).result().samples
-    assert sample.token_id == expected.output[1]
+        assert list(first.result().token_ids) == expected.output[:1]
+    (token_id,) = complete(launch).result().token_ids
+    assert token_id == expected.output[1]
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(build: Build) -> None:
