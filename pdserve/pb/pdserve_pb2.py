@@ -4,162 +4,165 @@
 # source: pdserve/pb/pdserve.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "pdserve/pb/pdserve.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'pdserve/pb/pdserve.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x18pdserve/pb/pdserve.proto\x12\npdserve.v1"\x11\n\x0f\x44\x65scribeRequest"\xa6\x01\n\x08KVLayout\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x19\n\x11kernel_block_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0c\n\x04spec\x18\x08 \x01(\t"\xa0\x03\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x13\n\x0b\x63ompat_hash\x18\x07 \x01(\t\x12\x0e\n\x06runner\x18\x08 \x01(\t\x12\x16\n\x0erunner_reasons\x18\t \x03(\t\x12\'\n\tkv_layout\x18\n \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x17\n\x0f\x63onnected_peers\x18\r \x03(\t\x12\x19\n\x11\x63\x61\x63he_sample_bits\x18\x0e \x01(\r\x12\x0f\n\x07stalled\x18\x0f \x01(\x08\x12\x0c\n\x04task\x18\x10 \x01(\t\x12$\n\x07pooling\x18\x11 \x01(\x0b\x32\x13.pdserve.v1.Pooling\x12\x0f\n\x07weights\x18\x13 \x01(\t\x12\x15\n\rhands_off_all\x18\x12 \x01(\x08">\n\x07Pooling\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x12\n\nmatryoshka\x18\x02 \x01(\x08\x12\x11\n\tyes_or_no\x18\x03 \x01(\x08" \n\x0cWatchRequest\x12\x10\n\x08pause_ms\x18\x01 \x01(\r"\x9c\x01\n\nNodeReport\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x30\n\x0b\x64\x65scription\x18\x02 \x01(\x0b\x32\x1b.pdserve.v1.NodeDescription\x12"\n\x04load\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.NodeLoad\x12&\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.CacheChange"\xe6\x01\n\x08NodeLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07\x62\x61\x63klog\x18\x05 \x01(\x04\x12*\n\nthroughput\x18\x06 \x01(\x0b\x32\x16.pdserve.v1.Throughput\x12\x10\n\x08\x64\x65\x63oding\x18\x07 \x01(\r\x12\x11\n\tfor_peers\x18\x08 \x01(\r\x12\x14\n\x0cprompt_share\x18\t \x01(\x01\x12\x15\n\ritl_target_ms\x18\n \x01(\x01"\x82\x01\n\nThroughput\x12&\n\x06prompt\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.LinearCost\x12&\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.LinearCost\x12$\n\x04read\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.LinearCost")\n\nLinearCost\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x01\x12\r\n\x05slope\x18\x02 \x01(\x01"-\n\x0b\x43\x61\x63heChange\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c"\x0f\n\rStatusRequest"\xba\x02\n\nNodeStatus\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\x04\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\x04\x12\x15\n\rleased_blocks\x18\x03 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x0f\n\x07reading\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\r\n\x05steps\x18\t \x01(\x04\x12\x0e\n\x06paused\x18\x0b \x01(\r\x12\x36\n\x08\x63ounters\x18\n \x03(\x0b\x32$.pdserve.v1.NodeStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01"\xf6\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\t\n\x01n\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12=\n\nlogit_bias\x18\x0c \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x10\n\x08logprobs\x18\x0f \x01(\x05\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12\x17\n\x0fprompt_logprobs\x18\x11 \x01(\x05\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12,\n\tbad_words\x18\x13 \x03(\x0b\x32\x19.pdserve.v1.TokenSequence\x12\x19\n\x11logprob_token_ids\x18\x14 \x03(\r\x12\x1d\n\x15thinking_token_budget\x18\x15 \x01(\r\x12\x1a\n\x12thinking_start_ids\x18\x16 \x03(\r\x12\x18\n\x10thinking_end_ids\x18\x17 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01""\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02"\xe7\x01\n\x0cServeRequest\x12(\n\x08generate\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.GenerateH\x00\x12$\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12"\n\x05pause\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.PauseH\x00\x12$\n\x06resume\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.ResumeH\x00\x12\x35\n\x0fresumed_choices\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.ResumedChoicesH\x00\x42\x06\n\x04kind"M\n\x0eResumedChoices\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12*\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.ResumedChoice"\xc3\x02\n\x08Generate\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x14\n\x0cprefill_node\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\x04\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12)\n\x06resume\x18\t \x03(\x0b\x32\x19.pdserve.v1.ResumedChoice\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x0e\n\x06\x63lient\x18\x0c \x01(\x06\x12\r\n\x05\x65poch\x18\x0e \x01(\t\x12\x0e\n\x06paused\x18\r \x01(\x08"2\n\rResumedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c"\x19\n\x06\x43\x61ncel\x12\x0f\n\x07request\x18\x01 \x01(\x04"\x18\n\x05Pause\x12\x0f\n\x07request\x18\x01 \x01(\x04"\x19\n\x06Resume\x12\x0f\n\x07request\x18\x01 \x01(\x04"D\n\x0bOutputBatch\x12#\n\x07outputs\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Output\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08"\x98\x02\n\x06Output\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x11\n\thas_token\x18\x04 \x01(\x08\x12+\n\x08logprobs\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12$\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x13.pdserve.v1.Failure\x12\x33\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobs\x12\x12\n\nhanded_off\x18\n \x01(\x08"?\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\r\n\x05table\x18\x03 \x01(\x0c"\xe6\x01\n\x07\x46\x61ilure\x12&\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.Failure.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\x04"\x89\x01\n\x04\x43ode\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0b\n\x07INVALID\x10\x01\x12\x0e\n\nOVERLOADED\x10\x02\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x03\x12\x0f\n\x0bNODE_FAILED\x10\x04\x12\x0c\n\x08\x44RAINING\x10\x06\x12\x0b\n\x07\x43RASHED\x10\x07\x12\x13\n\x0fPREFILL_CRASHED\x10\x08"\x04\x08\x05\x10\x05"\xa5\x01\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07prompts\x18\x02 \x03(\x0c\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x0e\n\x06\x63lient\x18\x05 \x01(\x06\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x12\n\ntracestate\x18\x07 \x01(\t\x12\x12\n\ndimensions\x18\x08 \x01(\r"D\n\tPoolReply\x12\x0f\n\x07vectors\x18\x01 \x03(\x0c\x12\x15\n\rcached_tokens\x18\x02 \x03(\r\x12\x0f\n\x07weights\x18\x03 \x01(\t"\xd5\x01\n\x10HandshakeRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x13\n\x0b\x63ompat_hash\x18\x02 \x01(\t\x12\x45\n\rcompat_fields\x18\x03 \x03(\x0b\x32..pdserve.v1.HandshakeRequest.CompatFieldsEntry\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x1a\x33\n\x11\x43ompatFieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"S\n\x0eHandshakeReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12!\n\x05ranks\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.RankKV"\xba\x01\n\x06RankKV\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x11\n\tdevice_id\x18\x06 \x01(\r\x12$\n\x06layout\x18\x07 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12"\n\x05share\x18\x08 \x01(\x0b\x32\x13.pdserve.v1.KVShare"\x84\x01\n\x07KVShare\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\x12\x14\n\x0ctotal_layers\x18\x05 \x01(\r\x12\x13\n\x0btotal_heads\x18\x06 \x01(\r"\xa9\x01\n\x0eHandoffRequest\x12-\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.PrefillRequestH\x00\x12+\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.ExtendRequestH\x00\x12-\n\x07release\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.ReleaseRequestH\x00\x42\x06\n\x04kindJ\x04\x08\x04\x10\x05"\x9d\x02\n\x0ePrefillRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x12\n\ntimeout_ms\x18\x08 \x01(\x04\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x0e\n\x06\x63lient\x18\x0c \x01(\x06\x12\x0e\n\x06urgent\x18\r \x01(\x08"9\n\rExtendRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0b\n\x03\x61sk\x18\x04 \x01(\x04J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04"-\n\x0eReleaseRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04"K\n\rPrefillEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.PrefillEvent\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08"\xad\x03\n\x0cPrefillEvent\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12(\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12\'\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.KVReadyH\x00\x12/\n\x0c\x66irst_tokens\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.FirstTokensH\x00\x12(\n\x08\x65xtended\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.ExtendedH\x00\x12(\n\x08released\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.ReleasedH\x00\x12%\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x13.pdserve.v1.FailureH\x00\x12(\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x12.\n\nnext_token\x18\t \x01(\x0b\x32\x18.pdserve.v1.SampledTokenH\x00\x12+\n\nlast_chunk\x18\n \x01(\x0b\x32\x15.pdserve.v1.LastChunkH\x00\x42\x06\n\x04kind"\x0b\n\tLastChunk"\x16\n\x08\x41\x63\x63\x65ptedJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03"Y\n\x07KVReady\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64igests\x18\x05 \x03(\x10J\x04\x08\x01\x10\x02"b\n\x0b\x46irstTokens\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tqueued_ms\x18\x03 \x01(\x01"M\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.TokenLogprobs"\n\n\x08\x46inished")\n\x08\x45xtended\x12\x0b\n\x03\x61sk\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04"\x19\n\x08Released\x12\r\n\x05stood\x18\x01 \x01(\x08"0\n\rReloadRequest\x12\x11\n\tmodel_dir\x18\x01 \x01(\t\x12\x0c\n\x04when\x18\x02 \x01(\t"(\n\nPatchPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04when\x18\x02 \x01(\t"\x1c\n\x0cSleepRequest\x12\x0c\n\x04when\x18\x01 \x01(\t" \n\x0bWakeRequest\x12\x11\n\tmodel_dir\x18\x01 \x01(\t"?\n\x0eWeightsChanged\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t"$\n\x0cOfferRequest\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t"\x80\x01\n\x0eOfferedWeights\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12*\n\x07tensors\x18\x05 \x03(\x0b\x32\x19.pdserve.v1.OfferedTensor"k\n\rOfferedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\x04\x12\x0c\n\x04size\x18\x06 \x01(\x04\x32\xc6\x01\n\x04Node\x12\x44\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1b.pdserve.v1.NodeDescription\x12;\n\x06Status\x12\x19.pdserve.v1.StatusRequest\x1a\x16.pdserve.v1.NodeStatus\x12;\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x16.pdserve.v1.NodeReport0\x01\x32L\n\nDecodeNode\x12>\n\x05Serve\x12\x18.pdserve.v1.ServeRequest\x1a\x17.pdserve.v1.OutputBatch(\x01\x30\x01\x32\x45\n\x0bPoolingNode\x12\x36\n\x04Pool\x12\x17.pdserve.v1.PoolRequest\x1a\x15.pdserve.v1.PoolReply2\x98\x01\n\x0bPrefillNode\x12\x45\n\tHandshake\x12\x1c.pdserve.v1.HandshakeRequest\x1a\x1a.pdserve.v1.HandshakeReply\x12\x42\n\x05Serve\x12\x1a.pdserve.v1.HandoffRequest\x1a\x19.pdserve.v1.PrefillEvents(\x01\x30\x01\x32\x8b\x02\n\rWeightChanges\x12?\n\x06Reload\x12\x19.pdserve.v1.ReloadRequest\x1a\x1a.pdserve.v1.WeightsChanged\x12=\n\x05Patch\x12\x16.pdserve.v1.PatchPiece\x1a\x1a.pdserve.v1.WeightsChanged(\x01\x12=\n\x05Sleep\x12\x18.pdserve.v1.SleepRequest\x1a\x1a.pdserve.v1.WeightsChanged\x12;\n\x04Wake\x12\x17.pdserve.v1.WakeRequest\x1a\x1a.pdserve.v1.WeightsChanged2J\n\x07Weights\x12?\n\x05Offer\x12\x18.pdserve.v1.OfferRequest\x1a\x1a.pdserve.v1.OfferedWeights0\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/pb/pdserve.proto\x12\npdserve.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xa6\x01\n\x08KVLayout\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x19\n\x11kernel_block_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0c\n\x04spec\x18\x08 \x01(\t\"\xa0\x03\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x13\n\x0b\x63ompat_hash\x18\x07 \x01(\t\x12\x0e\n\x06runner\x18\x08 \x01(\t\x12\x16\n\x0erunner_reasons\x18\t \x03(\t\x12\'\n\tkv_layout\x18\n \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x17\n\x0f\x63onnected_peers\x18\r \x03(\t\x12\x19\n\x11\x63\x61\x63he_sample_bits\x18\x0e \x01(\r\x12\x0f\n\x07stalled\x18\x0f \x01(\x08\x12\x0c\n\x04task\x18\x10 \x01(\t\x12$\n\x07pooling\x18\x11 \x01(\x0b\x32\x13.pdserve.v1.Pooling\x12\x0f\n\x07weights\x18\x13 \x01(\t\x12\x15\n\rhands_off_all\x18\x12 \x01(\x08\">\n\x07Pooling\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x12\n\nmatryoshka\x18\x02 \x01(\x08\x12\x11\n\tyes_or_no\x18\x03 \x01(\x08\" \n\x0cWatchRequest\x12\x10\n\x08pause_ms\x18\x01 \x01(\r\"\x9c\x01\n\nNodeReport\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x30\n\x0b\x64\x65scription\x18\x02 \x01(\x0b\x32\x1b.pdserve.v1.NodeDescription\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.NodeLoad\x12&\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.CacheChange\"\xe6\x01\n\x08NodeLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07\x62\x61\x63klog\x18\x05 \x01(\x04\x12*\n\nthroughput\x18\x06 \x01(\x0b\x32\x16.pdserve.v1.Throughput\x12\x10\n\x08\x64\x65\x63oding\x18\x07 \x01(\r\x12\x11\n\tfor_peers\x18\x08 \x01(\r\x12\x14\n\x0cprompt_share\x18\t \x01(\x01\x12\x15\n\ritl_target_ms\x18\n \x01(\x01\"\x82\x01\n\nThroughput\x12&\n\x06prompt\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.LinearCost\x12&\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.LinearCost\x12$\n\x04read\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.LinearCost\")\n\nLinearCost\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x01\x12\r\n\x05slope\x18\x02 \x01(\x01\"-\n\x0b\x43\x61\x63heChange\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\"\x0f\n\rStatusRequest\"\xba\x02\n\nNodeStatus\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\x04\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\x04\x12\x15\n\rleased_blocks\x18\x03 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x0f\n\x07reading\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\r\n\x05steps\x18\t \x01(\x04\x12\x0e\n\x06paused\x18\x0b \x01(\r\x12\x36\n\x08\x63ounters\x18\n \x03(\x0b\x32$.pdserve.v1.NodeStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xf6\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\t\n\x01n\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12=\n\nlogit_bias\x18\x0c \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x10\n\x08logprobs\x18\x0f \x01(\x05\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12\x17\n\x0fprompt_logprobs\x18\x11 \x01(\x05\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12,\n\tbad_words\x18\x13 \x03(\x0b\x32\x19.pdserve.v1.TokenSequence\x12\x19\n\x11logprob_token_ids\x18\x14 \x03(\r\x12\x1d\n\x15thinking_token_budget\x18\x15 \x01(\r\x12\x1a\n\x12thinking_start_ids\x18\x16 \x03(\r\x12\x18\n\x10thinking_end_ids\x18\x17 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xe7\x01\n\x0cServeRequest\x12(\n\x08generate\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.GenerateH\x00\x12$\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12\"\n\x05pause\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.PauseH\x00\x12$\n\x06resume\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.ResumeH\x00\x12\x35\n\x0fresumed_choices\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.ResumedChoicesH\x00\x42\x06\n\x04kind\"M\n\x0eResumedChoices\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12*\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.ResumedChoice\"\xc3\x02\n\x08Generate\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x14\n\x0cprefill_node\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\x04\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12)\n\x06resume\x18\t \x03(\x0b\x32\x19.pdserve.v1.ResumedChoice\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x0e\n\x06\x63lient\x18\x0c \x01(\x06\x12\r\n\x05\x65poch\x18\x0e \x01(\t\x12\x0e\n\x06paused\x18\r \x01(\x08\"2\n\rResumedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\x19\n\x06\x43\x61ncel\x12\x0f\n\x07request\x18\x01 \x01(\x04\"\x18\n\x05Pause\x12\x0f\n\x07request\x18\x01 \x01(\x04\"\x19\n\x06Resume\x12\x0f\n\x07request\x18\x01 \x01(\x04\"D\n\x0bOutputBatch\x12#\n\x07outputs\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Output\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\x98\x02\n\x06Output\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x11\n\thas_token\x18\x04 \x01(\x08\x12+\n\x08logprobs\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12$\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x13.pdserve.v1.Failure\x12\x33\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobs\x12\x12\n\nhanded_off\x18\n \x01(\x08\"?\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\r\n\x05table\x18\x03 \x01(\x0c\"\xe6\x01\n\x07\x46\x61ilure\x12&\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.Failure.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\x04\"\x89\x01\n\x04\x43ode\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0b\n\x07INVALID\x10\x01\x12\x0e\n\nOVERLOADED\x10\x02\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x03\x12\x0f\n\x0bNODE_FAILED\x10\x04\x12\x0c\n\x08\x44RAINING\x10\x06\x12\x0b\n\x07\x43RASHED\x10\x07\x12\x13\n\x0fPREFILL_CRASHED\x10\x08\"\x04\x08\x05\x10\x05\"\xa5\x01\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07prompts\x18\x02 \x03(\x0c\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x0e\n\x06\x63lient\x18\x05 \x01(\x06\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x12\n\ntracestate\x18\x07 \x01(\t\x12\x12\n\ndimensions\x18\x08 \x01(\r\"D\n\tPoolReply\x12\x0f\n\x07vectors\x18\x01 \x03(\x0c\x12\x15\n\rcached_tokens\x18\x02 \x03(\r\x12\x0f\n\x07weights\x18\x03 \x01(\t\"\xd5\x01\n\x10HandshakeRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x13\n\x0b\x63ompat_hash\x18\x02 \x01(\t\x12\x45\n\rcompat_fields\x18\x03 \x03(\x0b\x32..pdserve.v1.HandshakeRequest.CompatFieldsEntry\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x1a\x33\n\x11\x43ompatFieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"S\n\x0eHandshakeReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12!\n\x05ranks\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.RankKV\"\xba\x01\n\x06RankKV\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x11\n\tdevice_id\x18\x06 \x01(\r\x12$\n\x06layout\x18\x07 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\"\n\x05share\x18\x08 \x01(\x0b\x32\x13.pdserve.v1.KVShare\"\x84\x01\n\x07KVShare\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\x12\x14\n\x0ctotal_layers\x18\x05 \x01(\r\x12\x13\n\x0btotal_heads\x18\x06 \x01(\r\"\xa9\x01\n\x0eHandoffRequest\x12-\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.PrefillRequestH\x00\x12+\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.ExtendRequestH\x00\x12-\n\x07release\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.ReleaseRequestH\x00\x42\x06\n\x04kindJ\x04\x08\x04\x10\x05\"\x9d\x02\n\x0ePrefillRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x12\n\ntimeout_ms\x18\x08 \x01(\x04\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x0e\n\x06\x63lient\x18\x0c \x01(\x06\x12\x0e\n\x06urgent\x18\r \x01(\x08\"9\n\rExtendRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0b\n\x03\x61sk\x18\x04 \x01(\x04J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"-\n\x0eReleaseRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"K\n\rPrefillEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.PrefillEvent\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\xad\x03\n\x0cPrefillEvent\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12(\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12\'\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.KVReadyH\x00\x12/\n\x0c\x66irst_tokens\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.FirstTokensH\x00\x12(\n\x08\x65xtended\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.ExtendedH\x00\x12(\n\x08released\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.ReleasedH\x00\x12%\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x13.pdserve.v1.FailureH\x00\x12(\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x12.\n\nnext_token\x18\t \x01(\x0b\x32\x18.pdserve.v1.SampledTokenH\x00\x12+\n\nlast_chunk\x18\n \x01(\x0b\x32\x15.pdserve.v1.LastChunkH\x00\x42\x06\n\x04kind\"\x0b\n\tLastChunk\"\x16\n\x08\x41\x63\x63\x65ptedJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"Y\n\x07KVReady\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64igests\x18\x05 \x03(\x10J\x04\x08\x01\x10\x02\"b\n\x0b\x46irstTokens\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tqueued_ms\x18\x03 \x01(\x01\"M\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"\n\n\x08\x46inished\")\n\x08\x45xtended\x12\x0b\n\x03\x61sk\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\"\x19\n\x08Released\x12\r\n\x05stood\x18\x01 \x01(\x08\"0\n\rReloadRequest\x12\x11\n\tmodel_dir\x18\x01 \x01(\t\x12\x0c\n\x04when\x18\x02 \x01(\t\"(\n\nPatchPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04when\x18\x02 \x01(\t\"\x1c\n\x0cSleepRequest\x12\x0c\n\x04when\x18\x01 \x01(\t\" \n\x0bWakeRequest\x12\x11\n\tmodel_dir\x18\x01 \x01(\t\"?\n\x0eWeightsChanged\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\"$\n\x0cOfferRequest\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\"\x80\x01\n\x0eOfferedWeights\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12*\n\x07tensors\x18\x05 \x03(\x0b\x32\x19.pdserve.v1.OfferedTensor\"k\n\rOfferedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\x04\x12\x0c\n\x04size\x18\x06 \x01(\x04\x32\xc6\x01\n\x04Node\x12\x44\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1b.pdserve.v1.NodeDescription\x12;\n\x06Status\x12\x19.pdserve.v1.StatusRequest\x1a\x16.pdserve.v1.NodeStatus\x12;\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x16.pdserve.v1.NodeReport0\x01\x32L\n\nDecodeNode\x12>\n\x05Serve\x12\x18.pdserve.v1.ServeRequest\x1a\x17.pdserve.v1.OutputBatch(\x01\x30\x01\x32\x45\n\x0bPoolingNode\x12\x36\n\x04Pool\x12\x17.pdserve.v1.PoolRequest\x1a\x15.pdserve.v1.PoolReply2\x98\x01\n\x0bPrefillNode\x12\x45\n\tHandshake\x12\x1c.pdserve.v1.HandshakeRequest\x1a\x1a.pdserve.v1.HandshakeReply\x12\x42\n\x05Serve\x12\x1a.pdserve.v1.HandoffRequest\x1a\x19.pdserve.v1.PrefillEvents(\x01\x30\x01\x32\x8b\x02\n\rWeightChanges\x12?\n\x06Reload\x12\x19.pdserve.v1.ReloadRequest\x1a\x1a.pdserve.v1.WeightsChanged\x12=\n\x05Patch\x12\x16.pdserve.v1.PatchPiece\x1a\x1a.pdserve.v1.WeightsChanged(\x01\x12=\n\x05Sleep\x12\x18.pdserve.v1.SleepRequest\x1a\x1a.pdserve.v1.WeightsChanged\x12;\n\x04Wake\x12\x17.pdserve.v1.WakeRequest\x1a\x1a.pdserve.v1.WeightsChanged2J\n\x07Weights\x12?\n\x05Offer\x12\x18.pdserve.v1.OfferRequest\x1a\x1a.pdserve.v1.OfferedWeights0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "pdserve.pb.pdserve_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.pb.pdserve_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_NODESTATUS_COUNTERSENTRY"]._loaded_options = None
-    _globals["_NODESTATUS_COUNTERSENTRY"]._serialized_options = b"8\001"
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_HANDSHAKEREQUEST_COMPATFIELDSENTRY"]._loaded_options = None
-    _globals["_HANDSHAKEREQUEST_COMPATFIELDSENTRY"]._serialized_options = b"8\001"
-    _globals["_DESCRIBEREQUEST"]._serialized_start = 40
-    _globals["_DESCRIBEREQUEST"]._serialized_end = 57
-    _globals["_KVLAYOUT"]._serialized_start = 60
-    _globals["_KVLAYOUT"]._serialized_end = 226
-    _globals["_NODEDESCRIPTION"]._serialized_start = 229
-    _globals["_NODEDESCRIPTION"]._serialized_end = 645
-    _globals["_POOLING"]._serialized_start = 647
-    _globals["_POOLING"]._serialized_end = 709
-    _globals["_WATCHREQUEST"]._serialized_start = 711
-    _globals["_WATCHREQUEST"]._serialized_end = 743
-    _globals["_NODEREPORT"]._serialized_start = 746
-    _globals["_NODEREPORT"]._serialized_end = 902
-    _globals["_NODELOAD"]._serialized_start = 905
-    _globals["_NODELOAD"]._serialized_end = 1135
-    _globals["_THROUGHPUT"]._serialized_start = 1138
-    _globals["_THROUGHPUT"]._serialized_end = 1268
-    _globals["_LINEARCOST"]._serialized_start = 1270
-    _globals["_LINEARCOST"]._serialized_end = 1311
-    _globals["_CACHECHANGE"]._serialized_start = 1313
-    _globals["_CACHECHANGE"]._serialized_end = 1358
-    _globals["_STATUSREQUEST"]._serialized_start = 1360
-    _globals["_STATUSREQUEST"]._serialized_end = 1375
-    _globals["_NODESTATUS"]._serialized_start = 1378
-    _globals["_NODESTATUS"]._serialized_end = 1692
-    _globals["_NODESTATUS_COUNTERSENTRY"]._serialized_start = 1645
-    _globals["_NODESTATUS_COUNTERSENTRY"]._serialized_end = 1692
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 1695
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 2325
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_start = 2277
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_end = 2325
-    _globals["_TOKENSEQUENCE"]._serialized_start = 2327
-    _globals["_TOKENSEQUENCE"]._serialized_end = 2361
-    _globals["_TOKENLOGPROBS"]._serialized_start = 2363
-    _globals["_TOKENLOGPROBS"]._serialized_end = 2434
-    _globals["_SERVEREQUEST"]._serialized_start = 2437
-    _globals["_SERVEREQUEST"]._serialized_end = 2668
-    _globals["_RESUMEDCHOICES"]._serialized_start = 2670
-    _globals["_RESUMEDCHOICES"]._serialized_end = 2747
-    _globals["_GENERATE"]._serialized_start = 2750
-    _globals["_GENERATE"]._serialized_end = 3073
-    _globals["_RESUMEDCHOICE"]._serialized_start = 3075
-    _globals["_RESUMEDCHOICE"]._serialized_end = 3125
-    _globals["_CANCEL"]._serialized_start = 3127
-    _globals["_CANCEL"]._serialized_end = 3152
-    _globals["_PAUSE"]._serialized_start = 3154
-    _globals["_PAUSE"]._serialized_end = 3178
-    _globals["_RESUME"]._serialized_start = 3180
-    _globals["_RESUME"]._serialized_end = 3205
-    _globals["_OUTPUTBATCH"]._serialized_start = 3207
-    _globals["_OUTPUTBATCH"]._serialized_end = 3275
-    _globals["_OUTPUT"]._serialized_start = 3278
-    _globals["_OUTPUT"]._serialized_end = 3558
-    _globals["_PROMPTLOGPROBS"]._serialized_start = 3560
-    _globals["_PROMPTLOGPROBS"]._serialized_end = 3623
-    _globals["_FAILURE"]._serialized_start = 3626
-    _globals["_FAILURE"]._serialized_end = 3856
-    _globals["_FAILURE_CODE"]._serialized_start = 3719
-    _globals["_FAILURE_CODE"]._serialized_end = 3856
-    _globals["_POOLREQUEST"]._serialized_start = 3859
-    _globals["_POOLREQUEST"]._serialized_end = 4024
-    _globals["_POOLREPLY"]._serialized_start = 4026
-    _globals["_POOLREPLY"]._serialized_end = 4094
-    _globals["_HANDSHAKEREQUEST"]._serialized_start = 4097
-    _globals["_HANDSHAKEREQUEST"]._serialized_end = 4310
-    _globals["_HANDSHAKEREQUEST_COMPATFIELDSENTRY"]._serialized_start = 4259
-    _globals["_HANDSHAKEREQUEST_COMPATFIELDSENTRY"]._serialized_end = 4310
-    _globals["_HANDSHAKEREPLY"]._serialized_start = 4312
-    _globals["_HANDSHAKEREPLY"]._serialized_end = 4395
-    _globals["_RANKKV"]._serialized_start = 4398
-    _globals["_RANKKV"]._serialized_end = 4584
-    _globals["_KVSHARE"]._serialized_start = 4587
-    _globals["_KVSHARE"]._serialized_end = 4719
-    _globals["_HANDOFFREQUEST"]._serialized_start = 4722
-    _globals["_HANDOFFREQUEST"]._serialized_end = 4891
-    _globals["_PREFILLREQUEST"]._serialized_start = 4894
-    _globals["_PREFILLREQUEST"]._serialized_end = 5179
-    _globals["_EXTENDREQUEST"]._serialized_start = 5181
-    _globals["_EXTENDREQUEST"]._serialized_end = 5238
-    _globals["_RELEASEREQUEST"]._serialized_start = 5240
-    _globals["_RELEASEREQUEST"]._serialized_end = 5285
-    _globals["_PREFILLEVENTS"]._serialized_start = 5287
-    _globals["_PREFILLEVENTS"]._serialized_end = 5362
-    _globals["_PREFILLEVENT"]._serialized_start = 5365
-    _globals["_PREFILLEVENT"]._serialized_end = 5794
-    _globals["_LASTCHUNK"]._serialized_start = 5796
-    _globals["_LASTCHUNK"]._serialized_end = 5807
-    _globals["_ACCEPTED"]._serialized_start = 5809
-    _globals["_ACCEPTED"]._serialized_end = 5831
-    _globals["_KVREADY"]._serialized_start = 5833
-    _globals["_KVREADY"]._serialized_end = 5922
-    _globals["_FIRSTTOKENS"]._serialized_start = 5924
-    _globals["_FIRSTTOKENS"]._serialized_end = 6022
-    _globals["_SAMPLEDTOKEN"]._serialized_start = 6024
-    _globals["_SAMPLEDTOKEN"]._serialized_end = 6101
-    _globals["_FINISHED"]._serialized_start = 6103
-    _globals["_FINISHED"]._serialized_end = 6113
-    _globals["_EXTENDED"]._serialized_start = 6115
-    _globals["_EXTENDED"]._serialized_end = 6156
-    _globals["_RELEASED"]._serialized_start = 6158
-    _globals["_RELEASED"]._serialized_end = 6183
-    _globals["_RELOADREQUEST"]._serialized_start = 6185
-    _globals["_RELOADREQUEST"]._serialized_end = 6233
-    _globals["_PATCHPIECE"]._serialized_start = 6235
-    _globals["_PATCHPIECE"]._serialized_end = 6275
-    _globals["_SLEEPREQUEST"]._serialized_start = 6277
-    _globals["_SLEEPREQUEST"]._serialized_end = 6305
-    _globals["_WAKEREQUEST"]._serialized_start = 6307
-    _globals["_WAKEREQUEST"]._serialized_end = 6339
-    _globals["_WEIGHTSCHANGED"]._serialized_start = 6341
-    _globals["_WEIGHTSCHANGED"]._serialized_end = 6404
-    _globals["_OFFERREQUEST"]._serialized_start = 6406
-    _globals["_OFFERREQUEST"]._serialized_end = 6442
-    _globals["_OFFEREDWEIGHTS"]._serialized_start = 6445
-    _globals["_OFFEREDWEIGHTS"]._serialized_end = 6573
-    _globals["_OFFEREDTENSOR"]._serialized_start = 6575
-    _globals["_OFFEREDTENSOR"]._serialized_end = 6682
-    _globals["_NODE"]._serialized_start = 6685
-    _globals["_NODE"]._serialized_end = 6883
-    _globals["_DECODENODE"]._serialized_start = 6885
-    _globals["_DECODENODE"]._serialized_end = 6961
-    _globals["_POOLINGNODE"]._serialized_start = 6963
-    _globals["_POOLINGNODE"]._serialized_end = 7032
-    _globals["_PREFILLNODE"]._serialized_start = 7035
-    _globals["_PREFILLNODE"]._serialized_end = 7187
-    _globals["_WEIGHTCHANGES"]._serialized_start = 7190
-    _globals["_WEIGHTCHANGES"]._serialized_end = 7457
-    _globals["_WEIGHTS"]._serialized_start = 7459
-    _globals["_WEIGHTS"]._serialized_end = 7533
+  DESCRIPTOR._loaded_options = None
+  _globals['_NODESTATUS_COUNTERSENTRY']._loaded_options = None
+  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_HANDSHAKEREQUEST_COMPATFIELDSENTRY']._loaded_options = None
+  _globals['_HANDSHAKEREQUEST_COMPATFIELDSENTRY']._serialized_options = b'8\001'
+  _globals['_DESCRIBEREQUEST']._serialized_start=40
+  _globals['_DESCRIBEREQUEST']._serialized_end=57
+  _globals['_KVLAYOUT']._serialized_start=60
+  _globals['_KVLAYOUT']._serialized_end=226
+  _globals['_NODEDESCRIPTION']._serialized_start=229
+  _globals['_NODEDESCRIPTION']._serialized_end=645
+  _globals['_POOLING']._serialized_start=647
+  _globals['_POOLING']._serialized_end=709
+  _globals['_WATCHREQUEST']._serialized_start=711
+  _globals['_WATCHREQUEST']._serialized_end=743
+  _globals['_NODEREPORT']._serialized_start=746
+  _globals['_NODEREPORT']._serialized_end=902
+  _globals['_NODELOAD']._serialized_start=905
+  _globals['_NODELOAD']._serialized_end=1135
+  _globals['_THROUGHPUT']._serialized_start=1138
+  _globals['_THROUGHPUT']._serialized_end=1268
+  _globals['_LINEARCOST']._serialized_start=1270
+  _globals['_LINEARCOST']._serialized_end=1311
+  _globals['_CACHECHANGE']._serialized_start=1313
+  _globals['_CACHECHANGE']._serialized_end=1358
+  _globals['_STATUSREQUEST']._serialized_start=1360
+  _globals['_STATUSREQUEST']._serialized_end=1375
+  _globals['_NODESTATUS']._serialized_start=1378
+  _globals['_NODESTATUS']._serialized_end=1692
+  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_start=1645
+  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_end=1692
+  _globals['_SAMPLINGPARAMS']._serialized_start=1695
+  _globals['_SAMPLINGPARAMS']._serialized_end=2325
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=2277
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=2325
+  _globals['_TOKENSEQUENCE']._serialized_start=2327
+  _globals['_TOKENSEQUENCE']._serialized_end=2361
+  _globals['_TOKENLOGPROBS']._serialized_start=2363
+  _globals['_TOKENLOGPROBS']._serialized_end=2434
+  _globals['_SERVEREQUEST']._serialized_start=2437
+  _globals['_SERVEREQUEST']._serialized_end=2668
+  _globals['_RESUMEDCHOICES']._serialized_start=2670
+  _globals['_RESUMEDCHOICES']._serialized_end=2747
+  _globals['_GENERATE']._serialized_start=2750
+  _globals['_GENERATE']._serialized_end=3073
+  _globals['_RESUMEDCHOICE']._serialized_start=3075
+  _globals['_RESUMEDCHOICE']._serialized_end=3125
+  _globals['_CANCEL']._serialized_start=3127
+  _globals['_CANCEL']._serialized_end=3152
+  _globals['_PAUSE']._serialized_start=3154
+  _globals['_PAUSE']._serialized_end=3178
+  _globals['_RESUME']._serialized_start=3180
+  _globals['_RESUME']._serialized_end=3205
+  _globals['_OUTPUTBATCH']._serialized_start=3207
+  _globals['_OUTPUTBATCH']._serialized_end=3275
+  _globals['_OUTPUT']._serialized_start=3278
+  _globals['_OUTPUT']._serialized_end=3558
+  _globals['_PROMPTLOGPROBS']._serialized_start=3560
+  _globals['_PROMPTLOGPROBS']._serialized_end=3623
+  _globals['_FAILURE']._serialized_start=3626
+  _globals['_FAILURE']._serialized_end=3856
+  _globals['_FAILURE_CODE']._serialized_start=3719
+  _globals['_FAILURE_CODE']._serialized_end=3856
+  _globals['_POOLREQUEST']._serialized_start=3859
+  _globals['_POOLREQUEST']._serialized_end=4024
+  _globals['_POOLREPLY']._serialized_start=4026
+  _globals['_POOLREPLY']._serialized_end=4094
+  _globals['_HANDSHAKEREQUEST']._serialized_start=4097
+  _globals['_HANDSHAKEREQUEST']._serialized_end=4310
+  _globals['_HANDSHAKEREQUEST_COMPATFIELDSENTRY']._serialized_start=4259
+  _globals['_HANDSHAKEREQUEST_COMPATFIELDSENTRY']._serialized_end=4310
+  _globals['_HANDSHAKEREPLY']._serialized_start=4312
+  _globals['_HANDSHAKEREPLY']._serialized_end=4395
+  _globals['_RANKKV']._serialized_start=4398
+  _globals['_RANKKV']._serialized_end=4584
+  _globals['_KVSHARE']._serialized_start=4587
+  _globals['_KVSHARE']._serialized_end=4719
+  _globals['_HANDOFFREQUEST']._serialized_start=4722
+  _globals['_HANDOFFREQUEST']._serialized_end=4891
+  _globals['_PREFILLREQUEST']._serialized_start=4894
+  _globals['_PREFILLREQUEST']._serialized_end=5179
+  _globals['_EXTENDREQUEST']._serialized_start=5181
+  _globals['_EXTENDREQUEST']._serialized_end=5238
+  _globals['_RELEASEREQUEST']._serialized_start=5240
+  _globals['_RELEASEREQUEST']._serialized_end=5285
+  _globals['_PREFILLEVENTS']._serialized_start=5287
+  _globals['_PREFILLEVENTS']._serialized_end=5362
+  _globals['_PREFILLEVENT']._serialized_start=5365
+  _globals['_PREFILLEVENT']._serialized_end=5794
+  _globals['_LASTCHUNK']._serialized_start=5796
+  _globals['_LASTCHUNK']._serialized_end=5807
+  _globals['_ACCEPTED']._serialized_start=5809
+  _globals['_ACCEPTED']._serialized_end=5831
+  _globals['_KVREADY']._serialized_start=5833
+  _globals['_KVREADY']._serialized_end=5922
+  _globals['_FIRSTTOKENS']._serialized_start=5924
+  _globals['_FIRSTTOKENS']._serialized_end=6022
+  _globals['_SAMPLEDTOKEN']._serialized_start=6024
+  _globals['_SAMPLEDTOKEN']._serialized_end=6101
+  _globals['_FINISHED']._serialized_start=6103
+  _globals['_FINISHED']._serialized_end=6113
+  _globals['_EXTENDED']._serialized_start=6115
+  _globals['_EXTENDED']._serialized_end=6156
+  _globals['_RELEASED']._serialized_start=6158
+  _globals['_RELEASED']._serialized_end=6183
+  _globals['_RELOADREQUEST']._serialized_start=6185
+  _globals['_RELOADREQUEST']._serialized_end=6233
+  _globals['_PATCHPIECE']._serialized_start=6235
+  _globals['_PATCHPIECE']._serialized_end=6275
+  _globals['_SLEEPREQUEST']._serialized_start=6277
+  _globals['_SLEEPREQUEST']._serialized_end=6305
+  _globals['_WAKEREQUEST']._serialized_start=6307
+  _globals['_WAKEREQUEST']._serialized_end=6339
+  _globals['_WEIGHTSCHANGED']._serialized_start=6341
+  _globals['_WEIGHTSCHANGED']._serialized_end=6404
+  _globals['_OFFERREQUEST']._serialized_start=6406
+  _globals['_OFFERREQUEST']._serialized_end=6442
+  _globals['_OFFEREDWEIGHTS']._serialized_start=6445
+  _globals['_OFFEREDWEIGHTS']._serialized_end=6573
+  _globals['_OFFEREDTENSOR']._serialized_start=6575
+  _globals['_OFFEREDTENSOR']._serialized_end=6682
+  _globals['_NODE']._serialized_start=6685
+  _globals['_NODE']._serialized_end=6883
+  _globals['_DECODENODE']._serialized_start=6885
+  _globals['_DECODENODE']._serialized_end=6961
+  _globals['_POOLINGNODE']._serialized_start=6963
+  _globals['_POOLINGNODE']._serialized_end=7032
+  _globals['_PREFILLNODE']._serialized_start=7035
+  _globals['_PREFILLNODE']._serialized_end=7187
+  _globals['_WEIGHTCHANGES']._serialized_start=7190
+  _globals['_WEIGHTCHANGES']._serialized_end=7457
+  _globals['_WEIGHTS']._serialized_start=7459
+  _globals['_WEIGHTS']._serialized_end=7533
 # @@protoc_insertion_point(module_scope)
