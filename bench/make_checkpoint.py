@@ -31,6 +31,7 @@ from pdserve.config.parallel import choose_parallel_config, num_parameters
 from pdserve.model.kept_weights import MXFP4_BLOCK
 from pdserve.model.model_config import load_model_config
 from runner.distributed.parallel_state import ParallelState
+from runner.loading.decoder_weights import DecoderWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
@@ -303,7 +304,9 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
         return {name: random_values(name, shape).mul_(STANDARD_DEVIATION).bfloat16()}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(item for tensors in pool.map(tensors_of, model.weight_shards()) for item in tensors.items())
+        return dict(
+            item for tensors in pool.map(tensors_of, DecoderWeights(model).shards()) for item in tensors.items()
+        )
 
 
 def seed_of(name: str) -> int:

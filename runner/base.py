@@ -74,7 +74,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             run_largest_steps(self, config)
             run_small_steps(self, config)
             run_mixed_steps(self, config)
-            self._model.run_products(*product_sizes(config))
+            with torch.inference_mode():
+                self._model.decoder.run_products(*product_sizes(config))
             self._capture_graphs(config, progress)
             self._cache.clear()
 

@@ -83,7 +83,7 @@ def _sequence(runner: ModelRunner, number: int, length: int, sampling: SamplingP
 
 
 def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
-    """Return the numbers of tokens and of samples for ``Decoder.run_products``: those of steps without a graph."""
+    """Return the numbers of tokens and of samples for ``Model.run_products``: those of steps without a graph."""
     tokens = [
         *range(_graph_sizes(config).most_mixed_tokens + 8, 2048, 8),
         *range(2048, config.max_batch_tokens + 1, 128),

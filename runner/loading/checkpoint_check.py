@@ -10,9 +10,9 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.model.model_config import TRANSFORMERS
 from runner.distributed.parallel_state import ParallelState
-from runner.loading.fused_experts import split_experts
+from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.memory import check_room
-from runner.loading.weights import check_weights, open_weights
+from runner.loading.weights import open_weights
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement, compute_dtype
@@ -30,10 +30,9 @@ def check_tensors(config: NodeConfig) -> int | None:
     meta = TensorPlacement(torch.device("meta"), dtype, dtype)
     decoder = decoder_class(config.model.architecture)(config.model, whole, meta)
     path = Path(config.model_dir)
-    shards = dict(decoder.weight_shards())
     with open_weights(path, config.model, torch.device("cpu"), dtype) as stored:
-        weights = split_experts(stored, shards, decoder.checkpoint_name)
-        return len(check_weights(path, weights, shards, decoder.ignored_weights(weights)))
+        _, names = DecoderWeights(decoder).find(path, stored)
+    return len(names)
 
 
 def check_memory(config: NodeConfig) -> str:

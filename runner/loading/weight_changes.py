@@ -24,7 +24,6 @@ from pdserve.weight_change import WeightChange
 from runner.loading.memory import free_memory
 from runner.loading.model_loader import LoadedModel
 from runner.loading.patches import CheckedPatch
-from runner.models.decoder import Decoder
 
 T = TypeVar("T")
 
@@ -99,7 +98,7 @@ class WeightChanger:
         model = self._model
         if self.problem:
             raise CheckpointError("there are no weights to patch; reload a checkpoint")
-        if not isinstance(model.decoder, Decoder):
+        if not model.weights.by_name:
             raise CheckpointError(
                 f"patch {path}: {self._config.model.architecture} runs through transformers, whose weights cannot be "
                 "patched; reload a checkpoint"

@@ -7,15 +7,13 @@ made, and ``checkpoint_name`` where its tensors have other names.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
-from pdserve.pausing import Pausing, complete
+from pdserve.pausing import Pausing
 from runner.attention import AttentionBackend
 from runner.batch import Activations, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
@@ -25,12 +23,9 @@ from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from runner.models.layers.weight_shard import WeightGroup, WeightShard, WeightShards, prefixed
+from runner.models.layers.weight_shard import WeightShard, WeightShards, prefixed
+from runner.models.model import Model
 from runner.placement import TensorPlacement
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 class RMSNorm:
@@ -121,11 +116,10 @@ class DecoderLayer:
         self.mlp.process_weights_after_loading()
 
 
-class Decoder:
-    """A rank's part of a model: token ids to hidden states, hidden states to logits.
+class Decoder(Model):
+    """The first stage has the embedding, the last stage the final norm and the head.
 
-    The first stage has the embedding, the last stage the final norm and the head. Fill and process each of
-    the ``weight_groups``, then call the model.
+    ``runner/loading/decoder_weights.py`` fills the weights; then the model can be called.
     """
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
@@ -134,27 +128,15 @@ class Decoder:
         self.context = ModelContext.build(config, parallel, placement)
         position = self.context.position
         self._parallel = parallel
-        self._first_layer = position.layers.start
-        moe = config.moe
-        self._other_experts = set(range(moe.num_experts)).difference(position.local_experts(moe)) if moe else set()
-        self._other_layers = set(range(config.num_layers + config.num_nextn_layers)).difference(position.layers)
-        self._embedding = VocabParallelEmbedding(self.context) if position.is_first else None
+        self.first_layer = position.layers.start
+        self.embedding = VocabParallelEmbedding(self.context) if position.is_first else None
         self.layers = [self.make_layer(layer) for layer in range(len(position.layers))]
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
-        self._norm = RMSNorm(self.context) if position.is_last else None
-        self._head = ParallelLMHead(self.context) if position.is_last else None
+        self.norm = RMSNorm(self.context) if position.is_last else None
+        self.head = ParallelLMHead(self.context) if position.is_last else None
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, placement.device)
-
-    @property
-    def attention(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer of this rank."""
-        layers = self.context.position.layers
-        return self.config.attention[layers.start : layers.stop]
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether rotary frequencies depend on the length of a sequence."""
-        return self.rotary.depends_on_length
+        self.attention = config.attention[position.layers.start : position.layers.stop]
+        self.depends_on_length = self.rotary.depends_on_length
 
     def make_attention(self, layer: int) -> Attention:
         """Create the attention of a layer; ``layer`` counts from 0 on this rank."""
@@ -168,22 +150,11 @@ class Decoder:
         return MixtureOfExperts(self.context)
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        return DecoderLayer(self.context, self.make_attention(layer), self.make_mlp(self._first_layer + layer))
+        return DecoderLayer(self.context, self.make_attention(layer), self.make_mlp(self.first_layer + layer))
 
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that Llama calls ``name``."""
         return name
-
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        lengths: Tensor | None,
-        backend: AttentionBackend,
-        output_tokens: Tensor | None = None,
-    ) -> Tensor:
-        """Return the result of ``forward``."""
-        return complete(self.forward(inputs, positions, lengths, backend, output_tokens))
 
     def forward(
         self,
@@ -193,15 +164,10 @@ class Decoder:
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
     ) -> Pausing[Tensor]:
-        """Compute the layers of this rank for tokens at ``positions`` [tokens], integers; pause between layers.
+        """Compute the layers of this rank; pause between two of them. See Model.
 
-        ``inputs`` is the token ids [tokens] on the first stage, else the result of the stage before, which is
-        overwritten. The result is hidden states [tokens, hidden_size]: on the last stage normed for ``logits``, else
-        the residual after these layers, the next stage's input.
-
-        ``lengths``: see RotaryEmbedding. ``backend`` has planned the same tokens. ``output_tokens`` [kept] selects, on
-        the last stage, the tokens of the result; other tokens need only the keys and values of the last layer.
-        The call never waits for the device, so a CUDA graph can capture it.
+        Tokens that ``output_tokens`` leaves out need only the keys and values of the last layer. No call waits for the
+        device, so a CUDA graph can capture them.
         """
         rotary = self.rotary(positions, lengths)
         x, residual = self._begin(inputs)
@@ -214,86 +180,36 @@ class Decoder:
             last.attention.store(x, rotary, backend)
             return residual[:0]
         output, residual = last(x, residual, rotary, backend, output_tokens)
-        if self._norm is None:
+        if self.norm is None:
             return residual.add_(self._parallel.all_reduce(output))
-        return self._norm.add(output, residual)
+        return self.norm.add(output, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [rows, vocab_size] from rows of hidden states [rows, hidden_size], on the last stage."""
-        assert self._head is not None
-        return self._head(hidden)
+        assert self.head is not None
+        return self.head(hidden)
 
     def write_logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Write ``logits`` to ``out``, on GPUs."""
-        assert self._head is not None
-        self._head.write(hidden, out)
+        """On GPUs only."""
+        assert self.head is not None
+        self.head.write(hidden, out)
 
     def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Multiply by a weight of each shape for these numbers of tokens, and compute logits for those of samples.
-
-        cuBLAS chooses kernels by these numbers. Loading one that was not used before waits until the device is idle.
-        """
         for (in_features, _), linear in self.context.linears.items():
             for count in tokens:
                 linear.apply(self._zeros(count, in_features))
-        if self._head is not None:
+        if self.head is not None:
             for count in samples:
                 self.logits(self._zeros(count, self.config.hidden_size))
 
     def _zeros(self, rows: int, width: int) -> Tensor:
         return torch.zeros(rows, width, dtype=self.context.placement.dtype, device=self.context.placement.device)
 
-    def weight_shards(self) -> WeightShards:
-        """Yield this rank's part of each of the checkpoint's tensors, by the checkpoint's name."""
-        return (shard for group in self.weight_groups() for shard in group.shards())
-
-    def weight_groups(self) -> Iterator[WeightGroup]:
-        """Yield the tensors in groups of at most a layer; packing one needs memory for the group, not for the model."""
-        yield self._group("", self._vocabulary_shards, self._process_head)
-        for index, layer in enumerate(self.layers, self._first_layer):
-            yield self._group(f"model.layers.{index}.", layer.weight_shards, layer.process_weights_after_loading)
-
-    def ignored_weights(self, stored: Iterable[str]) -> set[str]:
-        """Return the stored tensors that other ranks load and check, and a tied head's copy of the embedding."""
-        mine = {name for name, _ in self.weight_shards()}
-        tables = {self.checkpoint_name(name) for name in (_EMBEDDING, _NORM, _HEAD)}
-        return {name for name in stored if name not in mine and (name in tables or self._is_elsewhere(name))}
-
-    def _is_elsewhere(self, name: str) -> bool:
-        layer, expert = _LAYER.match(name), _EXPERT.search(name)
-        if expert is not None and int(expert[1]) in self._other_experts:
-            return True
-        return layer is not None and int(layer[1]) in self._other_layers
-
-    def _group(self, prefix: str, shards: Callable[[], WeightShards], process: Callable[[], None]) -> WeightGroup:
-        def named() -> WeightShards:
-            return ((self.checkpoint_name(name), shard) for name, shard in prefixed(prefix, shards()))
-
-        return WeightGroup(named, process)
-
-    def _vocabulary_shards(self) -> WeightShards:
-        if self._embedding is not None:
-            yield _EMBEDDING, self._embedding.weight_shard()
-        if self._norm is not None:
-            yield _NORM, WeightShard.full(self._norm.weight)
-        if self._head is not None and not self.config.tie_word_embeddings:
-            yield _HEAD, self._head.weight_shard()
-        elif self._head is not None and self._embedding is None:
-            yield _EMBEDDING, self._head.weight_shard()
-
-    def _process_head(self) -> None:
-        if self._head is None:
-            return
-        if self.config.tie_word_embeddings and self._embedding is not None:
-            self._head.tie(self._embedding)
-        self._head.process_weights_after_loading()
-
     def _begin(self, inputs: Tensor) -> tuple[Activations, Tensor]:
         """Return x, normed for the first layer, and the residual."""
         norm = self.layers[0].input_norm
-        if self._embedding is None:
+        if self.embedding is None:
             return norm(inputs), inputs
-        embedded = self._embedding(inputs)
+        embedded = self.embedding(inputs)
         if self.context.position.parallel.tp == 1:
             return norm(embedded), embedded
         residual = torch.zeros_like(embedded)

@@ -13,7 +13,6 @@ from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 from runner.loading.model_loader import LoadedModel
-from runner.models.decoder import Decoder
 from runner.v2.cuda_graphs import CudaGraphs
 from runner.v2.input_batch import BatchIndices, InputBatch, InputBuffers
 
@@ -101,7 +100,6 @@ class ForwardPass:
         start = self._inputs.input_ids if self._position.is_first else self._start
         hidden = complete(self._layers(start[:tokens], None))
         if descriptor.is_decode and self._position.is_last:
-            assert isinstance(self._model.decoder, Decoder)
             self._model.decoder.write_logits(hidden, self._logits[: descriptor.rows])
         else:
             self._hidden[:tokens].copy_(hidden)

@@ -31,7 +31,6 @@ from pdserve.sampling_params import SamplingParams
 from pdserve.weight_change import WeightChange
 from runner.base import BaseModelRunner
 from runner.loading.patches import CheckedPatch
-from runner.models.decoder import Decoder
 
 SAMPLING = SamplingParams(1, temperature=0.0, logprobs=20)
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -181,7 +180,6 @@ def test_a_patch_in_memory_does_not_need_its_file_any_more(serving: Serving, tmp
     """A larger one does: it is read again, and an error says that it has changed."""
     assert isinstance(serving.runner, BaseModelRunner)
     model = serving.runner._model
-    assert isinstance(model.decoder, Decoder)
     assert model.stored is not None
     entries: Entries = {f"{LAST}.rows.0": torch.ones(64, 96)}
     for keep, name in ((1 << 20, "kept"), (1000, "read again")):
@@ -189,10 +187,10 @@ def test_a_patch_in_memory_does_not_need_its_file_any_more(serving: Serving, tmp
         checked = CheckedPatch(patch, model.stored, keep)
         patch.write_bytes(patch.read_bytes() + b"more")
         if keep > patch.stat().st_size:
-            checked.apply(model.decoder.weight_groups())
+            checked.apply(model.weights.groups())
         else:
             with pytest.raises(CheckpointError, match="changed since it was checked"):
-                checked.apply(model.decoder.weight_groups())
+                checked.apply(model.weights.groups())
     expected = patched(read_tensors(serving.directory), entries)
     fresh = start(write_checkpoint(tmp_path / "expected", serving.directory, expected))
     assert [each.samples for each in serving.answer()] == [each.samples for each in fresh.answer()]

@@ -214,7 +214,7 @@ def test_warm_up_leaves_no_sequence_and_no_effect(build: Build, checkpoint: Path
     run_small_steps(model_runner, node_config(checkpoint, **limits))
     run_mixed_steps(model_runner, node_config(checkpoint, **limits))
     assert isinstance(model_runner, BaseModelRunner)
-    model_runner._model.run_products([3, 20], [1, 2])
+    model_runner._model.decoder.run_products([3, 20], [1, 2])
     (found,) = Stepper(model_runner).generate([prompt_of(12)], 4)
     assert found.output == expected.output
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from pdserve.config.parallel import RankPosition, choose_parallel_config, num_parameters
 from pdserve.errors import CheckpointError
 from pdserve.model.model_config import load_model_config
-from runner.loading.weights import check_weights, fill_random, fill_shard, open_weights
-from runner.models.decoder import Decoder
+from runner.loading.decoder_weights import DecoderWeights
+from runner.loading.weights import fill_random, fill_shard, open_weights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
@@ -29,23 +29,24 @@ def position_of(directory: Path, pp: int, tp: int, rank: int) -> RankPosition:
     return choose_parallel_config(load_model_config(directory), pp, tp).position(rank)
 
 
-def decoder_at(directory: Path, position: RankPosition) -> Decoder:
+def weights_at(directory: Path, position: RankPosition) -> DecoderWeights:
     world: Any = SimpleNamespace(position=position, device=CPU.device)  # building a decoder needs no other rank
     model = load_model_config(directory)
-    return decoder_class(model.architecture)(model, world, CPU)
+    return DecoderWeights(decoder_class(model.architecture)(model, world, CPU))
 
 
 def loaded_shards(directory: Path, position: RankPosition) -> dict[str, WeightShard]:
-    decoder = decoder_at(directory, position)
-    shards = dict(decoder.weight_shards())
-    with open_weights(directory, decoder.config, CPU.device, CPU.stored) as weights:
-        for name in check_weights(directory, weights, shards, decoder.ignored_weights(weights)):
-            fill_shard(directory, name, shards[name], weights[name], at_once=1 << 30)
+    model_weights = weights_at(directory, position)
+    shards = dict(model_weights.shards())
+    with open_weights(directory, load_model_config(directory), CPU.device, CPU.stored) as stored:
+        found, names = model_weights.find(directory, stored)
+        for name in names:
+            fill_shard(directory, name, shards[name], found[name], at_once=1 << 30)
     return shards
 
 
 def random_shards(directory: Path, position: RankPosition) -> dict[str, WeightShard]:
-    shards = dict(decoder_at(directory, position).weight_shards())
+    shards = dict(weights_at(directory, position).shards())
     fill_random(shards, seed=4)
     return shards
 

@@ -34,13 +34,14 @@ from runner.models.from_transformers.packed_linear import pack_linear_layers
 from runner.models.from_transformers.part import ModelPart, body_of, layers_of
 from runner.models.from_transformers.reference import unsplit_logits
 from runner.models.from_transformers.tensor_shards import TensorShards
+from runner.models.model import Model
 from runner.placement import TensorPlacement
 
 _WITH_STATE = "LinearAttention"  # cache layers of transformers for linear attention, Mamba and convolutions
 
 
-class TransformersDecoder:
-    """A rank's part of a model: token ids to hidden states, hidden states to logits. Same calls as ``Decoder``.
+class TransformersDecoder(Model):
+    """Everything but attention is the library's.
 
     A later stage runs the library's body on the hidden states that it received: layers of other stages pass them on.
     """
@@ -50,7 +51,7 @@ class TransformersDecoder:
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
         """``config`` is that of the whole model."""
         self.config, self.parallel = config, parallel
-        self.attention: tuple[AttentionSpec, ...] = ()  # of each layer of this rank, once loaded
+        self.attention = ()  # until the weights are loaded
         self._placement, self._position = placement, parallel.position
         self._model: Any = None
         self._body: Any = None
@@ -92,6 +93,7 @@ class TransformersDecoder:
         """Free the weights, so that others can be loaded."""
         self._model = self._body = self._scores = None
 
+    @torch.inference_mode()
     def forward(
         self,
         inputs: Tensor,
@@ -100,28 +102,13 @@ class TransformersDecoder:
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
     ) -> Pausing[Tensor]:
-        """Return hidden states as ``__call__`` does: the library pauses nowhere."""
-        return completed(self(inputs, positions, lengths, backend, output_tokens))
-
-    @torch.inference_mode()
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        lengths: Tensor | None,
-        backend: AttentionBackend,
-        output_tokens: Tensor | None = None,
-    ) -> Tensor:
-        """Return hidden states [tokens, hidden_size], of ``output_tokens`` if given.
-
-        ``inputs`` is token ids [tokens], on later stages the hidden states of the stage before.
-        """
+        """Compute all layers without a pause. See Model."""
         calls = PagedCalls(backend, self._heads, self._position.layers.start, self.config.head_dim)
         hidden = self._run_body(inputs, positions, calls)
-        return hidden if output_tokens is None else hidden.index_select(0, output_tokens)
+        return completed(hidden if output_tokens is None else hidden.index_select(0, output_tokens))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [rows, vocab_size] from hidden states [rows, hidden_size], on the last stage.
+        """Return logits as Model does.
 
         The model's own forward runs with a body that returns ``hidden``, so scales and caps of logits apply. A
         classifier returns [rows, labels].
@@ -137,6 +124,9 @@ class TransformersDecoder:
         finally:
             del self._body.forward
         return logits
+
+    def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
+        """Do nothing: the shapes of the library's products are not known."""
 
     @torch.inference_mode()
     def eager_logits(

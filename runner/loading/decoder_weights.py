@@ -1,0 +1,125 @@
+"""The weights of a Decoder: their names in a checkpoint, and how they are filled.
+
+Decoder ── embedding, norm, head ──► one group      each group: unpack, fill from the checkpoint, process
+        └─ a layer ────────────────► one group
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runner.loading.fused_experts import split_experts
+from runner.loading.model_weights import ModelWeights, Progress
+from runner.loading.stored_weights import StoredWeights
+from runner.loading.weights import OpenWeights, check_weights, fill_random, fill_shard
+from runner.models.decoder import Decoder
+from runner.models.layers.weight_shard import WeightGroup, WeightShard, WeightShards, prefixed
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_C_LIBRARY = ctypes.CDLL(None)
+
+
+class DecoderWeights(ModelWeights):
+    by_name = True
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        config, position = decoder.config, decoder.context.position
+        moe = config.moe
+        self._other_experts = set(range(moe.num_experts)).difference(position.local_experts(moe)) if moe else set()
+        self._other_layers = set(range(config.num_layers + config.num_nextn_layers)).difference(position.layers)
+
+    # ------------------------------------------------------------ names
+
+    def shards(self) -> WeightShards:
+        return (shard for group in self.groups() for shard in group.shards())
+
+    def groups(self) -> Iterator[WeightGroup]:
+        yield self._group("", self._vocabulary_shards, self._process_head)
+        for index, layer in enumerate(self._decoder.layers, self._decoder.first_layer):
+            yield self._group(f"model.layers.{index}.", layer.weight_shards, layer.process_weights_after_loading)
+
+    def find(self, model_dir: Path, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+        """Return the weights with a name per expert, and the names that the model asks for.
+
+        Raises CheckpointError unless all are there, and no others.
+        """
+        shards = dict(self.shards())
+        found = split_experts(weights, shards, self._decoder.checkpoint_name)
+        return found, check_weights(model_dir, found, shards, self._ignored(found))
+
+    def _ignored(self, stored: Iterable[str]) -> set[str]:
+        """Return the stored tensors that other ranks load and check, and a tied head's copy of the embedding."""
+        mine = {name for name, _ in self.shards()}
+        tables = {self._decoder.checkpoint_name(name) for name in (_EMBEDDING, _NORM, _HEAD)}
+        return {name for name in stored if name not in mine and (name in tables or self._is_elsewhere(name))}
+
+    def _is_elsewhere(self, name: str) -> bool:
+        layer, expert = _LAYER.match(name), _EXPERT.search(name)
+        if expert is not None and int(expert[1]) in self._other_experts:
+            return True
+        return layer is not None and int(layer[1]) in self._other_layers
+
+    def _group(self, prefix: str, shards: Callable[[], WeightShards], process: Callable[[], None]) -> WeightGroup:
+        def named() -> WeightShards:
+            return ((self._decoder.checkpoint_name(name), shard) for name, shard in prefixed(prefix, shards()))
+
+        return WeightGroup(named, process)
+
+    def _vocabulary_shards(self) -> WeightShards:
+        decoder = self._decoder
+        if decoder.embedding is not None:
+            yield _EMBEDDING, decoder.embedding.weight_shard()
+        if decoder.norm is not None:
+            yield _NORM, WeightShard.full(decoder.norm.weight)
+        if decoder.head is not None and not decoder.config.tie_word_embeddings:
+            yield _HEAD, decoder.head.weight_shard()
+        elif decoder.head is not None and decoder.embedding is None:
+            yield _EMBEDDING, decoder.head.weight_shard()
+
+    def _process_head(self) -> None:
+        decoder = self._decoder
+        if decoder.head is None:
+            return
+        if decoder.config.tie_word_embeddings and decoder.embedding is not None:
+            decoder.head.tie(decoder.embedding)
+        decoder.head.process_weights_after_loading()
+
+    # ------------------------------------------------------------ values
+
+    def check(self, model_dir: Path, weights: OpenWeights) -> None:
+        self.find(model_dir, weights)
+
+    def load(self, model_dir: Path, weights: OpenWeights, progress: Progress | None, at_once: int) -> StoredWeights:
+        found, _ = self.find(model_dir, weights)
+        total, done = sum(shard.memory.numel() for _, shard in self.shards()), 0
+
+        def fill(shards: Mapping[str, WeightShard]) -> None:
+            nonlocal done
+            for name, shard in shards.items():
+                fill_shard(model_dir, name, shard, found[name], at_once)
+                done += shard.memory.numel()
+                if progress is not None:
+                    progress(done / total)
+
+        for group in self.groups():
+            group.refill(fill)
+            return_free_memory()
+        return StoredWeights(weights.tensors, found)
+
+    def load_random(self, model_dir: Path) -> None:
+        for group in self.groups():
+            group.refill(partial(fill_random, seed=0))
+
+
+def return_free_memory() -> None:
+    """Return freed host memory to the system, which the C library keeps for later; without glibc, do nothing."""
+    if hasattr(_C_LIBRARY, "malloc_trim"):
+        _C_LIBRARY.malloc_trim(0)
