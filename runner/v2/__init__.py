@@ -4,7 +4,7 @@
     device_state.py       token ids, block tables and counts of each slot, on the device; the host's writes to them
     input_batch.py        the batch of one step, and the tensors that its inputs are built in
     forward.py            the layers of a rank, between its neighbour stages
-    cuda_graphs.py        small steps as CUDA graphs
+    cuda_graphs.py        small steps as CUDA graphs; their sizes are in runner/graph_sizes.py
     sampling_metadata.py  sampling parameters of a batch, on the device
     device_sampler.py     sampling without the host
     async_output.py       sampled tokens on their way to the host

@@ -19,6 +19,10 @@ class LinearMethod(ABC):
     """The weights of one linear layer in one format, and y = x Wᵀ + b with them (vLLM's LinearMethodBase).
 
     Fill all ``weight_shards``, then call ``process_weights_after_loading``, then ``apply``.
+
+    Adapters per request (LoRA) do not exist. Their place is a method around this one, which ``ModelContext.linear``
+    creates: y + B(A x) with the A and B of each token's adapter, ``quantized_group`` 0, and the adapters' numbers at a
+    fixed address, as CUDA graphs need. ``root_hash`` (pdserve/hashing.py) must then include the adapter.
     """
 
     bias: Tensor | None  # [out_features]
