@@ -1,4 +1,4 @@
-"""Products of tokens with the FP8 weights (E4M3) of their experts; the rows are those of ``grouped_gemm.py``.
+"""Products of tokens with the FP8 weights (E4M3) of their experts; the rows are those of ``grouped_tiles.py``.
 
 Quantized activations are multiplied as they are. For others, weights are converted: E4M3 is exact in bfloat16 and
 float16. Sums are in float32, and are scaled. The plain form is a product with dequantized weights.
@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.batch import Quantized
-from runner.kernels.grouped_gemm import DOT, GroupedRows
+from runner.kernels.grouped_tiles import (
+    DOT,
+    GroupedRows,
+    assignments_of_tile,
+    expert_of_tile,
+    held_rows,
+    tile_of_program,
+)
 
 #: Rows of a tile from which products bound its time, not reads of weights. On an H200, 8,192 tokens of Qwen3-30B-A3B's
 #: experts took 908 us in tiles of so many rows, and 986 in tiles of twice as many.
@@ -52,26 +59,10 @@ def _grouped_fp8_kernel(
     ROW_BLOCKS: tl.constexpr = (OUT + ROW_BLOCK - 1) // ROW_BLOCK
     GROUPS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN if GROUPED else 1
     ONE_SCALE: tl.constexpr = ROW_BLOCK % BLOCK_OUT == 0  # for all outputs of a program
-    program = tl.program_id(0)
-    first_tile = program // (TOGETHER * OUT_BLOCKS) * TOGETHER
-    height = tl.minimum(tiles - first_tile, TOGETHER)
-    tile = first_tile + program % (TOGETHER * OUT_BLOCKS) % height
-    out_block = program % (TOGETHER * OUT_BLOCKS) // height
-
-    row = tl.arange(0, BLOCK_ROWS)
-    if SORTED:
-        expert = tl.load(experts + tile)
-        known = expert >= 0
-    else:
-        expert = tl.load(experts + tile) - first_expert
-        known = (expert >= 0) & (expert < num_experts)
+    tile, out_block = tile_of_program(tiles, OUT_BLOCKS, TOGETHER)
+    expert, known = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
     if known:
-        if SORTED:
-            assignment = tl.load(assignments + tile * BLOCK_ROWS + row)
-        else:
-            assignment = tl.where(row == 0, tile, count)
-        held = assignment < count
-        rows = tl.where(held, assignment, 0).to(tl.int64)
+        held, rows = held_rows(assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS), count)
         token = rows // ROWS_PER_TOKEN
         column = tl.arange(0, BLOCK_IN)
         out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -141,7 +132,7 @@ def grouped_fp8(
     assert values.is_contiguous()
     assert weight.is_contiguous()
     assert scales.is_contiguous()
-    count, tokens = rows.experts.numel(), rows.tokens
+    count = rows.num_assignments
     _, out_features, in_features = weight.shape
     y = torch.empty(count, out_features, dtype=torch.bfloat16 if is_quantized else values.dtype, device=values.device)
     if not count:
@@ -154,8 +145,8 @@ def grouped_fp8(
         weight,
         scales,
         y,
-        rows.experts if tokens is None else tokens.assignments,
-        rows.experts if tokens is None else tokens.experts,
+        rows.assignments,
+        rows.tile_experts,
         count,
         rows.local.start,
         len(rows.local),
@@ -166,7 +157,7 @@ def grouped_fp8(
         GROUPED=grouped,
         QUANTIZED=is_quantized,
         ROWS_PER_TOKEN=count // values.shape[0],
-        SORTED=tokens is not None,
+        SORTED=rows.tokens is not None,
         BLOCK_ROWS=rows.tile_rows,
         **options,
     )

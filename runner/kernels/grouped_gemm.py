@@ -1,12 +1,11 @@
 """Products of tokens with the weights of their experts, and the sum over the experts of a token.
 
-A tile of rows belongs to one expert (``routing.sort_by_expert``). Few assignments are not sorted: then each one is a
-tile, as most experts have a single token at best. The plain forms are in ``expert_reference.py``.
+The rows are those of ``grouped_tiles.py``. The plain forms are in ``expert_reference.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,26 +14,17 @@ from torch import Tensor
 
 from runner.batch import Routing
 from runner.kernels.device_limits import shared_memory_of
-from runner.kernels.routing import SortedTokens, sort_by_expert
+from runner.kernels.grouped_tiles import (
+    DOT,
+    GroupedRows,
+    assignments_of_tile,
+    expert_of_tile,
+    held_rows,
+    tile_of_program,
+)
 
-DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_ROWS = 16  # least rows of a tensor core product
-_UNSORTED = 4  # assignments are not sorted if experts are at least so many times as many
 _LARGE_MEMORY = 200 << 10  # bytes of shared memory, as Hopper has
 _SUM_BLOCK = 1024  # values that a program sums
-
-
-class GroupedRows(NamedTuple):
-    """The rows of a step's grouped products. Both products of a layer share them."""
-
-    tokens: SortedTokens | None  # None: each assignment is a tile
-    experts: Tensor  # [tokens, top_k] int32
-    local: range  # this rank's experts
-    tile_rows: int
-
-    @property
-    def tiles(self) -> int:
-        return self.experts.numel() if self.tokens is None else self.tokens.experts.shape[0]
 
 
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
@@ -57,31 +47,15 @@ def _grouped_gemm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Grid (tiles * blocks of OUT,). Programs of GROUP tiles share blocks of weights in the cache."""
+    """Grid (tiles * blocks of OUT,). Programs of TOGETHER tiles share blocks of weights in the cache."""
     OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
-    program = tl.program_id(0)
-    first_tile = program // (GROUP * OUT_BLOCKS) * GROUP
-    group = tl.minimum(tiles - first_tile, GROUP)
-    tile = first_tile + program % (GROUP * OUT_BLOCKS) % group
-    out_block = program % (GROUP * OUT_BLOCKS) // group
-
-    row = tl.arange(0, BLOCK_ROWS)
-    if SORTED:
-        expert = tl.load(experts + tile)
-        known = expert >= 0
-    else:
-        expert = tl.load(experts + tile) - first_expert
-        known = (expert >= 0) & (expert < num_experts)
+    tile, out_block = tile_of_program(tiles, OUT_BLOCKS, TOGETHER)
+    expert, known = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
     if known:
-        if SORTED:
-            assignment = tl.load(assignments + tile * BLOCK_ROWS + row)
-        else:
-            assignment = tl.where(row == 0, tile, count)
-        held = assignment < count
-        rows = tl.where(held, assignment, 0).to(tl.int64)
+        held, rows = held_rows(assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS), count)
         column = tl.arange(0, BLOCK_IN)
         out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         inside = out < OUT
@@ -129,20 +103,6 @@ def _sum_kernel(
     tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def group_rows(experts: Tensor, local: range, least: int = _ROWS, most: int = 128) -> GroupedRows:
-    """Return the rows of the products of experts [tokens, top_k] int32; ``local`` are this rank's experts.
-
-    Tiles have at least ``least`` and at most ``most`` rows.
-    """
-    count = experts.numel()
-    if count * _UNSORTED <= len(local) or experts.shape[0] == 1:
-        return GroupedRows(None, experts, local, least)
-    # An expert with more rows than a tile reads its weights twice, so tiles have room for a quarter more than the mean.
-    per_expert = -(-5 * count // (4 * len(local)))
-    tile_rows = min(max(triton.next_power_of_2(per_expert), least), most)
-    return GroupedRows(sort_by_expert(experts, local, tile_rows), experts, local, tile_rows)
-
-
 def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | None = None) -> Tensor:
     """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
 
@@ -151,11 +111,10 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | No
     """
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    count = rows.experts.numel()
+    count = rows.num_assignments
     _, out_features, in_features = weight.shape
     y = x.new_empty(count, out_features)
     options = _options(rows.tile_rows, out_features, in_features, x.dtype)
-    tokens = rows.tokens
     grid = (rows.tiles * triton.cdiv(out_features, options["BLOCK_OUT"]),)
     if not count:
         return y
@@ -164,8 +123,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | No
         weight,
         x if bias is None else bias,
         y,
-        rows.experts if tokens is None else tokens.assignments,
-        rows.experts if tokens is None else tokens.experts,
+        rows.assignments,
+        rows.tile_experts,
         count,
         rows.local.start,
         len(rows.local),
@@ -173,7 +132,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | No
         IN=in_features,
         OUT=out_features,
         ROWS_PER_TOKEN=count // x.shape[0],
-        SORTED=tokens is not None,
+        SORTED=rows.tokens is not None,
         HAS_BIAS=bias is not None,
         BLOCK_ROWS=rows.tile_rows,
         **options,
@@ -217,7 +176,7 @@ def _options(tile_rows: int, out_features: int, in_features: int, dtype: torch.d
     return {
         "BLOCK_OUT": min(block_out, triton.next_power_of_2(out_features)) if interpreted else block_out,
         "BLOCK_IN": min(block_in, max(16, triton.next_power_of_2(in_features))),
-        "GROUP": 1 if few else 8,
+        "TOGETHER": 1 if few else 8,
         # numpy, in which the interpreter multiplies, has no bfloat16.
         "DOT": tl.float32 if interpreted else DOT[dtype],
         "num_warps": 4 if tile_rows < 128 else 8,

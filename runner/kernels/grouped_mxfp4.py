@@ -1,4 +1,4 @@
-"""Products of tokens with the MXFP4 weights of their experts; the rows are those of ``grouped_gemm.py``.
+"""Products of tokens with the MXFP4 weights of their experts; the rows are those of ``grouped_tiles.py``.
 
 Weights are dequantized in registers, and activations stay as they are. Weights are the left operand, which Hopper's
 tensor cores take from registers. Sums are in float32, and so is the activation of gates and ups. The plain form is a
@@ -21,7 +21,15 @@ from torch import Tensor
 
 from runner.kernels import mxfp4_words
 from runner.kernels.activation import clamped_swiglu_values
-from runner.kernels.grouped_gemm import DOT, GroupedRows, group_rows
+from runner.kernels.grouped_tiles import (
+    DOT,
+    GroupedRows,
+    assignments_of_tile,
+    expert_of_tile,
+    group_rows,
+    held_rows,
+    tile_of_program,
+)
 
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
 _REST = tl.constexpr(2.0 ** (126 - mxfp4_words.SCALE_SHIFT))  # the part of a weight's scale that stored scales lack
@@ -158,8 +166,7 @@ def _multiply_tile(
     NUM_GROUPS: tl.constexpr = (IN + 4 * WORDS - 1) // (4 * WORDS)
     FULL: tl.constexpr = IN // (4 * WORDS)  # groups
     LOOPED: tl.constexpr = FULL // UNROLL * UNROLL
-    held = assignment < count
-    rows = tl.where(held, assignment, 0).to(tl.int64)
+    held, rows = held_rows(assignment, count)
     out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inside = out < OUT
     column = tl.arange(0, 4 * WORDS)
@@ -213,7 +220,7 @@ def _grouped_mxfp4_kernel(
     ROWS_PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    FEW_ROWS: tl.constexpr,  # tiles with at most so many rows are multiplied as smaller ones; 0: none are
+    FEW_ROWS: tl.constexpr,  # sorted tiles with at most so many rows are multiplied as smaller ones; 0: none are
     BLOCK_OUT: tl.constexpr,
     TOGETHER: tl.constexpr,
     UNROLL: tl.constexpr,  # groups of inputs in a step
@@ -223,31 +230,20 @@ def _grouped_mxfp4_kernel(
 ):
     """Grid (tiles * blocks of OUT,). Programs of TOGETHER tiles share blocks of weights in the cache."""
     OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
-    program = tl.program_id(0)
-    first_tile = program // (TOGETHER * OUT_BLOCKS) * TOGETHER
-    height = tl.minimum(tiles - first_tile, TOGETHER)
-    tile = first_tile + program % (TOGETHER * OUT_BLOCKS) % height
-    out_block = program % (TOGETHER * OUT_BLOCKS) // height
-    row = tl.arange(0, BLOCK_ROWS)
-    if SORTED:
-        expert = tl.load(experts + tile)
-        if expert >= 0:
-            first_row = assignments + tile * BLOCK_ROWS
-            if FEW_ROWS == 0 or tl.load(first_row + FEW_ROWS) < count:
-                _multiply_tile(
-                    x, words, scales, bias, y, tl.load(first_row + row), expert, out_block, count, alpha, limit,
-                    IN, OUT, GATED, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
-                )  # fmt: skip
-            else:
-                _multiply_tile(
-                    x, words, scales, bias, y, tl.load(first_row + tl.arange(0, FEW_ROWS)), expert, out_block,
-                    count, alpha, limit, IN, OUT, GATED, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
-                )  # fmt: skip
-    else:
-        expert = tl.load(experts + tile) - first_expert
-        if (expert >= 0) & (expert < num_experts):
+    tile, out_block = tile_of_program(tiles, OUT_BLOCKS, TOGETHER)
+    expert, known = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
+    if known:
+        first_row = assignments + tile * BLOCK_ROWS
+        if FEW_ROWS == 0 or tl.load(first_row + FEW_ROWS) < count:
+            assignment = assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS)
             _multiply_tile(
-                x, words, scales, bias, y, tl.where(row == 0, tile, count), expert, out_block, count, alpha, limit,
+                x, words, scales, bias, y, assignment, expert, out_block, count, alpha, limit,
+                IN, OUT, GATED, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
+            )  # fmt: skip
+        else:
+            few = tl.load(first_row + tl.arange(0, FEW_ROWS))
+            _multiply_tile(
+                x, words, scales, bias, y, few, expert, out_block, count, alpha, limit,
                 IN, OUT, GATED, ROWS_PER_TOKEN, BLOCK_OUT, UNROLL, WAITS, WORDS, DOT,
             )  # fmt: skip
 
@@ -300,7 +296,7 @@ def grouped_mxfp4(
     assert x.is_contiguous()
     assert words.is_contiguous()
     assert scales.is_contiguous()
-    count, tokens = rows.experts.numel(), rows.tokens
+    count = rows.num_assignments
     in_features, out_features = x.shape[1], words.shape[2]
     assert activation is None or out_features % 16 == 0
     y = x.new_empty(count, out_features if activation is None else out_features // 2)
@@ -313,8 +309,8 @@ def grouped_mxfp4(
         scales.view(torch.int32),
         bias,
         y,
-        rows.experts if tokens is None else tokens.assignments,
-        rows.experts if tokens is None else tokens.experts,
+        rows.assignments,
+        rows.tile_experts,
         count,
         rows.local.start,
         len(rows.local),
@@ -324,7 +320,7 @@ def grouped_mxfp4(
         OUT=out_features,
         GATED=activation is not None,
         ROWS_PER_TOKEN=count // x.shape[0],
-        SORTED=tokens is not None,
+        SORTED=rows.tokens is not None,
         BLOCK_ROWS=rows.tile_rows,
         WAITS=_waits(),
         WORDS=mxfp4_words.WORDS,

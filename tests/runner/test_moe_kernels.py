@@ -12,7 +12,8 @@ from torch import Tensor
 from runner.batch import Routing
 from runner.kernels import activation, expert_reference, fp8_products, reference
 from runner.kernels.grouped_fp8 import MOST_ROWS, grouped_fp8
-from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
+from runner.kernels.grouped_gemm import grouped_gemm, sum_experts
+from runner.kernels.grouped_tiles import group_rows
 from runner.kernels.reference import silu_and_mul
 from runner.kernels.routing import choose_experts
 

@@ -48,7 +48,7 @@ def test_triton_that_overwrites_operands_is_known_by_version() -> None:
 
 def check(kernels: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(TESTS / "compiled_kernels.py"), *kernels]
+    command = [sys.executable, str(TESTS / "support" / "compiled_kernels.py"), *kernels]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=TESTS.parent, check=False)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -18,7 +18,7 @@ from runner.models.quantization.mxfp4 import Mxfp4Stack
 from runner.placement import TensorPlacement
 
 if TYPE_CHECKING:
-    from runner.kernels.grouped_gemm import GroupedRows  # it imports Triton
+    from runner.kernels.grouped_tiles import GroupedRows  # it imports Triton
 
 
 class PlainStack:
@@ -35,7 +35,7 @@ class PlainStack:
         """Nothing: the grouped products read the checkpoint's numbers."""
 
     def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
-        from runner.kernels.grouped_gemm import group_rows
+        from runner.kernels.grouped_tiles import group_rows
 
         return group_rows(experts, local)
 

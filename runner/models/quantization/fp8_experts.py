@@ -58,7 +58,8 @@ class Fp8Experts(ExpertsMethod):
             return sum_of_experts(x, routing, local, self._expert, shared)
         from runner.kernels.fp8_products import quantize
         from runner.kernels.grouped_fp8 import MOST_ROWS, grouped_fp8
-        from runner.kernels.grouped_gemm import group_rows, sum_experts
+        from runner.kernels.grouped_gemm import sum_experts
+        from runner.kernels.grouped_tiles import group_rows
 
         rows, gate_up, down = group_rows(routing.experts, local, most=MOST_ROWS), self._gate_up, self._down
         is_sorted = rows.tokens is not None

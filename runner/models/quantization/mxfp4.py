@@ -17,7 +17,7 @@ from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightSha
 from runner.placement import TensorPlacement
 
 if TYPE_CHECKING:
-    from runner.kernels.grouped_gemm import GroupedRows  # it imports Triton
+    from runner.kernels.grouped_tiles import GroupedRows  # it imports Triton
 
 
 class Mxfp4Stack:

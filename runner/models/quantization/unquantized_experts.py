@@ -51,7 +51,8 @@ class UnquantizedExperts(ExpertsMethod):
         local = self._shard.local
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
-        from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
+        from runner.kernels.grouped_gemm import grouped_gemm, sum_experts
+        from runner.kernels.grouped_tiles import group_rows
 
         rows = group_rows(routing.experts, local)
         inner = self._silu_and_mul(grouped_gemm(x, self._gate_up, rows))
