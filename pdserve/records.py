@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -171,6 +171,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     def decode(cls, seq: int) -> ScheduledSequence:
         """Return a decode: it computes the newest token of a sequence, and samples the next one."""
         return cls(seq, num_tokens=1, num_samples=1)
+
+    def sampled_choices(self, own: int) -> Sequence[int]:
+        """Return the choices that are sampled: all of a prompt's, or ``own``, which is the sequence's."""
+        return range(self.num_samples) if self.num_samples > 1 else (own,) * self.num_samples
 
 
 class NewBlocks(msgspec.Struct, frozen=True):

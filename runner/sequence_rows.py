@@ -1,10 +1,59 @@
-"""Live sequences by row of a runner's tables."""
+"""Live sequences by row of a runner's tables, and the sequences of one step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Self
 
-from pdserve.records import NewSequence
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.records import NewSequence, ScheduledSequence
+
+
+@dataclass
+class StepBatch:
+    """The sequences of one step, by row of a runner's table, and those of them that sample. On the host."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    rows: NDArray[np.int32]  # [num_seqs]
+    lengths: NDArray[np.int32]  # [num_seqs]: tokens of this step
+    query_starts: NDArray[np.int32]  # [num_seqs + 1]
+    sampling: NDArray[np.int64]  # indices of the sequences that sample
+    sampled: tuple[ScheduledSequence, ...]  # these sequences
+    last_tokens: NDArray[np.int32]  # of the sequences that sample, among the tokens of the step
+    sample_of_row: NDArray[np.int32]  # [num_seqs]: the sample that continues the sequence, -1 if there is none
+
+    @classmethod
+    def of(cls, scheduled: tuple[ScheduledSequence, ...], rows: list[int]) -> Self:
+        columns = np.array([(s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
+        lengths, samples = columns.T
+        query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        sampling = np.flatnonzero(samples)
+        return cls(
+            scheduled=scheduled,
+            rows=np.array(rows, dtype=np.int32),
+            lengths=lengths.astype(np.int32),
+            query_starts=query_starts,
+            sampling=sampling,
+            sampled=tuple(s for s in scheduled if s.num_samples),
+            last_tokens=query_starts[1:][sampling] - 1,
+            sample_of_row=np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32),
+        )
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_starts[-1])
+
+    @property
+    def sampling_rows(self) -> NDArray[np.int32]:
+        return self.rows[self.sampling]
 
 
 class SequenceRows(ABC):
@@ -32,6 +81,9 @@ class SequenceRows(ABC):
         if row is not None:
             self._records[row] = None
             self._free.append(row)
+
+    def rows_of(self, scheduled: tuple[ScheduledSequence, ...]) -> list[int]:
+        return [self._row_of[s.seq] for s in scheduled]
 
     def record(self, row: int) -> NewSequence:
         record = self._records[row]

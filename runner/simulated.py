@@ -134,7 +134,7 @@ class SimulatedRunner:
         if not item.num_samples:
             return ()
         sequence = self._sequences[item.seq]
-        samples = sequence.sample(item.num_samples, vocabulary or self._vocabulary, self._weights)
+        samples = sequence.sample(item, vocabulary or self._vocabulary, self._weights)
         if samples[0][0] == self._config.sim_crash_token:
             self._crashing.add(item.seq)
         return samples
@@ -211,10 +211,10 @@ class SimulatedSequence:
         self._choice = new.choice
 
     def sample(
-        self, num_samples: int, vocabulary: SimulatedVocabulary, weights: SimulatedWeights
+        self, item: ScheduledSequence, vocabulary: SimulatedVocabulary, weights: SimulatedWeights
     ) -> tuple[_Sample, ...]:
         """Sample one token, or the first of each choice; the sequence continues with the first sample."""
-        choices = range(num_samples) if num_samples > 1 else (self._choice,)
+        choices = item.sampled_choices(self._choice)
         samples = tuple(self._sample_choice(choice, vocabulary, weights) for choice in choices)
         self._digest.update(array("I", (samples[0][0],)).tobytes())
         return samples

@@ -7,7 +7,6 @@ receiver has no more room.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,14 +37,17 @@ class ReturnedTokens(StepFeature[BatchT_contra]):
         self._number = 0
         self._message_of: dict[int, int] = {}  # by sequence: the message with its next token
 
-    def expect(self, seqs: Iterable[int], rows: NDArray[np.integer], positions: NDArray[np.integer]) -> None:
-        """Expect a token for each of ``seqs``, in ``rows``, from the step that was just launched."""
+    def expect(
+        self, sampled: tuple[ScheduledSequence, ...], rows: NDArray[np.integer], positions: NDArray[np.integer]
+    ) -> None:
+        """Expect a token for each sequence that samples, in ``rows``, from the step that was just launched."""
         if not len(rows):
             return
         self.receiver.expect(len(rows))
         self._number += 1
         rows64, positions64 = rows.astype(np.int64), positions.astype(np.int64)
-        message = ReturnedMessage(self._number, tuple(seqs), rows64, positions64, np.ones(len(rows), dtype=np.bool_))
+        seqs = tuple(sequence.seq for sequence in sampled)
+        message = ReturnedMessage(self._number, seqs, rows64, positions64, np.ones(len(rows), dtype=np.bool_))
         self._expected.append(message)
         self._message_of.update(dict.fromkeys(message.seqs, self._number))
 

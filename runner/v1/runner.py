@@ -19,12 +19,13 @@ from runner.batch import AttentionBatch
 from runner.distributed.parallel_state import ParallelState
 from runner.pending_step import FinishedStep
 from runner.sampling.sampler import HostSamplingRow, Sampler
+from runner.sequence_rows import StepBatch
 from runner.step_parts import StepFeature
 from runner.v1.returned_tokens import HostReturnedTokens
-from runner.v1.sequences import HostBatch, SequenceTable
+from runner.v1.sequences import SequenceTable
 
 
-class RunnerV1(BaseModelRunner[HostBatch]):
+class RunnerV1(BaseModelRunner[StepBatch]):
     """Keeps the state of sequences on the host, and copies a step's inputs to the device. Needs plain torch only."""
 
     _sequences: SequenceTable
@@ -36,60 +37,50 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         self._pools = config.pooling is not None  # vectors of prompts instead of tokens
         super().__init__(config, parallel, progress, config.parallel.pp, reader)
 
-    def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[HostBatch]]:
+    def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[StepBatch]]:
         self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
         self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, layout)
         receiver = self._stages.tokens_in
         return () if receiver is None else (HostReturnedTokens(receiver, self._sequences),)
 
-    def _prepare(self, plan: StepPlan) -> HostBatch:
-        lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
-        return HostBatch(
-            scheduled=plan.scheduled,
-            rows=self._sequences.rows(plan.scheduled),
-            lengths=lengths,
-            sampling=[row for row, s in enumerate(plan.scheduled) if s.num_samples > 0],
-        )
+    def _prepare(self, plan: StepPlan) -> StepBatch:
+        return StepBatch.of(plan.scheduled, self._sequences.rows_of(plan.scheduled))
 
     def _execute(
-        self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool
+        self, plan: StepPlan, batch: StepBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
         last_tokens = batch.last_tokens
         hidden = yield from self._forward(batch, None if all_hidden_states else last_tokens)
         self._sequences.num_computed[batch.rows] += batch.lengths
-        if self._pools or not (self._is_last_stage and batch.sampling):
+        if self._pools or not (self._is_last_stage and batch.sampled):
             return hidden, None
         last_hidden = hidden[self._to_device(last_tokens)] if all_hidden_states else hidden
         return hidden, self._model.decoder.logits(last_hidden)
 
-    def _sample(self, plan: StepPlan, batch: HostBatch, logits: Tensor) -> PendingStep:
+    def _sample(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> PendingStep:
         table = self._sequences
         masks = {mask.seq: mask.words for mask in plan.masks}
         sampling_rows: list[HostSamplingRow] = []
-        first_samples = []  # by sequence: the sample that continues it
-        for logits_row, i in enumerate(batch.sampling):
-            row, num_samples = batch.rows[i], plan.scheduled[i].num_samples
+        for logits_row, (row, sequence) in enumerate(zip(batch.sampling_rows, batch.sampled, strict=True)):
             record = table.record(row)
             tokens = table.token_ids[row, : table.num_tokens[row]]
-            choices = range(num_samples) if num_samples > 1 else (record.choice,)
             mask = masks.get(record.seq)
-            first_samples.append(len(sampling_rows))
-            for choice in choices:
+            for choice in sequence.sampled_choices(record.choice):
                 sampling_rows.append(
                     HostSamplingRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask)
                 )
         token_ids, logprobs = self._sampler.sample(logits, sampling_rows)
-        next_tokens = [token_ids[first] for first in first_samples]
+        next_tokens = [token_ids[first] for first in batch.sample_of_row[batch.sampling]]
         for row, token_id in zip(batch.sampling_rows, next_tokens, strict=True):
             table.append(row, token_id)
         if self._stages.tokens_out is not None:
             self._stages.tokens_out.send(torch.tensor(next_tokens, dtype=torch.int32, device=self._device))
         return FinishedStep(StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs))
 
-    def _skip_sampling(self, batch: HostBatch) -> None:
+    def _skip_sampling(self, batch: StepBatch) -> None:
         self._sequences.num_tokens[batch.sampling_rows] += 1  # the last stage samples them
 
-    def _forward(self, batch: HostBatch, wanted: NDArray[np.int64] | None) -> Pausing[Tensor]:
+    def _forward(self, batch: StepBatch, wanted: NDArray[np.int32] | None) -> Pausing[Tensor]:
         """Compute the next ``lengths`` tokens of each sequence.
 
         Return the hidden states of the tokens ``wanted``, of all tokens if None or on other stages than the last.
@@ -97,13 +88,13 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         table, rows, lengths = self._sequences, batch.rows, batch.lengths
         starts = table.num_computed[rows]
         seq_lens = starts + lengths
-        query_starts = np.concatenate(([0], lengths.cumsum()))
+        query_starts = batch.query_starts
         token_rows = np.repeat(rows, lengths)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
         assert (seq_lens <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
         pages = table.pages[token_rows, positions // self._page_size].astype(np.int64)
         max_pages = int(seq_lens.max() - 1) // self._page_size + 1
-        query_starts, seq_lens = query_starts.astype(np.int32), seq_lens.astype(np.int32)
+        seq_lens = seq_lens.astype(np.int32)
         self._attention.plan(
             AttentionBatch(
                 query_starts=query_starts,
@@ -124,7 +115,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         )
         return hidden
 
-    def _rope_lengths(self, batch: HostBatch, positions: NDArray[np.int64]) -> Tensor | None:
+    def _rope_lengths(self, batch: StepBatch, positions: NDArray[np.int64]) -> Tensor | None:
         """Return for each token the sequence length that its rotary frequencies depend on, None if they do not."""
         if not self._model.decoder.depends_on_length:
             return None

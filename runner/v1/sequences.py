@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.kv import KVLayout
-from pdserve.records import NewSequence, ScheduledSequence
+from pdserve.records import NewSequence
 from runner.sequence_rows import SequenceRows
-
-
-@dataclass(frozen=True)
-class HostBatch:
-    """The sequences that a step computes, as rows of the SequenceTable."""
-
-    scheduled: tuple[ScheduledSequence, ...]
-    rows: NDArray[np.int64]  # [num_seqs]
-    lengths: NDArray[np.int64]  # [num_seqs]: tokens of this step
-    sampling: list[int]  # indices of the sequences that sample
-
-    @property
-    def last_tokens(self) -> NDArray[np.int64]:
-        """The last token of each sequence that samples, as an index into the tokens of the step."""
-        return self.lengths.cumsum()[self.sampling] - 1
-
-    @property
-    def sampling_rows(self) -> NDArray[np.int64]:
-        return self.rows[self.sampling]
 
 
 class SequenceTable(SequenceRows):
@@ -60,9 +39,6 @@ class SequenceTable(SequenceRows):
         pages = np.asarray(block_ids, dtype=np.int32)[:, None] * per_block + np.arange(per_block, dtype=np.int32)
         self.pages[row, begin:end] = pages.reshape(-1)
         self.num_pages[row] = end
-
-    def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> NDArray[np.int64]:
-        return np.array([self._row_of[s.seq] for s in scheduled], dtype=np.int64)
 
     def append(self, row: int, token_id: int) -> None:
         self.token_ids[row, self.num_tokens[row]] = token_id

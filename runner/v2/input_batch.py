@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kv import KVLayout
-from pdserve.records import ScheduledSequence
 from runner.batch import AttentionBatch
 from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
+from runner.sequence_rows import StepBatch
 from runner.v2.device_state import DeviceState, StepWords
 from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
 
@@ -25,25 +25,13 @@ SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LAST_TOKENS = range(4)
 
 
 @dataclass
-class BatchIndices:
-    """Index arrays that stay the same from step to step while the same sequences decode."""
+class BatchIndices(StepBatch):
+    """Stays the same from step to step while the same sequences decode. Rows are slots.
 
-    slots: NDArray[np.int32]  # [num_seqs]
-    lengths: NDArray[np.int32]  # [num_seqs]: tokens of this step
-    query_starts: NDArray[np.int32]  # [num_seqs + 1]
-    sampling: NDArray[np.int64]  # rows that sample
-    sampled: tuple[ScheduledSequence, ...]  # their sequences
-    last_tokens: NDArray[np.int32]  # of the rows that sample
-    sample_of_row: NDArray[np.int32]  # [num_seqs]: the sample that continues the sequence, -1 if this rank has none
+    ``sample_of_row`` is -1 on ranks that sample nothing.
+    """
+
     metadata: SamplingMetadata | None = None  # from the first step that samples here
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.slots)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_starts[-1])
 
     @property
     def descriptor(self) -> BatchDescriptor:

@@ -30,7 +30,7 @@ class RequestStates(SequenceRows):
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self._recent: deque[tuple[tuple[ScheduledSequence, ...], BatchIndices]] = deque(maxlen=microbatches + 1)
+        self._recent: deque[BatchIndices] = deque(maxlen=microbatches + 1)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -60,36 +60,24 @@ class RequestStates(SequenceRows):
     def schedule(self, scheduled: tuple[ScheduledSequence, ...]) -> InputBatch:
         """Send a batch with all staged writes, and count its tokens and samples as done."""
         indices = self._indices_of(scheduled)
-        self.num_computed[indices.slots] += indices.lengths
-        seq_lens = self.num_computed[indices.slots]
-        known = self.num_tokens[indices.slots]
+        self.num_computed[indices.rows] += indices.lengths
+        seq_lens = self.num_computed[indices.rows]
+        known = self.num_tokens[indices.rows]
         assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
-        self.num_tokens[indices.slots[indices.sampling]] += 1
-        sent = self._writes.send(indices.slots, indices.query_starts, indices.sample_of_row, indices.last_tokens)
+        self.num_tokens[indices.sampling_rows] += 1
+        sent = self._writes.send(indices.rows, indices.query_starts, indices.sample_of_row, indices.last_tokens)
         self._writes.apply(sent, self._state)
         return InputBatch(indices, seq_lens, int(known.max()) + 1, sent)
 
     def _indices_of(self, scheduled: tuple[ScheduledSequence, ...]) -> BatchIndices:
         """Return the indices of a recent step if they fit, which saves most of the work, else new ones."""
-        for number, entry in enumerate(self._recent):
-            if entry[0] == scheduled:
+        for number, recent in enumerate(self._recent):
+            if recent.scheduled == scheduled:
                 del self._recent[number]
-                self._recent.append(entry)  # the longest unused one is replaced
-                return entry[1]
-        columns = np.array([(s.seq, s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
-        seqs, lengths, samples = columns.T
-        query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        sampling = np.flatnonzero(samples)
-        samples_here = samples > 0 if self._is_last_stage else np.False_
-        indices = BatchIndices(
-            slots=np.array([self._row_of[seq] for seq in seqs], dtype=np.int32),
-            lengths=lengths.astype(np.int32),
-            query_starts=query_starts,
-            sampling=sampling,
-            sampled=tuple(s for s in scheduled if s.num_samples),
-            last_tokens=query_starts[1:][sampling] - 1,
-            sample_of_row=np.where(samples_here, samples.cumsum() - samples, -1).astype(np.int32),
-        )
-        self._recent.append((scheduled, indices))
+                self._recent.append(recent)  # the longest unused one is replaced
+                return recent
+        indices = BatchIndices.of(scheduled, self.rows_of(scheduled))
+        if not self._is_last_stage:
+            indices.sample_of_row.fill(-1)
+        self._recent.append(indices)
         return indices

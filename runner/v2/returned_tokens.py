@@ -50,6 +50,5 @@ class _Part(StepPart[InputBatch]):
                 )
 
     def after_forward(self, batch: InputBatch, hidden: Tensor) -> None:
-        slots = batch.indices.slots[batch.indices.sampling]
-        seqs = (sequence.seq for sequence in batch.indices.sampled)
-        self.feature.expect(seqs, slots, self.feature.requests.num_tokens[slots] - 1)
+        slots = batch.indices.sampling_rows
+        self.feature.expect(batch.indices.sampled, slots, self.feature.requests.num_tokens[slots] - 1)

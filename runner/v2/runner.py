@@ -104,10 +104,10 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         """Return the batch's sampling parameters, which stay on the device while the batch stays the same."""
         if indices.metadata is None:
             rows: list[DeviceSamplingRow] = []
-            for logits_row, sequence in enumerate(indices.sampled):
-                slot = int(indices.slots[indices.sampling[logits_row]])
+            slots = indices.sampling_rows.tolist()
+            for logits_row, (slot, sequence) in enumerate(zip(slots, indices.sampled, strict=True)):
                 record = self._sequences.record(slot)
-                choices = range(sequence.num_samples) if sequence.num_samples > 1 else (record.choice,)
+                choices = sequence.sampled_choices(record.choice)
                 rows += [DeviceSamplingRow(logits_row, slot, record.sampling, c, record.prompt_len) for c in choices]
             indices.metadata = self._metadata.build(rows)
         return indices.metadata
