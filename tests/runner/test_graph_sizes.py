@@ -1,0 +1,37 @@
+"""Which steps have a CUDA graph, and what follows from it."""
+
+from __future__ import annotations
+
+from pdserve.records import NO_STEP, ScheduledSequence, StepPlan
+from runner.graph_sizes import BatchDescriptor, GraphSizes
+
+SIZES = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048)
+
+
+def plan(*tokens: int) -> StepPlan:
+    return StepPlan(NO_STEP, scheduled=tuple(ScheduledSequence(seq, count, 1) for seq, count in enumerate(tokens)))
+
+
+def test_a_step_runs_as_the_smallest_graph_that_holds_it() -> None:
+    assert SIZES.find(3, 3) == BatchDescriptor(4, 4)
+    assert SIZES.find(33, 33) == BatchDescriptor(40, 40)
+    assert SIZES.find(3, 70) == BatchDescriptor(16, 96)
+    assert SIZES.find(17, 70) == BatchDescriptor(40, 192)
+
+
+def test_steps_beyond_all_sizes_have_no_graph() -> None:
+    assert SIZES.have(plan(*[1] * 40))
+    assert SIZES.have(plan(1, SIZES.most_mixed_tokens - 1))
+    assert not SIZES.have(plan(1, SIZES.most_mixed_tokens))
+
+
+def test_no_size_exceeds_the_limits_of_a_step() -> None:
+    small = GraphSizes.within(max_num_seqs=3, max_batch_tokens=100)
+    assert max(each.rows for each in small.descriptors) == 3
+    assert small.most_tokens == small.most_mixed_tokens == 96
+    assert GraphSizes.within(max_num_seqs=8, max_batch_tokens=16).most_mixed_tokens == 0
+
+
+def test_the_largest_sizes_come_first() -> None:
+    tokens = [each.tokens for each in SIZES.descriptors]
+    assert tokens == sorted(tokens, reverse=True)
