@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.backends.nixl.nixl_connector import NixlConnector
+from connector.setup import ConnectorSetup
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import KVRead, KVRegion, Peer
 
@@ -167,7 +168,7 @@ class Pair:
         self._cache = CACHES[device](self._layout, READER)
         self._cache.prepare_copies()
         self._progress = threading.Event()
-        self._connector = NixlConnector(f"reader-{os.urandom(4).hex()}")
+        self._connector = NixlConnector(ConnectorSetup(f"reader-{os.urandom(4).hex()}"))
         self._connector.register(self._cache.region, self._layout, self._progress.set)
         self._peer: Peer = self._pipe.recv()
         self._connector.connect(self._peer)
@@ -224,7 +225,7 @@ class Pair:
 def serve(device: str, layout: KVLayout, pipe: Connection) -> None:
     """Run the source: register, send the peer's description, and wait until the pipe is closed."""
     cache = CACHES[device](layout, SOURCE)
-    connector = NixlConnector(f"source-{os.urandom(4).hex()}")
+    connector = NixlConnector(ConnectorSetup(f"source-{os.urandom(4).hex()}"))
     rank = connector.register(cache.region, layout, lambda: None)
     pipe.send(Peer("source", "e1", (rank,)))
     try:

@@ -1,60 +1,53 @@
 """Worker side of the KV connector, and its choice of back end. The scheduler side is in engine/kv_cache/.
 
-``build`` returns a connector back end of one of these kinds, all with the Protocol ``pdserve.protocols.KVConnector``:
-
-    nixl        one-sided reads over UCX, between processes and hosts     backends/nixl/
-    local       copies within one process, for tests                      backends/local.py
-    simulated   moves nothing, takes the time of a cost model             backends/simulated.py
-    none        no peers                                                  backends/null.py
-
-NIXL is imported when a connector is registered, not before.
+A connector back end is a class with the methods of ``pdserve.protocols.KVConnector``, built from a ConnectorSetup. The
+flag ``--kv-connector`` names one of ``BACK_ENDS``, or the operator's own as ``module:Class``. A new one is a file and a
+row here. A back end is imported when it is built, and with it its libraries.
 """
 
 from __future__ import annotations
 
-from pdserve.config.simulated_costs import SimulatedCosts
+from importlib import import_module
+from typing import cast
+
+from connector.setup import BackEnd, ConnectorSetup
 from pdserve.errors import ConfigError
-from pdserve.kv import KVShare
 from pdserve.protocols import KVConnector, WeightReader, WeightSource
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.weight_sharing import OfferedMemory, WeightPeer
 
-KINDS = ("nixl", "local", "simulated", "none")
+BACK_ENDS = {
+    "nixl": "connector.backends.nixl.nixl_connector:NixlConnector",  # one-sided reads, between processes and hosts
+    "local": "connector.backends.local:LocalConnector",  # copies within one process, for tests
+    "simulated": "connector.backends.simulated:SimulatedConnector",  # moves nothing, takes the time of a cost model
+    "none": "connector.backends.null:NullConnector",  # no peers
+}
+_METHODS = ("register", "connect", "disconnect", "read", "poll", "close")  # of KVConnector
 
 
-def build(
-    kind: str,
-    agent: str,
-    timing: PeerTiming = DEFAULT_TIMING,
-    shares: tuple[KVShare, ...] = (),
-    rank: int = 0,
-    costs: SimulatedCosts | None = None,
-) -> KVConnector:
-    """Build the connector of rank ``rank`` of a node whose ranks hold ``shares``; no shares: a node of one rank.
+def load(name: str) -> BackEnd:
+    """Import the back end of a name in BACK_ENDS, or of ``module:Class``. Raises ConfigError."""
+    module, colon, attribute = BACK_ENDS.get(name, name).partition(":")
+    if not colon:
+        raise ConfigError(f"--kv-connector {name!r} is not one of {', '.join(BACK_ENDS)}; name it, or module:Class")
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except Exception as exc:  # an operator's module may raise anything
+        remedy = "install it, or put its folder into PYTHONPATH"
+        problem = f"{type(exc).__name__}: {exc}"
+        raise ConfigError(f"--kv-connector {name}: {module} cannot be imported: {problem}; {remedy}") from exc
+    if not isinstance(found, type):
+        raise ConfigError(f"--kv-connector {name}: {module} has no class {attribute!r}; correct the name")
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        remedy = "write the methods of pdserve.protocols.KVConnector"
+        raise ConfigError(f"--kv-connector {name}: the class lacks {', '.join(missing)}; {remedy}")
+    return cast(BackEnd, found)
 
-    Peers know it as ``agent``, a name that no other epoch of a node uses. ``costs`` are for simulated reads. Raises
-    ConfigError for an unknown kind.
-    """
-    if kind not in KINDS:
-        raise ConfigError(f"connector {kind!r} is not one of {', '.join(KINDS)}")
-    if kind == "simulated":
-        from connector.backends.simulated import SimulatedConnector
 
-        return SimulatedConnector(agent, costs or SimulatedCosts())
-    from connector.planning.rank_mapping import LocalRank
-
-    local_rank = LocalRank(shares, rank)
-    if kind == "nixl":
-        from connector.backends.nixl.nixl_connector import NixlConnector
-
-        return NixlConnector(agent, timing, local_rank)
-    if kind == "local":
-        from connector.backends.local import LocalConnector
-
-        return LocalConnector(agent, local_rank)
-    from connector.backends.null import NullConnector
-
-    return NullConnector(agent, local_rank)
+def build(name: str, setup: ConnectorSetup) -> KVConnector:
+    """Raises ConfigError for an unknown back end."""
+    return load(name)(setup)
 
 
 def offer_weights(memory: OfferedMemory, timing: PeerTiming = DEFAULT_TIMING) -> WeightSource:

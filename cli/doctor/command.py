@@ -29,7 +29,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
-from pdserve.config.resolve import resolve
+from pdserve.config.resolve import kv_connector_of, resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import PdserveError
@@ -130,8 +130,12 @@ def _findings(
     yield run_check("shm", checks.check_shared_memory, ranks, on_gpu)
     if not options.simulated:
         yield run_check("memlock", checks.check_locked_memory, options, required, on_gpu)
+    back_end = kv_connector_of(options)
+    if back_end == "nixl":
         yield run_check("ucx ports", checks.check_ucx_ports, ranks)
         yield from _check_nixl(required, on_gpu)
+    elif ":" in back_end:
+        yield run_check("kv connector", _check_connector, back_end)
     for source in prefill:
         addresses: list[str] = []
         yield run_check("peers", _check_source, source, addresses)
@@ -161,6 +165,13 @@ def _check_memory(config: NodeConfig, devices: Sequence[DeviceInfo]) -> Finding:
     from runner.loading.checkpoint_check import check_memory
 
     return ok("; ".join(check_memory(config.for_rank(rank, device)) for rank, device in enumerate(devices)))
+
+
+def _check_connector(back_end: str) -> Finding:
+    from connector import load
+
+    load(back_end)
+    return ok(f"{back_end} can be imported")
 
 
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from connector.planning.rank_mapping import SINGLE_RANK, LocalRank, SourceRank, check_region
+from connector.planning.rank_mapping import LocalRank, SourceRank, check_region
 from connector.planning.transfer_plan import ReadChunk, plan_read
 from connector.serial_connector import SerialConnector
+from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
 from pdserve.records import KVRead, KVRegion, Peer, RankKV, ReadResult
@@ -22,9 +23,9 @@ _registry_lock = threading.Lock()
 class LocalConnector(SerialConnector):
     """Copies blocks from connectors of this process, found by agent name."""
 
-    def __init__(self, agent: str, rank: LocalRank = SINGLE_RANK) -> None:
-        super().__init__(agent, b"local", rank.share)
-        self._local_rank = rank
+    def __init__(self, setup: ConnectorSetup) -> None:
+        self._local_rank = LocalRank(setup.shares, setup.rank)
+        super().__init__(setup.agent, b"local", self._local_rank.share)
         self._memory = threading.Lock()  # held during copies out of our region
         self._sources: dict[str, tuple[SourceRank, ...]] = {}  # by epoch; of the connector's thread
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from connector.completion_queue import CompletionQueue
-from connector.planning.rank_mapping import SINGLE_RANK, LocalRank
+from connector.planning.rank_mapping import LocalRank
+from connector.setup import ConnectorSetup
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
 
@@ -13,9 +14,9 @@ from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
 class NullConnector:
     """Connections and reads fail; all other calls do nothing."""
 
-    def __init__(self, agent: str = "", rank: LocalRank = SINGLE_RANK) -> None:
-        self._agent = agent
-        self._local_rank = rank
+    def __init__(self, setup: ConnectorSetup) -> None:
+        self._agent = setup.agent
+        self._local_rank = LocalRank(setup.shares, setup.rank)
         self._completions = CompletionQueue()
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:

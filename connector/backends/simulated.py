@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from connector.serial_connector import SerialConnector
+from connector.setup import ConnectorSetup
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.records import KVRead, Peer, ReadResult
 from pdserve.transports import UNKNOWN, Connected
@@ -17,9 +18,9 @@ class SimulatedConnector(SerialConnector):
     uses no KV without a lease that stood.
     """
 
-    def __init__(self, agent: str, costs: SimulatedCosts) -> None:
-        super().__init__(agent, b"simulated")
-        self._costs = costs
+    def __init__(self, setup: ConnectorSetup) -> None:
+        super().__init__(setup.agent, b"simulated")
+        self._costs = setup.costs or SimulatedCosts()
         self._busy_until = 0.0
 
     def _connect_to(self, peer: Peer) -> Connected:

@@ -73,9 +73,6 @@ class LocalRank(NamedTuple):
         return tuple(found)
 
 
-SINGLE_RANK = LocalRank()
-
-
 def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
     """Raise PeerError, naming both values, unless blocks of a peer's rank can be sliced for the local rank."""
     part = _part(theirs)

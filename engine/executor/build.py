@@ -51,12 +51,13 @@ def build_rank(
     """
     import connector
     import runner
+    from connector.setup import ConnectorSetup
 
+    back_end = connector.load(config.kv_connector if agent else "none")  # an unknown one fails before weights load
     reader = None if peer is None else connector.weight_reader(peer, config.peer_timing)
     model_runner = runner.build(config, progress, rendezvous, reader)
     progress("registering KV cache", -1.0)
-    kind = "none" if not agent else "nixl" if config.costs is None else "simulated"
-    kv_connector = connector.build(kind, agent, config.peer_timing, config.shares, config.rank, config.costs)
+    kv_connector = back_end(ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs))
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_events)
     return Rank(model_runner, kv_connector, _offer_weights(config, model_runner)), kv
 

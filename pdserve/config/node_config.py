@@ -44,6 +44,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: KVLayout
     kv_scales: tuple[KVScales, ...] = ()  # of all layers of the model; empty unless the cache is FP8
     kv_checksum: bool
+    kv_connector: str = "nixl"  # of connector/__init__.py: a name, or module:Class
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
     gpu_memory_utilization: float  # share of each GPU's memory for weights, activations and KV cache together
     attention_backend: str

@@ -205,6 +205,15 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="KV cache",
         ),
     ] = None
+    kv_connector: Annotated[
+        str,
+        Flag(
+            "moves KV between nodes: auto (nixl, or simulated), none, or module:Class, a class of your own; "
+            "the same on all nodes",
+            metavar="NAME",
+            group="KV cache",
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float | None,
         Flag(
@@ -304,6 +313,8 @@ def check_options(options: NodeOptions) -> None:
         )
     if options.simulated:
         _check_simulated(options)
+    elif options.kv_connector == "simulated":
+        raise ConfigError("kv_connector simulated moves no KV; use auto, or add --engine simulated")
     elif options.sim_costs or options.sim_speed != 1.0 or options.sim_crash_token is not None:
         names = "sim_costs, sim_speed and sim_crash_token"
         raise ConfigError(f"{names} need a simulated node; add --engine simulated or remove them")
@@ -311,6 +322,8 @@ def check_options(options: NodeOptions) -> None:
 
 def _check_simulated(options: NodeOptions) -> None:
     """Refuse options of devices and ranks, which a simulated node does not have."""
+    if options.kv_connector in ("nixl", "local"):
+        raise ConfigError(f"kv_connector {options.kv_connector} is not possible for a simulated node; use auto")
     for name, allowed in (
         ("device", ("auto", "cpu")),
         ("attention_backend", ("auto",)),

@@ -99,6 +99,7 @@ def resolve(
         kv_layout=layout,
         kv_scales=kv_scales,
         kv_checksum=options.kv_checksum != "off" and not options.simulated,
+        kv_connector=kv_connector_of(options),
         measure_kv_memory=_measures(options, device),
         gpu_memory_utilization=options.memory_share,
         attention_backend=backend,
@@ -118,6 +119,13 @@ def resolve(
         pooling=pooling,
         triton_problem=platform.triton_problem or "",
     )
+
+
+def kv_connector_of(options: NodeOptions) -> str:
+    """Return the name of the connector back end, or its module:Class."""
+    if options.kv_connector != "auto":
+        return options.kv_connector
+    return "simulated" if options.simulated else "nixl"
 
 
 def _choose_pooling(options: NodeOptions, model_dir: Path) -> PoolingConfig | None:
@@ -350,4 +358,5 @@ def _compat_fields(
         "num_layers": str(model.num_layers),
         "block_size": str(layout.block_size),
         "kv_checksum": options.kv_checksum or "on",
+        "kv_connector": kv_connector_of(options),
     }

@@ -48,6 +48,7 @@ MEANINGS = {
     "--download-dir": "the environment variable HF_HUB_CACHE",
     "--hf-token": "the environment variable HF_TOKEN",
     "--disaggregation-mode": "the commands `pdserve prefill` and `pdserve decode`",
+    "--disaggregation-transfer-backend": "--kv-connector",
     "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
 }
 
@@ -64,8 +65,7 @@ REASONS = {
     "--disable-radix-cache": "prefixes are always cached; `cache_salt` in requests divides the cache",
     "--enable-chunked-prefill": "long prompts are always computed in chunks; --itl-target bounds them",
     "--enable-auto-tool-choice": "tools are called without it; --tool-call-parser auto finds the model's format",
-    "--kv-transfer-config": "nodes always transfer KV by NIXL; a decode node's --prefill names what it reads from",
-    "--disaggregation-transfer-backend": "nodes always transfer KV by NIXL",
+    "--kv-transfer-config": "--kv-connector names the back end, and a decode node's --prefill what it reads from",
     "--disable-log-requests": "requests are not logged without --log-requests",
     "--speculative-config": "there is no speculative decoding",
     "--speculative-algorithm": "there is no speculative decoding",

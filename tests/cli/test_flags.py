@@ -41,7 +41,7 @@ def test_flags_of_vllm_are_understood() -> None:
         ("--mem_fraction_static=0.8", "use --gpu-memory-utilization$"),
         ("--disable-cuda-graph", "use --cuda-graphs off$"),
         ("--model-path", "use MODEL"),
-        ("--kv-transfer-config", "not supported: nodes always transfer KV by NIXL"),
+        ("--kv-transfer-config", "not supported: --kv-connector names the back end"),
         ("--gpu-memory", "did you mean --gpu-memory-utilization"),
         ("--tensor-paralel-size", "did you mean --tensor-parallel-size"),
         ("--tool-call-parser", "a flag of `pdserve router` and `pdserve up`, not of pdserve prefill"),

@@ -11,6 +11,7 @@ import numpy as np
 from kv_ranks import packed, random_cells
 
 from connector import build
+from connector.setup import ConnectorSetup
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVRegion, Peer
 
@@ -22,7 +23,7 @@ def main() -> None:
         cache = packed(random_cells(layout, shares[number], layout.num_blocks), layout, shares[number])
     else:
         cache = np.arange(layout.total_bytes // 4, dtype=np.uint32).view(np.uint8)
-    connector = build("nixl", agent, shares=shares, rank=number)
+    connector = build("nixl", ConnectorSetup(agent, shares=shares, rank=number))
     rank = connector.register(KVRegion(cache.ctypes.data, cache.nbytes, "cpu", 0), layout, lambda: None)
     node_id, _, epoch = agent.rpartition("-")
     print(msgspec.json.encode(Peer(node_id, epoch, (rank,))).decode(), flush=True)

@@ -12,6 +12,7 @@ from kv_ranks import Node, packed
 from numpy.typing import NDArray
 
 from connector import build
+from connector.setup import ConnectorSetup
 from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
@@ -23,7 +24,7 @@ class RankGroup:
         self.node = of
         self.epoch = os.urandom(4).hex()
         connectors = [
-            build(kind, f"{name}-{self.epoch}-r{number}", timing, tuple(of.shares), number)
+            build(kind, ConnectorSetup(f"{name}-{self.epoch}-r{number}", timing, tuple(of.shares), number))
             for number in range(len(of.shares))
         ]
         self.ranks = [Reader(*pair) for pair in zip(connectors, of.layouts, strict=True)]

@@ -24,6 +24,7 @@ from machine import patience
 from connector.backends.nixl import ucx
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.backends.nixl.ucx_sockets import PeerSockets
+from connector.setup import ConnectorSetup
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
@@ -76,7 +77,7 @@ def _listener_in(metadata: bytes) -> socket.socket:
 
 
 def connector(peer_timeout: float = 1.5) -> NixlConnector:
-    return NixlConnector(f"reader-{os.urandom(4).hex()}", PeerTiming(peer_timeout))
+    return NixlConnector(ConnectorSetup(f"reader-{os.urandom(4).hex()}", PeerTiming(peer_timeout)))
 
 
 @pytest.mark.usefixtures("tcp")

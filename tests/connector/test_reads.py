@@ -12,6 +12,7 @@ import pytest
 from kv_nodes import Reader, Source, pattern
 
 from connector import build
+from connector.setup import ConnectorSetup
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVRegion, Peer
 
@@ -37,13 +38,13 @@ class Pair:
 
 @pytest.fixture(scope="module", params=["nixl", "local"])
 def shared_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    reader = Reader(build(request.param, f"reader-{os.urandom(4).hex()}"), OURS)
+    reader = Reader(build(request.param, ConnectorSetup(f"reader-{os.urandom(4).hex()}")), OURS)
     if request.param == "nixl":
         source = Source("source-e1", THEIRS)
         peer = source.peer
     else:
         cache = pattern(THEIRS)
-        owner = build("local", "source-e1")
+        owner = build("local", ConnectorSetup("source-e1"))
         region = KVRegion(cache.ctypes.data, cache.nbytes, "cpu", 0)
         peer = Peer("source", "e1", (owner.register(region, THEIRS, lambda: None),))
     yield Pair(reader, peer)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from machine import patience
 
 from connector.backends.simulated import SimulatedConnector
+from connector.setup import ConnectorSetup
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
@@ -21,7 +22,7 @@ FREE = SimulatedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @contextmanager
 def connected(costs: SimulatedCosts) -> Iterator[SimulatedConnector]:
-    connector = SimulatedConnector("here", costs)
+    connector = SimulatedConnector(ConnectorSetup("here", costs=costs))
     rank = connector.register(KVRegion(0, LAYOUT.total_bytes, "cpu", 0), LAYOUT, lambda: None)
     try:
         connector.connect(Peer("there", "epoch", (rank,)))

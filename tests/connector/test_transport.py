@@ -9,6 +9,7 @@ from kv_nodes import Reader, Source
 
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.backends.nixl.transport import transport_of
+from connector.setup import ConnectorSetup
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.transports import TRANSPORTS, UNKNOWN, Connected, combine
 
@@ -59,7 +60,7 @@ def test_each_connection_reports_its_transport(tls: str | None, kind: str, monke
     """Also the second one with equal lanes, which UCX does not log."""
     if tls is not None:
         monkeypatch.setenv("UCX_TLS", tls)
-    reader = Reader(NixlConnector(f"reader-{os.urandom(4).hex()}"), LAYOUT)
+    reader = Reader(NixlConnector(ConnectorSetup(f"reader-{os.urandom(4).hex()}")), LAYOUT)
     sources = [Source(f"source-{os.urandom(4).hex()}", LAYOUT) for _ in range(2)]
     try:
         for source in sources:

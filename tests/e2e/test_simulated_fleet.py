@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import recording_connector
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from machine import patience
 from stepper import Stepper
@@ -90,6 +92,20 @@ def test_tokens_are_equal_with_and_without_handoff_and_after_prefill_death(fleet
     assert decode.counter("handoff_recomputes") == 1
     assert streamed(fleet, alone, 12) == expected(model, alone, 12)
     decode.wait_idle()
+
+
+def test_kv_moves_through_a_connector_of_the_operator(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    monkeypatch.setenv(recording_connector.FILE, str(calls))
+    monkeypatch.setenv("PYTHONPATH", str(Path(recording_connector.__file__).parent), prepend=os.pathsep)
+    flags = [*SIMULATED, "--kv-connector", "recording_connector:RecordingConnector"]
+    prompt = new_prompt(100, 7)
+    with start_fleet(model, prefill_flags=flags, decode_flags=flags) as fleet:
+        assert streamed(fleet, prompt, 5) == expected(model, prompt, 5)
+        assert fleet.decode[0].counter("kv_reads") >= 1
+    assert {"register", "connect", "read"} == set(calls.read_text().split())
 
 
 @pytest.mark.slow

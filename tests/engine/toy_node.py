@@ -16,6 +16,7 @@ from typing import Any
 from toy import VOCAB, Slot, ToyRunner, num_tokens
 
 from connector.backends.local import LocalConnector
+from connector.setup import ConnectorSetup
 from engine.channel import Channel
 from engine.engine import Engine
 from engine.executor.rank import Pending, Rank
@@ -108,7 +109,7 @@ class Node:
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered)
-        self.connector = connector or LocalConnector(self.epoch)
+        self.connector = connector or LocalConnector(ConnectorSetup(self.epoch))
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = rank(self.runner, self.connector)
         self.engine = Engine(self.scheduler, self.rank, self._channel)

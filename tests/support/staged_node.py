@@ -104,10 +104,11 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
 def generate_alone(config: NodeConfig, requests: Sequence[Request], changes: Sequence[WeightChange] = ()) -> Outputs:
     """Run the requests on one rank in this process, after some changes of weights, without cancelling any."""
     from connector.backends.null import NullConnector
+    from connector.setup import ConnectorSetup
 
     model_runner = runner.build(config, lambda stage, fraction: None)
     _apply(changes, model_runner)
-    rank = Rank(model_runner, NullConnector())
+    rank = Rank(model_runner, NullConnector(ConnectorSetup()))
     outputs = generate(rank, config, [Request(request.prompt, request.sampling) for request in requests])
     rank.close()
     return outputs

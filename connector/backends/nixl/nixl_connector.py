@@ -27,11 +27,11 @@ from connector.backends.nixl.peer_connection import PeerConnection
 from connector.backends.nixl.rank_connection import TEST_READ_BYTES, TransferContext
 from connector.completion_queue import CompletionQueue
 from connector.planning.block_slicing import BlockRanges
-from connector.planning.rank_mapping import SINGLE_RANK, LocalRank, check_region
+from connector.planning.rank_mapping import LocalRank, check_region
+from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
-from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ CLOSE_SECONDS = 1.0
 class NixlConnector:
     """Reads blocks of other nodes. ``agent`` is the rank's name in this epoch of its node."""
 
-    def __init__(self, agent: str, timing: PeerTiming = DEFAULT_TIMING, rank: LocalRank = SINGLE_RANK) -> None:
-        self._name = agent
-        self._timing = timing
-        self._local_rank = rank
+    def __init__(self, setup: ConnectorSetup) -> None:
+        self._name = setup.agent
+        self._timing = setup.timing
+        self._local_rank = LocalRank(setup.shares, setup.rank)
         self._completions = CompletionQueue()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
