@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Annotated
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+import msgspec
+from msgspec import Meta
 from prometheus_client.metrics_core import Metric
 
 from pdserve.ipc.messages import ReadChecked, ReadEnded
-from pdserve.metrics import FastHistogram, LabeledHistogram
+from pdserve.metrics import MetricSet, Reading
 from pdserve.records import ReadResult
 
 _log = logging.getLogger(__name__)
 
-COUNTERS = {
-    "pdserve_decode_requests_total": "Requests received.",
-    "pdserve_decode_request_failures_total": "Requests that ended with an error.",
-    "pdserve_requests_handed_over_total": "Requests that other nodes continue, as this node or its P drains.",
-    "pdserve_local_prefills_total": "Prompts prefilled on this node by choice.",
-    "pdserve_handoffs_total": "Handoffs begun.",
-    "pdserve_handoff_ahead_tokens_total": "Tokens after the first that P decoded ahead while D read the KV.",
-    "pdserve_handoff_failures_total": "Handoffs that failed, and requests whose prefill node was not connected.",
-    "pdserve_handoff_refusals_total": "Handoffs that P refused for lack of room.",
-    "pdserve_handoff_recomputes_total": "Prompts prefilled on this node after a failed handoff.",
-    "pdserve_handoff_recomputed_tokens_total": "Prompt tokens of recomputes whose KV was not on this node.",
-}
-PEER_COUNTERS = {
-    "pdserve_kv_reads_total": "Reads that ended.",
-    "pdserve_kv_read_failures_total": "Reads whose bytes did not arrive or were corrupt.",
-    "pdserve_kv_read_bytes_total": "Bytes that arrived.",
-    "pdserve_kv_read_descriptors_total": "Byte ranges of reads.",
-    "pdserve_kv_read_seconds_total": "Time with at least one read in flight.",
-    "pdserve_kv_checksum_failures_total": "Blocks that differed from their digests.",
-    "pdserve_peer_losses_total": "Lost connections.",
-}
 TTFT_PARTS = ("reserve", "queue", "prefill", "lost")  # of the time to first token; docs/traces.md
 _BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)  # seconds
+
+
+class PeerCounters(msgspec.Struct):
+    """Counters of a prefill node; ``X`` is exported as ``pdserve_X_total``, with the meaning given here."""
+
+    kv_reads: Annotated[int, Meta(description="Reads that ended.")] = 0
+    kv_read_failures: Annotated[int, Meta(description="Reads whose bytes did not arrive or were corrupt.")] = 0
+    kv_read_bytes: Annotated[int, Meta(description="Bytes that arrived.")] = 0
+    kv_read_descriptors: Annotated[int, Meta(description="Byte ranges of reads.")] = 0
+    kv_read_seconds: Annotated[float, Meta(description="Time with at least one read in flight.")] = 0.0
+    kv_checksum_failures: Annotated[int, Meta(description="Blocks that differed from their digests.")] = 0
+    peer_losses: Annotated[int, Meta(description="Lost connections.")] = 0
 
 
 class PeerMetrics:
@@ -47,34 +40,60 @@ class PeerMetrics:
         self.epoch = ""  # newest
         self.is_own = False  # the address is that of this node: no peer
         self.transport = ""  # of the connection; empty without one
-        self.counters = dict.fromkeys(PEER_COUNTERS, 0.0)
+        self.counters = PeerCounters()
 
     def count(self, read: ReadResult) -> None:
         counters = self.counters
-        counters["pdserve_kv_reads_total"] += 1
-        counters["pdserve_kv_read_failures_total"] += bool(read.error)
-        counters["pdserve_kv_read_bytes_total"] += read.num_bytes
-        counters["pdserve_kv_read_descriptors_total"] += read.num_descriptors
-        counters["pdserve_kv_read_seconds_total"] += read.seconds
+        counters.kv_reads += 1
+        counters.kv_read_failures += bool(read.error)
+        counters.kv_read_bytes += read.num_bytes
+        counters.kv_read_descriptors += read.num_descriptors
+        counters.kv_read_seconds += read.seconds
 
 
 class DecodeMetrics:
-    """``counters`` has the counters without labels. ``exposed`` is observed once per handoff that succeeds, and
-    ``first_step`` when the engine's first token follows it.
+    """``exposed`` is observed once per handoff that succeeds, and ``first_step`` when the engine's first token follows
+    it.
     """
 
     def __init__(self) -> None:
-        self.counters = dict.fromkeys(COUNTERS, 0.0)
-        self.exposed = FastHistogram(
+        self._metrics = metrics = MetricSet()
+        self._peers: list[PeerMetrics] = []
+        self.requests = metrics.counter("pdserve_decode_requests", "Requests received.")
+        self.request_failures = metrics.counter("pdserve_decode_request_failures", "Requests that ended with an error.")
+        self.handed_over = metrics.counter(
+            "pdserve_requests_handed_over", "Requests that other nodes continue, as this node or its P drains."
+        )
+        self.local_prefills = metrics.counter("pdserve_local_prefills", "Prompts prefilled on this node by choice.")
+        self.handoffs = metrics.counter("pdserve_handoffs", "Handoffs begun.")
+        self.ahead_tokens = metrics.counter(
+            "pdserve_handoff_ahead_tokens", "Tokens after the first that P decoded ahead while D read the KV."
+        )
+        self.handoff_failures = metrics.counter(
+            "pdserve_handoff_failures", "Handoffs that failed, and requests whose prefill node was not connected."
+        )
+        self.handoff_refusals = metrics.counter("pdserve_handoff_refusals", "Handoffs that P refused for lack of room.")
+        self.recomputes = metrics.counter(
+            "pdserve_handoff_recomputes", "Prompts prefilled on this node after a failed handoff."
+        )
+        self.recomputed_tokens = metrics.counter(
+            "pdserve_handoff_recomputed_tokens", "Prompt tokens of recomputes whose KV was not on this node."
+        )
+        self.exposed = metrics.histogram(
             "pdserve_handoff_exposed_seconds", "From the first token to confirmed KV.", _BOUNDS
         )
-        self.first_step = FastHistogram(
+        self.first_step = metrics.histogram(
             "pdserve_handoff_first_step_seconds", "From confirmed KV to the next token.", _BOUNDS
         )
-        self._ttft = LabeledHistogram(
-            "pdserve_ttft_part_seconds", "Parts of the time to first token.", "part", TTFT_PARTS, _BOUNDS
+        self._ttft = metrics.labeled_histogram(
+            "pdserve_ttft_part_seconds", "Parts of the time to first token.", "part", _BOUNDS, TTFT_PARTS
         )
-        self._peers: list[PeerMetrics] = []
+        metrics.read_totals(
+            "pdserve", PeerCounters, lambda: {(peer.address,): peer.counters for peer in self._shown()}, ["peer"]
+        )
+        metrics.read_gauge(
+            "pdserve_peer_connected", "1 while the peer is connected.", self._connected, ["peer", "transport"]
+        )
 
     def add_peer(self, address: str) -> PeerMetrics:
         self._peers.append(PeerMetrics(address))
@@ -85,7 +104,7 @@ class DecodeMetrics:
 
     def observe_ttft(self, parts: Mapping[str, float]) -> None:
         for part, seconds in parts.items():
-            self._ttft.observe(part, seconds)
+            self._ttft.of(part).observe(seconds)
 
     def count_read(self, read: ReadEnded) -> None:
         """Count a read that has ended. Drop reads that belong to an earlier epoch of the peer."""
@@ -97,24 +116,15 @@ class DecodeMetrics:
         """Count a read with blocks that differ from their digests as failed; log the first of them."""
         for peer in self._peers if read.num_corrupt else ():
             if peer.epoch == read.epoch:
-                peer.counters["pdserve_kv_read_failures_total"] += 1
-                peer.counters["pdserve_kv_checksum_failures_total"] += read.num_corrupt
+                peer.counters.kv_read_failures += 1
+                peer.counters.kv_checksum_failures += read.num_corrupt
                 _log.warning("KV from prefill node %s is corrupt: %s", peer.address, read.error)
 
-    def collect(self) -> Iterator[Metric]:
-        for name, documentation in COUNTERS.items():
-            yield CounterMetricFamily(name, documentation, self.counters[name])
-        for histogram in (self.exposed, self.first_step, self._ttft):
-            yield from histogram.collect()
-        peers = [peer for peer in self._peers if not peer.is_own]
-        for name, documentation in PEER_COUNTERS.items():
-            family = CounterMetricFamily(name, documentation, labels=["peer"])
-            for peer in peers:
-                family.add_metric([peer.address], peer.counters[name])
-            yield family
-        connected = GaugeMetricFamily(
-            "pdserve_peer_connected", "1 while the peer is connected.", labels=["peer", "transport"]
-        )
-        for peer in peers:
-            connected.add_metric([peer.address, peer.transport or "none"], float(bool(peer.transport)))
-        yield connected
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.collect()
+
+    def _connected(self) -> Reading:
+        return {(peer.address, peer.transport or "none"): float(bool(peer.transport)) for peer in self._shown()}
+
+    def _shown(self) -> list[PeerMetrics]:
+        return [peer for peer in self._peers if not peer.is_own]

@@ -61,14 +61,10 @@ class Handoffs:
         self._min_tokens = min_tokens
         self._failure_policy = failure_policy
 
-    @property
-    def counters(self) -> dict[str, float]:
-        return self.metrics.counters
-
     def submit(self, generation: NodeGeneration, prefill_node: str) -> None:
         """Send a request to the engine: with a handoff from the named node, or without."""
         if not prefill_node:
-            self.counters["pdserve_local_prefills_total"] += 1
+            self.metrics.local_prefills.inc()
         if not prefill_node or not self.worth(generation, generation.num_handoff_tokens):
             generation.submit_local()
             return
@@ -86,18 +82,18 @@ class Handoffs:
     def worth(self, generation: NodeGeneration, uncached_tokens: int) -> bool:
         """Return whether to hand off so many tokens; if not, count a local prefill."""
         worth = worth_handoff(uncached_tokens, generation.sampling.prompt_logprobs, self._min_tokens)
-        self.counters["pdserve_local_prefills_total"] += not worth
+        self.metrics.local_prefills.inc(not worth)
         return worth
 
     def recomputes(self, error: PdserveError, uncached_tokens: int) -> bool:
         """Count a failed or refused handoff; return whether the failure policy is to prefill its prompt on D."""
         refused = isinstance(error, Overloaded)
-        self.counters["pdserve_handoff_refusals_total" if refused else "pdserve_handoff_failures_total"] += 1
+        (self.metrics.handoff_refusals if refused else self.metrics.handoff_failures).inc()
         if self._failure_policy is FailurePolicy.FAIL or isinstance(error, PrefillCrashed):
             return False  # the prompt that ended P's engine may end this one, too
         if not refused:
-            self.counters["pdserve_handoff_recomputes_total"] += 1
-            self.counters["pdserve_handoff_recomputed_tokens_total"] += uncached_tokens
+            self.metrics.recomputes.inc()
+            self.metrics.recomputed_tokens.inc(uncached_tokens)
         return True
 
 
@@ -157,7 +153,7 @@ class HandoffDriver:
             self._engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return
-        self._handoffs.counters["pdserve_handoffs_total"] += 1
+        self._handoffs.metrics.handoffs.inc()
         self._prefill_at(self._peer)
 
     def _prefill_at(self, peer: PrefillPeer) -> None:
@@ -273,7 +269,7 @@ class HandoffDriver:
         generation, model = self._generation, self._handoffs.node.config.model
         (sample,) = self._samples([token], 1)
         number = handoff.add_next_token(sample.token_id, generation.prefill_sampling.max_tokens)
-        self._handoffs.counters["pdserve_handoff_ahead_tokens_total"] += 1
+        self._handoffs.metrics.ahead_tokens.inc()
         generation.emit_peer_token(0, sample, number, eos_token_ids=model.eos_token_ids)
         self._free_if_ended()
 

@@ -294,7 +294,7 @@ class PrefillPeer:
             self._closing = self.stream
             self.stream = None
             self._drained = self._closing.draining
-            self._metrics.counters["pdserve_peer_losses_total"] += not self._drained
+            self._metrics.counters.peer_losses += not self._drained
             self._closing.close(f"{self.address} was lost")
 
     async def _describe(self) -> pb.NodeDescription:

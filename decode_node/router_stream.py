@@ -84,7 +84,7 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
             raise RequestError(f"request {number} is running on this stream already; number them uniquely")
         self.add_number(number)
         message.resume.extend(self._take_resumed(number))
-        self._handoffs.counters["pdserve_decode_requests_total"] += 1
+        self._handoffs.metrics.requests.inc()
         try:
             generation = self._begin(message)
         except PdserveError as exc:
@@ -138,5 +138,5 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
 
     def _count_failure(self, error: PdserveError) -> None:
         handed_over = isinstance(error, Draining)
-        name = "pdserve_requests_handed_over_total" if handed_over else "pdserve_decode_request_failures_total"
-        self._handoffs.counters[name] += 1
+        metrics = self._handoffs.metrics
+        (metrics.handed_over if handed_over else metrics.request_failures).inc()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -14,52 +14,90 @@ from node.health import State
 from pdserve import __version__
 from pdserve.ipc.heartbeat_monitor import LivenessWatch
 from pdserve.ipc.messages import Heartbeat, Status, Totals
+from pdserve.metrics import MetricSet, Reading
 from pdserve.request_cost import TYPICAL
 
-_TOTALS = {  # by field
-    "steps": "Steps with a forward pass.",
-    "step_seconds": "Duration of these steps, each without the time of the step before it.",
-    "prompt_seconds": "What prompts added to the duration of these steps.",
-    "mixed_steps": "Steps that computed prompts beside sequences that decode.",
-    "mixed_step_seconds": "Duration of these steps.",
-    "mixed_prompt_tokens": "Prompt tokens computed in these steps.",
-    "preemptions": "Sequences preempted because KV blocks were lacking, or for fairness.",
-    "fair_preemptions": "Of these, to make room for a client with far fewer sequences.",
-    "preempted_tokens": "Tokens whose KV was dropped by preemption.",
-    "admitted_prompt_tokens": "Prompt tokens of admitted requests.",
-    "prefix_cached_tokens": "Admitted prompt tokens found in the prefix cache.",
-    "sampled_tokens": "Tokens sampled.",
-    "host_seconds": "Work of the step loop, without waiting for results.",
-}
+_IDENTITY = ("node_id", "role", "model", "runner", "version", "compat_hash", "weights")
 
 
 class NodeMetrics(Collector):
     """Reads the frontend's state, without a round trip to the engine. Any thread may collect."""
 
     def __init__(self, node: NodeContext, watch: LivenessWatch, role_metrics: Callable[[], Iterable[Metric]]) -> None:
-        self._node = node
-        self._watch = watch
         self._role_metrics = role_metrics
+        self._metrics = metrics = MetricSet()
+
+        def status() -> Status:
+            return node.engine.status
+
+        def heartbeat() -> Heartbeat:
+            return node.engine.monitor.last
+
+        metrics.read_gauge("pdserve_node_info", "Identity of the node.", lambda: _identity(node), _IDENTITY)
+        metrics.read_gauge(
+            "pdserve_node_state",
+            "1 for the current state of the node.",
+            lambda: {(state.value,): float(state is node.state) for state in State},
+            ["state"],
+        )
+        metrics.read_gauge(
+            "pdserve_kv_blocks",
+            "KV blocks by use.",
+            lambda: _fields(status(), "free", "held", "leased", "quarantined"),
+            ["use"],
+        )
+        metrics.read_gauge(
+            "pdserve_kv_use_ratio", "Share of KV blocks that are not free.", lambda: _used_share(status())
+        )
+        metrics.read_gauge(
+            "pdserve_node_requests",
+            "Requests on the node.",
+            lambda: _fields(status(), "waiting", "reading", "running", "paused"),
+            ["state"],
+        )
+        metrics.read_gauge(
+            "pdserve_itl_target_seconds",
+            "Gap between tokens that steps with prompts keep; 0: none.",
+            lambda: status().itl_target,
+        )
+        metrics.read_gauge(
+            "pdserve_prompt_backlog_tokens", "Prompt tokens to be computed here.", lambda: status().backlog
+        )
+        metrics.read_gauge(
+            "pdserve_prompt_backlog_seconds",
+            "Estimated time to compute that backlog, in seconds.",
+            lambda: _backlog_seconds(status()),
+        )
+        metrics.read_totals("pdserve", Totals, lambda: {(): status().totals})
+        metrics.read_counter(
+            "pdserve_stream_violations",
+            "Streams ended for a violation of the protocol.",
+            lambda: node.violations.count,
+        )
+        metrics.read_counter(
+            "pdserve_weight_changes",
+            "Ordered changes of the weights, sleeps and wake-ups.",
+            lambda: {(outcome,): float(count) for outcome, count in node.weight_changes.items()},
+            ["outcome"],
+        )
+        metrics.read_gauge(
+            "pdserve_step_loop_gap_max_seconds",
+            "Longest part of a step loop iteration outside the runner, since start.",
+            lambda: heartbeat().loop_gap,
+        )
+        metrics.read_gauge(
+            "pdserve_engine_thread_gap_max_seconds",
+            "Longest time in which no thread of the engine could run, since start.",
+            lambda: heartbeat().thread_gap,
+        )
+        metrics.read_gauge(
+            "pdserve_event_loop_gap_max_seconds",
+            "Longest time in which the frontend's event loop could not run, since start.",
+            lambda: watch.longest_gap,
+        )
 
     def collect(self) -> Iterator[Metric]:
-        node, status = self._node, self._node.engine.status
-        yield _info(node)
-        states = {state.value: float(state is node.state) for state in State}
-        yield _gauges("pdserve_node_state", "1 for the current state of the node.", "state", states)
-        yield from _load(status)
-        for name in Totals.__struct_fields__:
-            yield CounterMetricFamily(f"pdserve_{name}", _TOTALS[name], getattr(status.totals, name))
-        yield CounterMetricFamily(
-            "pdserve_stream_violations", "Streams ended for a violation of the protocol.", node.violations.count
-        )
-        changes = CounterMetricFamily(
-            "pdserve_weight_changes", "Ordered changes of the weights, sleeps and wake-ups.", labels=["outcome"]
-        )
-        for outcome, count in node.weight_changes.items():
-            changes.add_metric([outcome], count)
-        yield changes
-        yield from _gaps(node.engine.monitor.last, self._watch.longest_gap)
-        yield from self._role_metrics()
+        return chain(self._metrics.collect(), self._role_metrics())
 
 
 def exported_registry(metrics: Collector, engine_pid: Callable[[], int | None]) -> CollectorRegistry:
@@ -71,49 +109,19 @@ def exported_registry(metrics: Collector, engine_pid: Callable[[], int | None]) 
     return registry
 
 
-def _info(node: NodeContext) -> Metric:
-    labels = {
-        "node_id": node.node_id,
-        "role": node.role,
-        "model": node.config.served_model_name,
-        "runner": node.engine.decision.runner,
-        "version": __version__,
-        "compat_hash": node.compat_hash,
-        "weights": node.weights,
-    }
-    return InfoMetricFamily("pdserve_node", "Identity of the node.", labels)
+def _identity(node: NodeContext) -> Reading:
+    model, runner = node.config.served_model_name, node.engine.decision.runner
+    return {(node.node_id, node.role, model, runner, __version__, node.compat_hash, node.weights): 1.0}
 
 
-def _load(status: Status) -> Iterator[Metric]:
-    blocks = {name: getattr(status, name) for name in ("free", "held", "leased", "quarantined")}
-    yield _gauges("pdserve_kv_blocks", "KV blocks by use.", "use", blocks)
-    used = 1.0 - status.free / status.total if status.total else 0.0
-    yield GaugeMetricFamily("pdserve_kv_use_ratio", "Share of KV blocks that are not free.", used)
-    requests = {name: getattr(status, name) for name in ("waiting", "reading", "running", "paused")}
-    yield _gauges("pdserve_node_requests", "Requests on the node.", "state", requests)
+def _fields(status: Status, *names: str) -> Reading:
+    return {(name,): float(getattr(status, name)) for name in names}
+
+
+def _used_share(status: Status) -> float:
+    return 1.0 - status.free / status.total if status.total else 0.0
+
+
+def _backlog_seconds(status: Status) -> float:
     throughput = status.throughput.prompt or TYPICAL.prompt
-    seconds = throughput.at(status.backlog) if status.backlog else 0.0
-    yield GaugeMetricFamily(
-        "pdserve_itl_target_seconds", "Gap between tokens that steps with prompts keep; 0: none.", status.itl_target
-    )
-    yield GaugeMetricFamily("pdserve_prompt_backlog_tokens", "Prompt tokens to be computed here.", status.backlog)
-    yield GaugeMetricFamily(
-        "pdserve_prompt_backlog_seconds", "Estimated time to compute that backlog, in seconds.", seconds
-    )
-
-
-def _gaps(heartbeat: Heartbeat, event_loop_gap: float) -> Iterator[Metric]:
-    """Longest stalls since start."""
-    for name, documentation, seconds in (
-        ("step_loop", "Longest part of a step loop iteration outside the runner.", heartbeat.loop_gap),
-        ("engine_thread", "Longest time in which no thread of the engine could run.", heartbeat.thread_gap),
-        ("event_loop", "Longest time in which the frontend's event loop could not run.", event_loop_gap),
-    ):
-        yield GaugeMetricFamily(f"pdserve_{name}_gap_max_seconds", documentation, seconds)
-
-
-def _gauges(name: str, documentation: str, label: str, values: dict[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, documentation, labels=[label])
-    for value, amount in values.items():
-        family.add_metric([value], amount)
-    return family
+    return throughput.at(status.backlog) if status.backlog else 0.0

@@ -1,16 +1,25 @@
-"""Additions to prometheus_client: fast histograms, quantiles and series names. docs/metrics.md lists all metrics."""
+"""How all programs declare their Prometheus metrics (MetricSet), with fast histograms, quantiles and series names."""
 
 from __future__ import annotations
 
 import re
+import typing
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
-from prometheus_client.core import HistogramMetricFamily
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+disable_created_metrics()  # no creation timestamps
+
+#: A value, or values by the values of the labels.
+Reading = float | Mapping[tuple[str, ...], float]
 
 _PARTS = 8  # fine buckets per exported bucket: quantiles are accurate to some 5 %
 
@@ -51,21 +60,109 @@ class FastHistogram(Collector):
 
 
 class LabeledHistogram(Collector):
-    """A FastHistogram per value of a label."""
+    """A FastHistogram per value of a label. ``values`` are exported from the start, others from their first use."""
 
     def __init__(
-        self, name: str, documentation: str, label: str, values: Iterable[str], bounds: Sequence[float]
+        self, name: str, documentation: str, label: str, bounds: Sequence[float], values: Iterable[str] = ()
     ) -> None:
-        self._name, self._documentation, self._label = name, documentation, label
-        self._histograms = {value: FastHistogram(name, documentation, bounds) for value in values}
+        self._name, self._documentation, self._label, self._bounds = name, documentation, label, bounds
+        self._histograms: dict[str, FastHistogram] = {}
+        for value in values:
+            self.of(value)
 
-    def observe(self, value: str, amount: float) -> None:
-        self._histograms[value].observe(amount)
+    def of(self, value: str) -> FastHistogram:
+        if value not in self._histograms:
+            self._histograms[value] = FastHistogram(self._name, self._documentation, self._bounds)
+        return self._histograms[value]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
-        for value, histogram in self._histograms.items():
+        for value, histogram in list(self._histograms.items()):  # any thread may collect
             histogram.add_to(family, [value])
+        yield family
+
+
+class MetricSet(Collector):
+    """The metrics of a program. A metric is declared by one call, with its name, meaning and labels.
+
+        self.handoffs = metrics.counter("pdserve_handoffs", "Handoffs begun.")  # then: self.handoffs.inc()
+        metrics.read_gauge("pdserve_connections", "Open connections.", lambda: len(connections))
+
+    ``read_…`` is for values that something else counts: ``read`` returns the value, with labels the value of each tuple
+    of their values. Names of counters are exported with ``_total``. A row of docs/metrics.md describes each metric;
+    tests/e2e/test_exported_metrics.py compares them.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def counter(self, name: str, meaning: str, labels: Sequence[str] = (), series: Iterable[str] = ()) -> Counter:
+        """``series`` are values of the only label, whose series begin at 0; others begin when they are used."""
+        counter = Counter(name, meaning, labels, registry=self.registry)
+        for value in series:
+            counter.labels(value)
+        return counter
+
+    def gauge(self, name: str, meaning: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(name, meaning, labels, registry=self.registry)
+
+    def histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> FastHistogram:
+        """One thread may observe."""
+        histogram = FastHistogram(name, meaning, bounds)
+        self.registry.register(histogram)
+        return histogram
+
+    def labeled_histogram(
+        self, name: str, meaning: str, label: str, bounds: Sequence[float], values: Iterable[str] = ()
+    ) -> LabeledHistogram:
+        histogram = LabeledHistogram(name, meaning, label, bounds, values)
+        self.registry.register(histogram)
+        return histogram
+
+    def read_counter(self, name: str, meaning: str, read: Callable[[], Reading], labels: Sequence[str] = ()) -> None:
+        self.registry.register(_Read(CounterMetricFamily, name, meaning, read, labels))
+
+    def read_gauge(self, name: str, meaning: str, read: Callable[[], Reading], labels: Sequence[str] = ()) -> None:
+        self.registry.register(_Read(GaugeMetricFamily, name, meaning, read, labels))
+
+    def read_totals(
+        self,
+        prefix: str,
+        record: type[msgspec.Struct],
+        read: Callable[[], Mapping[tuple[str, ...], msgspec.Struct]],
+        labels: Sequence[str] = (),
+    ) -> None:
+        """Export each field of records as a counter; ``Meta(description=…)`` of the field is its meaning."""
+
+        def values_of(field: str) -> Reading:
+            return {values: float(getattr(totals, field)) for values, totals in read().items()}
+
+        for field, hint in typing.get_type_hints(record, include_extras=True).items():
+            (meta,) = hint.__metadata__
+            self.read_counter(f"{prefix}_{field}", meta.description, partial(values_of, field), labels)
+
+    def collect(self) -> Iterable[Metric]:
+        return self.registry.collect()
+
+
+class _Read(Collector):
+    """A metric whose values are read when it is exported."""
+
+    def __init__(
+        self,
+        family: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        meaning: str,
+        read: Callable[[], Reading],
+        labels: Sequence[str],
+    ) -> None:
+        self._family, self._name, self._meaning, self._read, self._labels = family, name, meaning, read, labels
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._family(self._name, self._meaning, labels=self._labels)
+        reading = self._read()
+        for values, amount in (reading if isinstance(reading, Mapping) else {(): reading}).items():
+            family.add_metric(values, amount)
         yield family
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated
 
 import grpc
 import msgspec
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from node.context import NodeContext
@@ -16,7 +16,9 @@ from node.drain import Drainable
 from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import DAY
+from pdserve.metrics import MetricSet
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from prefill_node.leases import LeaseState
 from prefill_node.pooling_service import PoolingService
 from prefill_node.prefill_service import PrefillService
 from prefill_node.prefills import Prefills
@@ -67,6 +69,10 @@ class PrefillRole:
     def __init__(self, settings: PrefillSettings) -> None:
         self._settings = settings
         self._prefills: Prefills | None = None
+        self._metrics = MetricSet()
+        for state in LeaseState:
+            read = partial(self._count_of, state)
+            self._metrics.read_counter(f"pdserve_leases_{state}", f"Leases {state}.", read)
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         if node.config.pooling is not None:
@@ -89,10 +95,11 @@ class PrefillRole:
     def connected_peers(self) -> Sequence[str]:
         return ()
 
+    def _count_of(self, state: LeaseState) -> int:
+        return 0 if self._prefills is None else self._prefills.table.counts[state]
+
     def metrics(self) -> Iterable[Metric]:
-        counts = {} if self._prefills is None else self._prefills.table.counts
-        for state, count in counts.items():
-            yield CounterMetricFamily(f"pdserve_leases_{state}", f"Leases {state}.", count)
+        return self._metrics.collect()
 
     async def close(self) -> None:
         if self._prefills is not None:

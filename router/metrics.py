@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import ProcessCollector
 from prometheus_client.exposition import generate_latest
 
-from pdserve.metrics import FastHistogram
+from pdserve.metrics import MetricSet
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _LAG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-
-disable_created_metrics()  # no creation timestamps
 
 
 class RouterMetrics:
@@ -23,101 +19,99 @@ class RouterMetrics:
     def __init__(self, client_names: bool = False) -> None:
         """``client_names``: export series by names of API keys."""
         self._client_names = client_names
-        self.registry = CollectorRegistry()
+        metrics = MetricSet()
+        self.registry = metrics.registry
         ProcessCollector(registry=self.registry)
-        counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        self.requests = counter(
+        self.requests = metrics.counter(
             "pdserve_requests",
             "Requests to models by endpoint and outcome (ok, disconnected, or the error type).",
             ["endpoint", "outcome"],
         )
-        self.in_flight = gauge("pdserve_requests_in_flight", "Requests to models in progress.")
-        self.waiting = gauge("pdserve_requests_waiting", "Requests to models that wait for a slot.")
-        self.connections = gauge("pdserve_connections", "Open connections of clients.")
-        self.evicted_connections = counter(
+        self.in_flight = metrics.gauge("pdserve_requests_in_flight", "Requests to models in progress.")
+        self.waiting = metrics.gauge("pdserve_requests_waiting", "Requests to models that wait for a slot.")
+        self.connections = metrics.gauge("pdserve_connections", "Open connections of clients.")
+        self.evicted_connections = metrics.counter(
             "pdserve_evicted_connections", "Idle connections closed because there were more than --max-connections."
         )
-        self.refused_connections = counter(
+        self.refused_connections = metrics.counter(
             "pdserve_refused_connections", "Requests with a 503 because no connection was idle then."
         )
-        self.body_bytes = gauge("pdserve_request_body_bytes", "Bytes of large request bodies that are not parsed yet.")
-        self.prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.")
-        self.cached_tokens = counter("pdserve_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
-        self.expected_cached_tokens = counter(
+        self.body_bytes = metrics.gauge(
+            "pdserve_request_body_bytes", "Bytes of large request bodies that are not parsed yet."
+        )
+        self.prompt_tokens = metrics.counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.")
+        self.cached_tokens = metrics.counter("pdserve_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
+        self.expected_cached_tokens = metrics.counter(
             "pdserve_expected_cached_prompt_tokens",
             "Prompt tokens expected in a prefix cache; compare pdserve_cached_prompt_tokens.",
         )
-        self.pauses = counter("pdserve_client_pauses", "Requests paused because their client does not read.")
-        self.stalled_clients = counter(
+        self.pauses = metrics.counter("pdserve_client_pauses", "Requests paused because their client does not read.")
+        self.stalled_clients = metrics.counter(
             "pdserve_stalled_clients", "Connections closed because the client read nothing for --client-stall-timeout."
         )
-        self.output_tokens = counter("pdserve_output_tokens", "Output tokens received.")
-        self.ttft = FastHistogram(
+        self.output_tokens = metrics.counter("pdserve_output_tokens", "Output tokens received.")
+        self.ttft = metrics.histogram(
             "pdserve_time_to_first_token_seconds",
             "Time from the request's arrival to the first token of each prompt.",
             _TTFT_BUCKETS,
         )
-        self.itl = FastHistogram(
+        self.itl = metrics.histogram(
             "pdserve_inter_token_latency_seconds", "Time between two tokens of a choice, as received.", _ITL_BUCKETS
         )
-        self.loop_lag = FastHistogram(
+        self.loop_lag = metrics.histogram(
             "pdserve_router_loop_lag_seconds", "How late the event loop ran a timer of 10 ms.", _LAG_BUCKETS
         )
-        for fast in (self.ttft, self.itl, self.loop_lag):
-            self.registry.register(fast)
-        self.prepared = histogram(
+        self.prepared = metrics.histogram(
             "pdserve_prepare_seconds",
             "Time from a request's arrival to its tokenized prompts, when it starts to wait for a slot.",
-            buckets=_TTFT_BUCKETS,
+            _TTFT_BUCKETS,
         )
-        self.queued = histogram("pdserve_queue_seconds", "Time that requests waited for a slot.", buckets=_TTFT_BUCKETS)
-        self.duration = histogram(
+        self.queued = metrics.histogram("pdserve_queue_seconds", "Time that requests waited for a slot.", _TTFT_BUCKETS)
+        self.duration = metrics.labeled_histogram(
             "pdserve_request_duration_seconds",
             "Time from a request's arrival to the end of its response.",
-            ["endpoint"],
-            buckets=_DURATION_BUCKETS,
+            "endpoint",
+            _DURATION_BUCKETS,
         )
-        self.unauthorized = counter("pdserve_unauthorized_requests", "Requests without a valid API key.")
-        self.unauthorized_limited = counter(
+        self.unauthorized = metrics.counter("pdserve_unauthorized_requests", "Requests without a valid API key.")
+        self.unauthorized_limited = metrics.counter(
             "pdserve_unauthorized_limited_requests",
             "Of these, with a 429, because their address had sent too many unknown keys.",
         )
-        self.key_reloads = counter(
+        self.key_reloads = metrics.counter(
             "pdserve_key_file_reloads",
             "Changes of the API key file, by whether they took effect (ok, failed).",
             ["outcome"],
+            series=("ok", "failed"),
         )
-        self.key_requests = counter(
+        self.key_requests = metrics.counter(
             "pdserve_key_requests", "Generating requests by API key name and outcome.", ["key", "outcome"]
         )
-        self.key_tokens = counter(
+        self.key_tokens = metrics.counter(
             "pdserve_key_tokens", "Tokens by API key name and kind (prompt, output).", ["key", "kind"]
         )
-        self.stored_responses = gauge("pdserve_stored_responses", "Responses in the store (--response-store).")
-        self.stored_bytes = gauge("pdserve_stored_response_bytes", "Bytes of responses in the store.")
-        self.store_errors = counter(
+        self.stored_responses = metrics.gauge("pdserve_stored_responses", "Responses in the store (--response-store).")
+        self.stored_bytes = metrics.gauge("pdserve_stored_response_bytes", "Bytes of responses in the store.")
+        self.store_errors = metrics.counter(
             "pdserve_response_store_errors", "Responses that could not be stored, and failed reads of the store."
         )
-        self.migrations = counter(
+        self.migrations = metrics.counter(
             "pdserve_migrations",
             "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "
             "reported a failure; stalled: its step took too long; drained: it is draining; moved: another node has "
             "less to do, and reads the KV).",
             ["reason"],
+            series=("lost", "failed", "stalled", "drained", "moved"),
         )
-        self.replayed_tokens = counter("pdserve_replayed_tokens", "Output tokens sent along with migrated prompts.")
-        self.placements = counter(
+        self.replayed_tokens = metrics.counter(
+            "pdserve_replayed_tokens", "Output tokens sent along with migrated prompts."
+        )
+        self.placements = metrics.counter(
             "pdserve_placements",
             "Prompts sent to nodes, by policy and location of the prefill (local: on the decode node).",
             ["policy", "prefill"],
         )
-        self.nodes_ready = gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])
-        for outcome in ("ok", "failed"):
-            self.key_reloads.labels(outcome)
-        for reason in ("lost", "failed", "stalled", "drained", "moved"):
-            self.migrations.labels(reason)
+        self.nodes_ready = metrics.gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])
 
     def count_key_request(self, name: str, outcome: str) -> None:
         if self._client_names and name:

@@ -30,8 +30,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.runner_oracle import Decision
@@ -330,21 +332,27 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Totals(msgspec.Struct, array_like=True):
-    """Counters since the engine's start; ``X`` is exported as ``pdserve_X_total``."""
+    """Counters since the engine's start; ``X`` is exported as ``pdserve_X_total``, with the meaning given here."""
 
-    steps: int = 0
-    preemptions: int = 0
-    fair_preemptions: int = 0  # of these, for a client with fewer sequences
-    preempted_tokens: int = 0  # tokens whose KV a preemption dropped
-    admitted_prompt_tokens: int = 0
-    prefix_cached_tokens: int = 0  # of the admitted prompt tokens
-    sampled_tokens: int = 0
-    step_seconds: float = 0.0  # of steps that computed tokens, without the time of steps before them
-    host_seconds: float = 0.0  # of the step loop, without its waits for results
-    prompt_seconds: float = 0.0  # of ``step_seconds``, what prompts added to steps that would only have decoded
-    mixed_steps: int = 0  # of ``steps``, those with prompts and decodes
-    mixed_step_seconds: float = 0.0
-    mixed_prompt_tokens: int = 0
+    steps: Annotated[int, Meta(description="Steps with a forward pass.")] = 0
+    preemptions: Annotated[
+        int, Meta(description="Sequences preempted because KV blocks were lacking, or for fairness.")
+    ] = 0
+    fair_preemptions: Annotated[
+        int, Meta(description="Of these, to make room for a client with far fewer sequences.")
+    ] = 0
+    preempted_tokens: Annotated[int, Meta(description="Tokens whose KV was dropped by preemption.")] = 0
+    admitted_prompt_tokens: Annotated[int, Meta(description="Prompt tokens of admitted requests.")] = 0
+    prefix_cached_tokens: Annotated[int, Meta(description="Admitted prompt tokens found in the prefix cache.")] = 0
+    sampled_tokens: Annotated[int, Meta(description="Tokens sampled.")] = 0
+    step_seconds: Annotated[
+        float, Meta(description="Duration of these steps, each without the time of the step before it.")
+    ] = 0.0
+    host_seconds: Annotated[float, Meta(description="Work of the step loop, without waiting for results.")] = 0.0
+    prompt_seconds: Annotated[float, Meta(description="What prompts added to the duration of these steps.")] = 0.0
+    mixed_steps: Annotated[int, Meta(description="Steps that computed prompts beside sequences that decode.")] = 0
+    mixed_step_seconds: Annotated[float, Meta(description="Duration of these steps.")] = 0.0
+    mixed_prompt_tokens: Annotated[int, Meta(description="Prompt tokens computed in these steps.")] = 0
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):

@@ -97,7 +97,7 @@ class RequestAccounting:
         seconds, metrics = monotonic() - self.arrived, self._metrics
         metrics.requests.labels(self._endpoint, self._outcome).inc()
         metrics.count_key_request(self._client.name, self._outcome)
-        metrics.duration.labels(self._endpoint).observe(seconds)
+        metrics.duration.of(self._endpoint).observe(seconds)
         self._end_spans()
         if self._log_requests:
             self._log(seconds)
