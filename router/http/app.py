@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from router.completions_api.completions_dialect import CompletionsDialect
 from router.dashboard.routes import PAGE, add_dashboard
 from router.dialect.dialect import GenerateDialect
 from router.dialect.node_headers import DECODE_NODE, PREFILL_NODE
+from router.dialect.operation import Operation
 from router.errors import ClientDisconnected
 from router.gate.keys import fairness_key
 from router.http.authentication import Authentication, KeyCheck, address_of, client_of
@@ -124,20 +125,7 @@ def create_app(service: Service) -> ASGIApp:
     add_info_routes(app, service)
     add_token_routes(app, service, bodies)
     add_server_routes(app, service)
-    operations = all_operations([*generating, *pooling])
-    document = openapi_document(VERSION, operations)
-
-    @app.get("/openapi.json")
-    async def openapi() -> Response:
-        return Response(document, media_type="application/json")
-
-    page = docs_page(document)
-
-    @app.get(DOCS_PATH)
-    async def docs() -> Response:
-        return page
-
-    check_documented(operations, app.routes, {"/openapi.json", DOCS_PATH})
+    _add_documents(app, all_operations([*generating, *pooling]))
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)
     if service.options.chat_page:
@@ -158,6 +146,22 @@ def create_app(service: Service) -> ASGIApp:
             expose_headers=["x-request-id", "request-id", "retry-after", PREFILL_NODE, DECODE_NODE],
         )
     return whole
+
+
+def _add_documents(app: FastAPI, operations: Sequence[Operation]) -> None:
+    """Add the OpenAPI document, which has all routes so far, and its page."""
+    check_documented(operations, app.routes)
+    document = openapi_document(VERSION, operations)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(document, media_type="application/json")
+
+    page = docs_page(document)
+
+    @app.get(DOCS_PATH)
+    async def docs() -> Response:
+        return page
 
 
 def _open_store(service: Service) -> ResponseStore | None:
