@@ -20,6 +20,7 @@ from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
+from router.dialect.events import Event
 from router.responses_api.compaction import PROMPT
 from router.responses_api.input_items import input_messages
 from router.responses_api.item_writer import OutputItemWriter
@@ -332,11 +333,13 @@ class EventRecorder:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
 
-    def write(self, chunk: bytes) -> None:
-        self.events.append(json.loads(chunk.partition(b"data: ")[2]))
+    def write(self, event: Event) -> None:
+        fields = json.loads(event.data)
+        assert event.kind == fields["type"]
+        self.events.append(fields)
 
-    def write_large(self, make: Callable[[], Iterator[bytes]]) -> None:
-        self.write(b"".join(make()))
+    def write_large(self, kind: str, make: Callable[[], Iterator[bytes]]) -> None:
+        self.write(Event(kind, b"".join(make())))
 
 
 @given(pieces, st.booleans())
