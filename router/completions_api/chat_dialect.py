@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.completions_api.chat_output import ChatOutput
-from router.completions_api.jobs import encode_chat, make_job, prepared
+from router.completions_api.jobs import encode_chat, make_job, prepared_request
 from router.completions_api.parsed_chat import FullParsedChat, ParsedChatEncoder, StreamedParsedChat
 from router.completions_api.request_bodies import ChatBody, parse_chat
 from router.completions_api.response_encoders import ChatEncoder
@@ -82,4 +82,4 @@ async def prepare_chat(
     parsing = output.parsing()
     if parsing is None and always_parsed:
         parsing = plain_text_parsing(model.parsers)
-    return await prepared(body, [job], parsing)
+    return await prepared_request(body, [job], parsing)

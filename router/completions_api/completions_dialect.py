@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.rpc.protobuf import unpack_tokens
-from router.completions_api.jobs import encode_completion, make_job, prepared
+from router.completions_api.jobs import encode_completion, make_job, prepared_request
 from router.completions_api.request_bodies import CompletionBody, parse_completion
 from router.completions_api.response_encoders import CompletionEncoder
 from router.completions_api.response_objects import Completion
@@ -62,7 +62,7 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
             )
             for prompt in prompts
         ]
-        return await prepared(body, jobs, parsing=None)
+        return await prepared_request(body, jobs, parsing=None)
 
     def respond(
         self, body: CompletionBody, prepared: Prepared, model: ServedModel, options: GenerationOptions

@@ -167,7 +167,7 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     return ids
 
 
-async def prepared(body: GenerateBody, jobs: Sequence[Job], parsing: OutputParsing | None) -> Prepared:
+async def prepared_request(body: GenerateBody, jobs: Sequence[Job], parsing: OutputParsing | None) -> Prepared:
     """Add what the router needs to read the output. Raises RequestError."""
     visible: tuple[str, ...] | None = () if parsing is None else parsing.markers
     return Prepared(
