@@ -96,7 +96,7 @@ def test_a_prompt_for_another_epoch_is_refused(nodes: Nodes) -> None:
         (b"\x01\x02\x03", {}, "3 bytes"),
         ([128], {}, "128"),
         ([1] * 600, {}, "600"),
-        ([1], {"max_tokens": 0}, "max_tokens 0"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0"),
     ],
 )
 def test_invalid_prompts_are_refused(
