@@ -69,7 +69,7 @@ def test_a_resumed_request_yields_the_remaining_tokens(kind: str, way: str, cut:
 @pytest.mark.parametrize(
     ("resume", "words"),
     [
-        ({3: [5]}, ["choice 3", "2"]),
+        ({3: [5]}, ["choice is 3", "2"]),
         ({0: []}, ["0", "1"]),
         ({1: [5] * OUTPUT}, [str(OUTPUT), str(OUTPUT - 1)]),
         ({2: [5, 128]}, ["128", "127"]),
