@@ -124,7 +124,7 @@ def start(fleet: str, processes: Processes, args: argparse.Namespace, port: str)
         start_nodes(processes, args, prefill, decode, port)
         return lambda: nodes_ready(f"http://{LOCAL}:{port}") == prefill + decode
     flags = [*shlex.split(args.node_flags), *shlex.split(fleet)[1:]]
-    log = processes.start("up", "pdserve", "up", args.model_dir, "--port", port, *flags)
+    log = processes.start("up", "cli", "up", args.model_dir, "--port", port, *flags)
     return lambda: b" is served at " in log.read_bytes()
 
 

@@ -42,8 +42,8 @@ with open(sys.argv[1], "w") as file:
 """
 
 COMMANDS = {
-    "explain": ("pdserve", "explain"),
-    "doctor": ("pdserve", "doctor"),
+    "explain": ("cli", "explain"),
+    "doctor": ("cli", "doctor"),
     "node": ("prefill_node", "--port", "0"),
     "router": ("router", "--port", "0", "--decode", "127.0.0.1:1"),
 }
@@ -85,7 +85,7 @@ def test_a_hostile_tokenizer_or_template_is_refused(name: str, tmp_path: Path) -
 def run(command: str, directory: Path, case: Hostile) -> None:
     """Run a command, which must refuse the checkpoint."""
     module, *flags = COMMANDS[command]
-    where = [*flags, str(directory)] if module == "pdserve" else [str(directory), *flags]
+    where = [*flags, str(directory)] if module == "cli" else [str(directory), *flags]
     device = [] if command == "router" else ["--device", "cpu"]
     measured = directory.with_name("measured.json")
     command_line = [sys.executable, "-c", MEASURE, str(measured), module, *where, *device]

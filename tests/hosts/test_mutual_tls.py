@@ -84,6 +84,6 @@ def test_probe_commands_succeed(cluster: Cluster) -> None:
             program, *words = cluster.with_local_secrets(node.kind.container[kind]["exec"]["command"])
             assert program == "pdserve"
             try:
-                cluster.network.run(node.name, "env", f"PYTHONPATH={ROOT}", sys.executable, "-Pm", "pdserve", *words)
+                cluster.network.run(node.name, "env", f"PYTHONPATH={ROOT}", sys.executable, "-Pm", "cli", *words)
             except subprocess.CalledProcessError as exc:
                 pytest.fail(f"{kind} of {node.name}: {exc.stdout}{exc.stderr}")
