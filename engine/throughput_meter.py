@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from pdserve.records import StepPlan
 from pdserve.request_cost import LinearCost, Throughput
 
@@ -80,46 +77,66 @@ class ChunkFit:
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
-        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # of the terms; of the terms and the seconds
+        # Weighted sums over the points, of products of t = tokens, c = tokens · context and s = seconds.
+        self._weight = 0.0
+        self._t = 0.0
+        self._c = 0.0
+        self._s = 0.0
+        self._tt = 0.0
+        self._tc = 0.0
+        self._cc = 0.0
+        self._ts = 0.0
+        self._cs = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self._products[0, 0])
+        return self._weight > 0.0
 
     def add(self, tokens: float, context: float, seconds: float) -> None:
         """Add a point, weighted by its tokens; earlier ones lose weight."""
-        terms = np.array([tokens / _SCALE, tokens * context / _SCALE**2, -1.0])
-        self._products = self._keep * self._products + tokens * np.outer(terms, terms)
-        self._sums = self._keep * self._sums + tokens * seconds * terms
+        t, c = tokens / _SCALE, tokens * context / _SCALE**2
+        keep, wt, wc = self._keep, tokens * t, tokens * c
+        self._weight = keep * self._weight + tokens
+        self._t = keep * self._t + wt
+        self._c = keep * self._c + wc
+        self._s = keep * self._s + tokens * seconds
+        self._tt = keep * self._tt + wt * t
+        self._tc = keep * self._tc + wt * c
+        self._cc = keep * self._cc + wc * c
+        self._ts = keep * self._ts + wt * seconds
+        self._cs = keep * self._cs + wc * seconds
 
     def cost(self, most_hidden: float) -> ChunkCost:
-        """Return the fitted cost with at most so many hidden seconds; all zeros while there are no points."""
-        products = self._products + np.diag(self._products.diagonal() * (0.0, _RIDGE, _RIDGE))
-        best, least = np.zeros(3), 0.0
-        for hidden in (None, 0.0, most_hidden):
-            for used in ([0, 1], [0], [1]):
-                terms = _solved(products, self._sums, used, hidden)
-                error = float(terms @ products @ terms - 2.0 * terms @ self._sums)
-                if (terms >= 0.0).all() and terms[2] <= most_hidden and error < least:
-                    best, least = terms, error
-            if hidden is None and least and best.all():
-                break  # no bound matters
-        token, slope, hidden = best.tolist()
+        """Return the fitted cost with at most so many hidden seconds; all zeros while there are no points.
+
+        The least error for a given ``hidden`` is a convex function of it. So the best one within the bounds is the
+        bound next to the best one of all.
+        """
+        if not self:
+            return ChunkCost(LinearCost())
+        weight, cc = self._weight * (1.0 + _RIDGE), self._cc * (1.0 + _RIDGE)
+        t, c = self._t / weight, self._c / weight  # the best ``hidden`` is t · token + c · slope - s
+        best_of_all = _two_terms(
+            (self._tt - self._t * t, self._tc - self._t * c, cc - self._c * c),
+            (self._ts - self._s * t, self._cs - self._s * c),
+        )
+        hidden = t * best_of_all[0] + c * best_of_all[1] - self._s / weight
+        hidden = min(max(hidden, 0.0), most_hidden)
+        sums = self._ts + self._t * hidden, self._cs + self._c * hidden
+        token, slope = _two_terms((self._tt, self._tc, cc), sums)
         return ChunkCost(LinearCost(token / _SCALE, slope / _SCALE**2), hidden)
 
 
-def _solved(
-    products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64], used: list[int], hidden: float | None
-) -> npt.NDArray[np.float64]:
-    """Return the best terms of which ``used`` are not zero; the last one is ``hidden``, or free if that is None."""
-    terms = np.zeros(3)
-    if hidden is None:
-        used = [*used, 2]
-    else:
-        terms[2] = hidden
-    used = [each for each in used if products[each, each]]
-    if used:
-        terms[used] = np.linalg.solve(products[np.ix_(used, used)], (sums - products @ terms)[used])
-    return terms
+def _two_terms(products: tuple[float, float, float], sums: tuple[float, float]) -> tuple[float, float]:
+    """Return the x, y ≥ 0 with the least error, by the normal equations a·x + b·y = p, b·x + c·y = q."""
+    (a, b, c), (p, q) = products, sums
+    determinant = a * c - b * b
+    if determinant > 0.0:
+        x, y = (c * p - b * q) / determinant, (a * q - b * p) / determinant
+        if x >= 0.0 and y >= 0.0:
+            return x, y
+    x = max(0.0, p / a) if a > 0.0 else 0.0
+    y = max(0.0, q / c) if c > 0.0 else 0.0
+    return (x, 0.0) if p * x >= q * y else (0.0, y)  # one term takes half of this off the error
 
 
 class ThroughputMeter:
