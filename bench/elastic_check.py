@@ -26,15 +26,15 @@ from simulated_node import KV_TOKENS, Job, NodeCosts
 
 from cli.plan.queues import percentile
 from cli.plan.workload import Workload, workload_of
-from pdserve.request_cost import TYPICAL, LinearCost, Throughput
+from pdserve.request_cost import TYPICAL, LinearCost, StepCosts
 
 SHARES = (50, 90)
 GAP_SHARES = (90, 99)
 
 
-def scaled(costs: Throughput, times: float) -> Throughput:
+def scaled(costs: StepCosts, times: float) -> StepCosts:
     lines = (LinearCost(times * line.base, times * line.slope) for line in (costs.prompt, costs.decode, costs.read))
-    return Throughput(*lines)
+    return StepCosts(*lines)
 
 
 class Results(NamedTuple):

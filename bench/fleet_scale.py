@@ -182,7 +182,7 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
             True,
             connected_peers=peers if role == "decode" else frozenset(),
             load=RequestLoad(rng.randrange(64), 0, rng.randrange(20_000), 40_000, 50_000),
-            throughput=TYPICAL,
+            costs=TYPICAL,
         )
         for number, role in enumerate(roles)
     )

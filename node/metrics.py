@@ -123,5 +123,5 @@ def _used_share(status: Status) -> float:
 
 
 def _backlog_seconds(status: Status) -> float:
-    throughput = status.throughput.prompt or TYPICAL.prompt
-    return throughput.at(status.backlog) if status.backlog else 0.0
+    prompt = status.costs.prompt or TYPICAL.prompt
+    return prompt.at(status.backlog) if status.backlog else 0.0

@@ -19,7 +19,7 @@ from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Batch, Status
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
-from pdserve.rpc.protobuf import throughput_to_pb
+from pdserve.rpc.protobuf import step_costs_to_pb
 
 _REPORT_INTERVAL = 1.0  # seconds between two reports at most
 
@@ -159,7 +159,7 @@ class NodeReports:
             waiting=status.waiting,
             running=status.reading + status.running,
             backlog=status.backlog,
-            throughput=throughput_to_pb(status.throughput),
+            throughput=step_costs_to_pb(status.costs),
             decoding=status.decoding,
             for_peers=status.for_peers,
             prompt_share=self._prompt_share.update(status.totals.prompt_seconds, time.monotonic()),

@@ -43,7 +43,7 @@ class LinearCost(msgspec.Struct, frozen=True, array_like=True):
         return LinearCost(self.base * share, self.slope * share)
 
 
-class Throughput(msgspec.Struct, frozen=True, array_like=True):
+class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     """Measured costs of a node's steps and reads, as the node reports them to routers."""
 
     prompt: LinearCost = LinearCost()  # a step, by the prompt tokens that it computes
@@ -52,7 +52,7 @@ class Throughput(msgspec.Struct, frozen=True, array_like=True):
 
 
 #: Assumed for a node without measurements: an 8B model on an H200.
-TYPICAL = Throughput(prompt=LinearCost(1e-3, 24.4e-6), decode=LinearCost(4.8e-3, 20e-6), read=LinearCost(1e-3, 0.7e-6))
+TYPICAL = StepCosts(prompt=LinearCost(1e-3, 24.4e-6), decode=LinearCost(4.8e-3, 20e-6), read=LinearCost(1e-3, 0.7e-6))
 
 
 class RequestLoad(msgspec.Struct, frozen=True):
@@ -89,68 +89,68 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
     return prompt_logprobs < 0 and uncached_tokens >= max(min_tokens, 1)
 
 
-def prompt_cost(load: RequestLoad, throughput: Throughput, uncached_tokens: int) -> float:
+def prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
     """Cost of a prompt on a node: from its arrival to its first token, and the delay of sequences that decode there."""
-    line, decodes = throughput.prompt, load.decoding
+    line, decodes = costs.prompt, load.decoding
     if not decodes:
         return (line.base if load.backlog else 0.0) + line.at(load.backlog + uncached_tokens)
     own, queued = line.slope * uncached_tokens, line.slope * load.backlog
-    steps_in_flight = 2.0 * throughput.decode.at(decodes)
-    return steps_in_flight + (queued + own) / _left(load, throughput, decodes) + _DELAY_WEIGHT * decodes * own
+    steps_in_flight = 2.0 * costs.decode.at(decodes)
+    return steps_in_flight + (queued + own) / _left(load, costs, decodes) + _DELAY_WEIGHT * decodes * own
 
 
-def local_prompt_cost(load: RequestLoad, throughput: Throughput, uncached_tokens: int) -> float:
+def local_prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
     """``prompt_cost`` on a node that only decodes: the next request that is handed to it waits for the prompt."""
-    return prompt_cost(load, throughput, uncached_tokens) + throughput.prompt.slope * uncached_tokens
+    return prompt_cost(load, costs, uncached_tokens) + costs.prompt.slope * uncached_tokens
 
 
-def remote_prompt_cost(load: RequestLoad, throughput: Throughput, prompt_tokens: int, uncached_tokens: int) -> float:
+def remote_prompt_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, uncached_tokens: int) -> float:
     """``prompt_cost`` for a peer, which needs KV blocks for the whole prompt."""
-    return prompt_cost(load, throughput, uncached_tokens) + _block_wait(load, prompt_tokens)
+    return prompt_cost(load, costs, uncached_tokens) + _block_wait(load, prompt_tokens)
 
 
-def handoff_cost(throughput: Throughput, uncached_tokens: int) -> float:
+def handoff_cost(costs: StepCosts, uncached_tokens: int) -> float:
     """Cost of a handoff after P's first token, as if D read nothing while P computes."""
-    return HANDOFF_SECONDS + throughput.read.at(uncached_tokens)
+    return HANDOFF_SECONDS + costs.read.at(uncached_tokens)
 
 
-def decode_cost(load: RequestLoad, throughput: Throughput, prompt_tokens: int) -> float:
+def decode_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int) -> float:
     """Cost of one more sequence that decodes on a node: what it adds to ``decodes_cost``, and a wait for KV blocks."""
-    decodes, line = load.to_decode, throughput.decode
+    decodes, line = load.to_decode, costs.decode
     rest = 1.0 - min(load.prompt_share, _MOST_PROMPT_SHARE)
     added = _DELAY_WEIGHT * _OUTPUT_TOKENS * (line.base + line.slope * (2 * decodes + 1)) / (rest * rest)
     if load.backlog and not decodes:  # further sequences hardly add to the delay
-        added += _queue_delay(load, throughput, 1)
+        added += _queue_delay(load, costs, 1)
     used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
     return added * (1.0 + used) + _block_wait(load, prompt_tokens)
 
 
-def decodes_cost(load: RequestLoad, throughput: Throughput, decodes: int, num_tokens: int) -> float:
+def decodes_cost(load: RequestLoad, costs: StepCosts, decodes: int, num_tokens: int) -> float:
     """Cost of ``num_tokens`` more of each of ``decodes`` sequences: their steps, and the delay of queued prompts.
 
     The share of prompts counts twice: prompts delay each step, and each step delays prompts.
     """
     rest = 1.0 - min(load.prompt_share, _MOST_PROMPT_SHARE)
-    steps = num_tokens * throughput.decode.at(decodes) / (rest * rest)
-    return _DELAY_WEIGHT * decodes * steps + _queue_delay(load, throughput, decodes)
+    steps = num_tokens * costs.decode.at(decodes) / (rest * rest)
+    return _DELAY_WEIGHT * decodes * steps + _queue_delay(load, costs, decodes)
 
 
-def _queue_delay(load: RequestLoad, throughput: Throughput, decodes: int) -> float:
+def _queue_delay(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
     """Delay of the prompts that wait on a node, by the sequences that decode there."""
     if not decodes:
         return 0.0
-    queued = throughput.prompt.slope * load.backlog
-    return _QUEUE_WEIGHT * queued * queued * (1.0 / _left(load, throughput, decodes) - 1.0)
+    queued = costs.prompt.slope * load.backlog
+    return _QUEUE_WEIGHT * queued * queued * (1.0 / _left(load, costs, decodes) - 1.0)
 
 
-def _left(load: RequestLoad, throughput: Throughput, decodes: int) -> float:
+def _left(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
     """Return the share of a node's time that sequences which decode leave to prompts.
 
     A step with prompts takes the ITL target, and every second step only decodes.
     """
     if not load.itl_target:
         return 1.0
-    step = throughput.decode.at(decodes)
+    step = costs.decode.at(decodes)
     return max((load.itl_target - step) / (load.itl_target + step), _LEAST_LEFT)
 
 

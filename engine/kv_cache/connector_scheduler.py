@@ -30,7 +30,7 @@ from functools import partial
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
-from engine.throughput_meter import LineFit
+from engine.step_cost_meter import LineFit
 from pdserve.ipc.messages import Batch, LastChunk, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorPlan, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost

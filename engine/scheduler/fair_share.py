@@ -48,10 +48,27 @@ class FairShare:
         return None
 
     def crowding(self, sequence: Sequence, step: int) -> int | None:
-        """Return the client whose prompts this step limits, or None.
+        """Return the client whose prompts this step limits, or None. ``sequence`` is the first prompt of the step.
 
         Its requests have more than twice as many choices as those of all others, one of which decodes or loads its KV
-        now or has within ``_LINGER`` steps. ``sequence`` is counted even if it does not run yet.
+        now or has within ``_LINGER`` steps.
+        """
+        client, beside_others = self._largest(sequence)
+        crowded, since = self._crowded
+        return client if beside_others or (client == crowded and step - since < _LINGER) else None
+
+    def take_prompt(self, sequence: Sequence, step: int) -> int | None:
+        """Return ``crowding`` for the first prompt of a step that is taken, and remember it for later steps."""
+        client, beside_others = self._largest(sequence)
+        if beside_others:
+            self._crowded = client, step
+        crowded, since = self._crowded
+        return client if client == crowded and step - since < _LINGER else None
+
+    def _largest(self, sequence: Sequence) -> tuple[int | None, bool]:
+        """Return the client with most of the choices, if any, and whether sequences of others decode or load now.
+
+        ``sequence`` is counted even if it does not run yet.
         """
         running, loading = self._live.running.values(), self._live.loading.values()
         choices = Counter[int]()
@@ -59,12 +76,10 @@ class FairShare:
             choices[request.client] += request.sampling.n
         client, most = choices.most_common(1)[0]
         if most <= 2 * (choices.total() - most):
-            return None
+            return None, False
         decodes = (each for each in running if each.decodes_here)
-        if most < choices.total() and any(each.request.client != client for each in chain(decodes, loading)):
-            self._crowded = client, step
-        crowding, since = self._crowded
-        return client if crowding == client and step - since < _LINGER else None
+        beside = most < choices.total() and any(each.request.client != client for each in chain(decodes, loading))
+        return client, beside
 
     def made_room(self, step: int) -> None:
         self._since = step

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 
 from engine.request import Sequence
-from engine.throughput_meter import ChunkCost, ThroughputMeter
+from engine.step_cost_meter import ChunkCost, StepCostMeter
 from pdserve.request_cost import LinearCost, auto_itl_target
 
 PAUSE = 0.22  # of the seconds that prompts add to steps
@@ -42,7 +42,7 @@ class ItlTarget:
 
     def __init__(
         self,
-        meter: ThroughputMeter,
+        meter: StepCostMeter,
         seconds: float | None,
         *,
         stages: int,

@@ -37,9 +37,9 @@ from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.itl_target import ItlTarget
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
-from engine.scheduler.step_builder import CROWDING_PART, StepBuilder
+from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import StepResults
-from engine.throughput_meter import ThroughputMeter
+from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
 
@@ -85,7 +85,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.events = Batch()
         self.totals = Totals()
-        self.meter = ThroughputMeter()
+        self.meter = StepCostMeter()
         self.connector = connector(self.pool, self.events, block_size)
         self._kv = KVCacheManager(self.pool, self.connector, block_size)
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
@@ -98,7 +98,7 @@ class Scheduler:
             itl_target,
             stages=stages,
             block_size=block_size,
-            first_chunk=max(1, full_step // CROWDING_PART),
+            first_chunk=max(1, int(full_step * CROWDING_FRACTION)),
             idle_step=idle_step,
         )
         self._results = StepResults(
@@ -258,7 +258,7 @@ class Scheduler:
             running=len(self._live.running),
             totals=msgspec.structs.replace(self.totals),
             backlog=self._backlog(),
-            throughput=self.meter.throughput(self.connector.load_cost),
+            costs=self.meter.costs(self.connector.load_cost),
             paused=len(self._live.paused),
             decoding=len(self._live.running) - self._num_prompts,
             for_peers=self._live.for_peers,
@@ -451,5 +451,7 @@ class Scheduler:
         return True
 
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
+        if not builder.has_prompts:
+            builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
         builder.add_prompt(sequence)
         self.connector.scheduled(sequence)

@@ -10,7 +10,7 @@ from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import SampledTokens, StepsInFlight
-from engine.throughput_meter import ThroughputMeter
+from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
 
@@ -28,7 +28,7 @@ class StepResults:
         connector: KVConnectorScheduler,
         events: Batch,
         totals: Totals,
-        meter: ThroughputMeter,
+        meter: StepCostMeter,
     ) -> None:
         self._in_flight = in_flight
         self._live = live

@@ -41,7 +41,7 @@ from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResult, TokenLogprobs
-from pdserve.request_cost import Throughput
+from pdserve.request_cost import StepCosts
 from pdserve.sampling_params import SamplingParams
 from pdserve.transports import Connected
 from pdserve.weight_change import FileStates, WeightChange
@@ -368,7 +368,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     running: int = 0
     totals: Totals = msgspec.field(default_factory=Totals)
     backlog: int = 0  # prompt tokens to compute here, without cached ones
-    throughput: Throughput = Throughput()
+    costs: StepCosts = StepCosts()
     paused: int = 0
     decoding: int = 0  # of ``running``, without prompts
     for_peers: int = 0  # of ``waiting`` and ``running``, prompts that other nodes decode

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, TokenLogprobs
-from pdserve.request_cost import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 
 _SAMPLING_SCALARS = tuple(
@@ -104,12 +104,12 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
     return KVLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS}, spec=spec)
 
 
-def throughput_to_pb(throughput: Throughput) -> pb.Throughput:
-    return pb.Throughput(**{name: pb.LinearCost(**asdict(line)) for name, line in asdict(throughput).items()})
+def step_costs_to_pb(costs: StepCosts) -> pb.Throughput:
+    return pb.Throughput(**{name: pb.LinearCost(**asdict(line)) for name, line in asdict(costs).items()})
 
 
-def throughput_from_pb(message: pb.Throughput) -> Throughput:
-    return Throughput(
+def step_costs_from_pb(message: pb.Throughput) -> StepCosts:
+    return StepCosts(
         prompt=_cost_from_pb(message.prompt),
         decode=_cost_from_pb(message.decode),
         read=_cost_from_pb(message.read),

@@ -129,7 +129,7 @@ class DashboardState:
             return live.LiveNode(name, node.role, node.address, model, "lost", lost_seconds=lost_seconds)
         used = view.model in self._models and description.role == node.role
         history, load = self._poller.histories.get(key), node.reported
-        has_step = view.decodes and bool(view.throughput.decode)
+        has_step = view.decodes and bool(view.costs.decode)
         return live.LiveNode(
             name=view.node_id,
             role=node.role,
@@ -139,10 +139,10 @@ class DashboardState:
             running=load.running,
             waiting=load.waiting,
             backlog_tokens=load.backlog,
-            backlog_seconds=view.throughput.prompt.at(load.backlog) if load.backlog else 0.0,
+            backlog_seconds=view.costs.prompt.at(load.backlog) if load.backlog else 0.0,
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
-            step_seconds=view.throughput.decode.at(max(1, load.running)) if has_step else None,
+            step_seconds=view.costs.decode.at(max(1, load.running)) if has_step else None,
             stats=history.stats() if history is not None and history.has_rates else None,
         )
 

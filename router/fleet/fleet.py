@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.errors import Overloaded, RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.request_cost import TYPICAL, Throughput, worth_handoff
+from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 from router.fleet.policy import (
@@ -25,14 +25,14 @@ from router.fleet.policy import (
     PolicyRequest,
     no_serving_node,
     pooling_node,
-    typical_throughput,
+    typical_costs,
 )
 from router.fleet.prefix_index import CachedBlocks, PromptPrefix
 from router.fleet.serve_stream import OutputHandler, ServeStream
 from router.metrics import RouterMetrics
 
 _INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
-_TYPICAL_SECONDS = 1.0  # between two computations of the mean throughput
+_TYPICAL_SECONDS = 1.0  # between two computations of the mean costs
 
 
 _ENDPOINTS = {
@@ -160,7 +160,7 @@ class Fleet:
         Raises Overloaded when no accepted decode node is ready.
         """
         views = self._nodes.views()
-        typical = self._typical_throughput(views)
+        typical = self._typical_costs(views)
         if accepts is not None:
             views = tuple(view for view in views if view.role == "prefill" or accepts(view))
         prefix = prefix or PromptPrefix(message.token_ids, message.cache_salt)
@@ -231,10 +231,10 @@ class Fleet:
             self._members = _Members(known, self._model)
         return self._members
 
-    def _typical_throughput(self, views: Sequence[NodeView]) -> Throughput:
+    def _typical_costs(self, views: Sequence[NodeView]) -> StepCosts:
         now = time.monotonic()
         if now > self._typical_until:
-            self._typical = typical_throughput([view for view in views if view.model == self._model])
+            self._typical = typical_costs([view for view in views if view.model == self._model])
             self._typical_until = now + _TYPICAL_SECONDS
         return self._typical
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pdserve import request_cost as cost
-from pdserve.request_cost import Throughput
-from router.fleet.policy import FleetSnapshot, NodeView, filled, typical_throughput
+from pdserve.request_cost import StepCosts
+from router.fleet.policy import FleetSnapshot, NodeView, filled, typical_costs
 
 _TOKENS = 50  # assumed rest of an answer
 _MOVE_SECONDS = 2e-3  # cost of a move: a pause of 13 ms between two tokens
@@ -33,7 +33,7 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
     Each router moves its share of a node's streams.
     """
     nodes = snapshot.usable("decode")
-    typical = snapshot.typical or typical_throughput(nodes)
+    typical = snapshot.typical or typical_costs(nodes)
     ranked = sorted(nodes, key=lambda node: (_saved(node, _costs(node, typical), 1), node.node_id))
     found: list[Move] = []
     while len(ranked) > 1:
@@ -45,7 +45,7 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
     return found
 
 
-def _best_count(source: NodeView, target: NodeView, typical: Throughput) -> int:
+def _best_count(source: NodeView, target: NodeView, typical: StepCosts) -> int:
     from_costs, to_costs = _costs(source, typical), _costs(target, typical)
     best, most = 0, 0.0
     if to_costs.prompt.at(target.load.backlog) > _OVERLOADED:
@@ -57,11 +57,11 @@ def _best_count(source: NodeView, target: NodeView, typical: Throughput) -> int:
     return best
 
 
-def _costs(node: NodeView, typical: Throughput) -> Throughput:
-    return filled(node.throughput, typical)
+def _costs(node: NodeView, typical: StepCosts) -> StepCosts:
+    return filled(node.costs, typical)
 
 
-def _saved(node: NodeView, costs: Throughput, count: int) -> float:
+def _saved(node: NodeView, costs: StepCosts, count: int) -> float:
     """Return what ``count`` streams fewer save on a node."""
     load, decodes = node.load, node.load.to_decode
     fewer = max(0, decodes - count)

@@ -18,7 +18,7 @@ from pdserve.request_cost import RequestLoad
 from pdserve.rpc.channel import Dialer
 from pdserve.rpc.errors import error_from_rpc, rpc_reason
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, request_limit
-from pdserve.rpc.protobuf import throughput_from_pb
+from pdserve.rpc.protobuf import step_costs_from_pb
 from pdserve.rpc.tls import PeerTls
 from router.fleet.policy import BOTH, GENERATE, NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
@@ -74,7 +74,7 @@ class NodeClient:
         self._peers: frozenset[str] = frozenset()  # ids; a new set at changes only
         self._pause = PAUSE  # of the present report stream
         self._reported_at = 0.0
-        self._read_changed_at = 0.0  # time of the latest new read throughput
+        self._read_changed_at = 0.0  # time of the latest new read costs
         self._pool_calls: dict[PoolCall, Callable[[], bool]] = {}  # with whether another node could take it over
         self._dialer = Dialer(address, tls=tls)
         self._task = asyncio.create_task(self._watch(), name=f"watch {address}")
@@ -100,7 +100,7 @@ class NodeClient:
         node = self.description
         if self._view is not None or node is None:
             return self._view
-        throughput = throughput_from_pb(self._load.throughput)
+        costs = step_costs_from_pb(self._load.throughput)
         age = asyncio.get_running_loop().time() - self._read_changed_at
         self._view = NodeView(
             node_id=node.node_id,
@@ -116,7 +116,7 @@ class NodeClient:
             stalled=node.stalled,
             has_suspect=self.stream is not None and self.stream.suspect is not None,
             load=self._current_load(node.kv_layout.block_size),
-            throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(age)),
+            costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
         )
         return self._view

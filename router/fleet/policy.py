@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve import request_cost as cost
 from pdserve.errors import Overloaded
-from pdserve.request_cost import LinearCost, RequestLoad, Throughput
+from pdserve.request_cost import LinearCost, RequestLoad, StepCosts
 
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
 
@@ -33,7 +33,7 @@ class NodeView(msgspec.Struct, frozen=True):
     in_flight: int = 0  # requests of this router; on P, those still in prefill
     stalled: bool = False  # a step may never end: chosen only if all are
     load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
-    throughput: Throughput = Throughput()
+    costs: StepCosts = StepCosts()
     task: str = GENERATE
     hands_off_all: bool = False  # prompts of any length and cost
     has_suspect: bool = False  # a request of this router is on trial there
@@ -75,7 +75,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     model: str
     nodes: tuple[NodeView, ...]
     counter: int = 0
-    typical: Throughput | None = None
+    typical: StepCosts | None = None
 
     def usable(self, role: str) -> list[NodeView]:
         roles = (role, BOTH)
@@ -122,19 +122,19 @@ def least_loaded(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
 def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     """Choose the pair, or the D alone, of the lowest cost by pdserve/request_cost.py."""
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
-    typical = snapshot.typical or typical_throughput([*decodes, *prefills])
+    typical = snapshot.typical or typical_costs([*decodes, *prefills])
     ranked = _rank_prefills(prefills, request, typical, snapshot.counter)
     candidates: list[_Candidate] = []
     for decode in decodes:
-        load, throughput = decode.load, filled(decode.throughput, typical)
+        load, costs = decode.load, filled(decode.costs, typical)
         uncached = request.uncached(decode.node_id)
-        decoding = cost.decode_cost(load, throughput, request.num_tokens)
+        decoding = cost.decode_cost(load, costs, request.num_tokens)
         peer = next((prefill for prefill in ranked if decode.reads_from(prefill.node)), None)
         if peer is None or not decode.hands_off_all:
             prompt_cost = cost.prompt_cost if decode.prefills else cost.local_prompt_cost
-            candidates.append(_Candidate(decoding + prompt_cost(load, throughput, uncached), decode))
+            candidates.append(_Candidate(decoding + prompt_cost(load, costs, uncached), decode))
         if peer is not None:
-            seconds = decoding + peer.seconds + cost.handoff_cost(throughput, uncached)
+            seconds = decoding + peer.seconds + cost.handoff_cost(costs, uncached)
             candidates.append(_Candidate(seconds, decode, peer.node))
     cheapest = _cheapest(candidates)
     best = cheapest[snapshot.counter % len(cheapest)]
@@ -158,7 +158,7 @@ def pooling_node(
     if not nodes:
         raise no_serving_node(snapshot, task)
     if policy == PREFIX_AWARE:
-        typical = snapshot.typical or typical_throughput(nodes)
+        typical = snapshot.typical or typical_costs(nodes)
         return _rank_prefills(nodes, PolicyRequest(num_tokens), typical, snapshot.counter)[0].node.node_id
     if policy == LEAST_LOADED:
         nodes = _fewest_requests(nodes)
@@ -223,15 +223,15 @@ def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _rank_prefills(
-    prefills: list[NodeView], request: PolicyRequest, typical: Throughput, counter: int
+    prefills: list[NodeView], request: PolicyRequest, typical: StepCosts, counter: int
 ) -> list[_Candidate]:
     """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate."""
     if not prefills:
         return []
     ranked = []
     for node in prefills:
-        throughput, uncached = filled(node.throughput, typical), request.uncached(node.node_id)
-        seconds = cost.remote_prompt_cost(node.load, throughput, request.num_tokens, uncached)
+        costs, uncached = filled(node.costs, typical), request.uncached(node.node_id)
+        seconds = cost.remote_prompt_cost(node.load, costs, request.num_tokens, uncached)
         ranked.append(_Candidate(seconds, node))
     ranked.sort(key=lambda candidate: candidate.seconds)
     tied = len(_cheapest(ranked))
@@ -239,19 +239,19 @@ def _rank_prefills(
     return ranked[first:tied] + ranked[:first] + ranked[tied:]
 
 
-def typical_throughput(nodes: Sequence[NodeView]) -> Throughput:
+def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:
     """The mean of the measured costs; a default where no node has measured one."""
     means = {}
-    for name in Throughput.__struct_fields__:
-        if known := [line for node in nodes if (line := getattr(node.throughput, name))]:
+    for name in StepCosts.__struct_fields__:
+        if known := [line for node in nodes if (line := getattr(node.costs, name))]:
             means[name] = LinearCost(fmean(line.base for line in known), fmean(line.slope for line in known))
     return msgspec.structs.replace(cost.TYPICAL, **means)
 
 
-def filled(measured: Throughput, typical: Throughput) -> Throughput:
+def filled(measured: StepCosts, typical: StepCosts) -> StepCosts:
     """Fill the costs that a node has not measured with the typical ones."""
     if measured.prompt.base and measured.decode.base and measured.read.base:
         return measured
-    return Throughput(
+    return StepCosts(
         measured.prompt or typical.prompt, measured.decode or typical.decode, measured.read or typical.read
     )

@@ -51,7 +51,7 @@ def test_loads_are_measured_as_the_cost_of_tokens() -> None:
     result = ReadResult(order.read_id, seconds=0.5)
     connector.update(ModelRunnerOutput(StepOutput(0), KVConnectorOutput((result,))))
     assert connector.load_cost.at(8 * BLOCK) == pytest.approx(0.5)
-    assert node.scheduler.status().throughput.read == connector.load_cost
+    assert node.scheduler.status().costs.read == connector.load_cost
     node.close()
 
 

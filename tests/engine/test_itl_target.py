@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from itertools import pairwise
+from random import Random
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, seed, settings
-from hypothesis import strategies as st
 from toy import reference
 from toy_node import Node, WholeLaunches
 
 from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Rank
 from engine.scheduler.itl_target import ARRIVAL, MANY_PROMPTS, ItlTarget
-from engine.throughput_meter import ThroughputMeter
+from engine.step_cost_meter import StepCostMeter
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, LastChunk, Mode, PrefillLocally, StartRead
 from pdserve.records import ScheduledSequence, StepPlan
@@ -135,7 +134,7 @@ def test_idle_step_is_measured_without_a_trace(depth: tuple[int, int]) -> None:
 
 
 def test_default_target_follows_the_idle_step() -> None:
-    meter = ThroughputMeter()
+    meter = StepCostMeter()
     meter.add_step(32, 0, 0.006)
     measured = ItlTarget(meter, None, stages=1, block_size=4, first_chunk=10, idle_step=0.004)
     assert measured.seconds == pytest.approx(AUTO_ITL_STEPS * 0.004)
@@ -325,33 +324,21 @@ def step_of(decodes: int, *chunks: int) -> StepPlan:
     return StepPlan(1, scheduled=tuple(items), num_decodes=decodes)
 
 
-@given(
-    step=st.floats(1e-3, 1e-1),
-    prompt_token=st.floats(1e-6, 1e-3),
-    decode=st.floats(1e-6, 1e-3),
-    context=st.sampled_from([0.0, 1e-5, 1e-4]),
-    decodes=st.lists(st.integers(1, 64), min_size=1, max_size=4),
-    chunks=st.lists(st.tuples(st.integers(16, 4000), st.integers(0, 30_000)), min_size=1, max_size=20),
-    hidden=st.sampled_from([0.0, 0.5, 1.0]),
-)
-@settings(deadline=None, database=None)
-@seed(1)  # of examples at the ends of these ranges, one in a hundred errs more
-def test_meter_expects_what_mixed_steps_take(
-    step: float,
-    prompt_token: float,
-    decode: float,
-    context: float,
-    decodes: list[int],
-    chunks: list[tuple[int, int]],
-    hidden: float,
-) -> None:
+@pytest.mark.parametrize("number", range(100))
+def test_meter_expects_what_mixed_steps_take(number: int) -> None:
     """Within 10 % of the simulated cost model, for numbers of decodes and chunks like those measured.
 
     It is 20 % if the first tokens of a step are hidden, as the cost is then no line. ``hidden`` is the part of ``step``
-    in which a device computes prompt tokens that take no time of their own.
+    in which a device computes prompt tokens that take no time of their own. At the ends of these ranges, one case in a
+    hundred errs more.
     """
+    draw = Random(number)
+    step, prompt_token, decode = draw.uniform(1e-3, 1e-1), draw.uniform(1e-6, 1e-3), draw.uniform(1e-6, 1e-3)
+    context, hidden = draw.choice((0.0, 1e-5, 1e-4)), draw.choice((0.0, 0.5, 1.0))
+    decodes = [draw.randint(1, 64) for _ in range(draw.randint(1, 4))]
+    chunks = [(draw.randint(16, 4000), draw.randint(0, 30_000)) for _ in range(draw.randint(1, 20))]
     costs = SimulatedCosts(step=step, prompt_token=prompt_token, decode=decode)
-    meter = ThroughputMeter()
+    meter = StepCostMeter()
 
     def seconds(count: int, tokens: int, at: float) -> float:
         alone = costs.of_step(step_of(count))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.throughput_meter import LineFit, ThroughputMeter
+from engine.step_cost_meter import LineFit, StepCostMeter
 from node.reports import PromptShare
-from pdserve.request_cost import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, StepCosts
 
 
 @given(
@@ -50,20 +50,20 @@ def test_fit_follows_a_change() -> None:
 
 
 def test_prompts_decodes_and_reads_are_told_apart() -> None:
-    meter = ThroughputMeter()
-    assert meter.throughput(LinearCost()) == Throughput()
+    meter = StepCostMeter()
+    assert meter.costs(LinearCost()) == StepCosts()
     for count in range(1, 40):
         meter.add_step(count, 0, 0.005 + 0.001 * count)
     for count in range(100, 4000, 100):
         meter.add_step(3, count, 0.010 + 3 * 0.001 + count * 1e-4)
-    throughput = meter.throughput(LinearCost(0.002, 1e-5))
-    assert (throughput.decode.base, throughput.decode.slope) == pytest.approx((0.005, 0.001))
-    assert (throughput.prompt.base, throughput.prompt.slope) == pytest.approx((0.010, 1e-4))
-    assert (throughput.read.base, throughput.read.slope) == (0.002, 1e-5)
+    costs = meter.costs(LinearCost(0.002, 1e-5))
+    assert (costs.decode.base, costs.decode.slope) == pytest.approx((0.005, 0.001))
+    assert (costs.prompt.base, costs.prompt.slope) == pytest.approx((0.010, 1e-4))
+    assert (costs.read.base, costs.read.slope) == (0.002, 1e-5)
 
 
 def test_prompts_cost_what_they_add_to_a_decode_step() -> None:
-    meter = ThroughputMeter()
+    meter = StepCostMeter()
     for count in range(1, 40):
         assert meter.add_step(count, 0, 0.005 + 0.001 * count) == 0.0
     assert meter.add_step(10, 100, 0.025) == pytest.approx(0.010)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
-from pdserve.request_cost import LinearCost, RequestLoad, Throughput
+from pdserve.request_cost import LinearCost, RequestLoad, StepCosts
 from router.fleet.policy import (
     POLICIES,
     FleetSnapshot,
@@ -24,7 +24,7 @@ from router.fleet.policy import (
     round_robin,
 )
 
-THROUGHPUT = Throughput(prompt=LinearCost(5e-3, 25e-6), decode=LinearCost(5e-3, 20e-6), read=LinearCost(1e-3, 1e-6))
+COSTS = StepCosts(prompt=LinearCost(5e-3, 25e-6), decode=LinearCost(5e-3, 20e-6), read=LinearCost(1e-3, 1e-6))
 IDLE = RequestLoad(free_blocks=1000, total_blocks=1000, block_size=16)
 ASK = PolicyRequest(4000)
 
@@ -43,7 +43,7 @@ def prefill(name: str, **fields: object) -> NodeView:
 
 def view(name: str, role: str, **fields: object) -> NodeView:
     load = {key: fields.pop(key) for key in RequestLoad.__struct_fields__ if key in fields}
-    defaults = {"model": "m", "ready": True, "compat_hash": "h", "version": "1", "throughput": THROUGHPUT}
+    defaults = {"model": "m", "ready": True, "compat_hash": "h", "version": "1", "costs": COSTS}
     return NodeView(name, role, load=msgspec.structs.replace(IDLE, **load), **{**defaults, **fields})  # type: ignore[arg-type]
 
 
@@ -156,8 +156,8 @@ def test_full_decode_node_is_avoided() -> None:
 
 
 def test_slow_node_gets_fewer_requests() -> None:
-    slow = Throughput(prompt=LinearCost(5e-3, 100e-6), decode=THROUGHPUT.decode, read=THROUGHPUT.read)
-    nodes = (decode("d0"), prefill("p0", throughput=slow), prefill("p1", backlog=3000))
+    slow = StepCosts(prompt=LinearCost(5e-3, 100e-6), decode=COSTS.decode, read=COSTS.read)
+    nodes = (decode("d0"), prefill("p0", costs=slow), prefill("p1", backlog=3000))
     assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("d0", "p1")
 
 
@@ -165,19 +165,16 @@ def test_slow_read_throughput_is_tried_again_after_a_while() -> None:
     """Otherwise no read would ever measure it again."""
     slow = LinearCost(0.0, 2e-3)
     for age, prefill_node in ((0.0, None), (120.0, "p0")):
-        throughput = msgspec.structs.replace(THROUGHPUT, read=slow.aged(age))
-        assert (
-            prefix_aware(FleetSnapshot("m", (decode("d0", throughput=throughput), prefill("p0"))), ASK).prefill
-            == prefill_node
-        )
+        costs = msgspec.structs.replace(COSTS, read=slow.aged(age))
+        assert prefix_aware(FleetSnapshot("m", (decode("d0", costs=costs), prefill("p0"))), ASK).prefill == prefill_node
 
 
 def test_unmeasured_costs_default_to_the_mean() -> None:
-    slow = Throughput(prompt=LinearCost(5e-3, 1e-3), decode=THROUGHPUT.decode, read=THROUGHPUT.read)
+    slow = StepCosts(prompt=LinearCost(5e-3, 1e-3), decode=COSTS.decode, read=COSTS.read)
     nodes = (
-        decode("d0", throughput=Throughput()),
-        prefill("p0", throughput=slow),
-        prefill("p1", throughput=Throughput()),
+        decode("d0", costs=StepCosts()),
+        prefill("p0", costs=slow),
+        prefill("p1", costs=StepCosts()),
     )
     assert {prefix_aware(FleetSnapshot("m", nodes, counter), ASK).prefill for counter in range(2)} == {"p0", "p1"}
 
@@ -236,7 +233,7 @@ views = st.builds(
     in_flight=st.integers(0, 3),
     connected_peers=st.frozensets(st.sampled_from("abcdefgh")),
     load=loads,
-    throughput=st.builds(Throughput, lines, lines, lines),
+    costs=st.builds(StepCosts, lines, lines, lines),
 )
 snapshots = st.builds(
     FleetSnapshot,

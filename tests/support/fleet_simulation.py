@@ -126,7 +126,7 @@ class Simulation:
             connected_peers=self._peers,
             in_flight=router.in_flight[node.name],
             load=load,
-            throughput=node.throughput,
+            costs=node.costs,
         )
         router.views[node.name] = view
         return view
@@ -177,7 +177,7 @@ def poisson(
 
 @dataclass(frozen=True)
 class Figures:
-    """Results of jobs: seconds by percentile, the mean duration, and throughput per second."""
+    """Results of jobs: seconds by percentile, the mean duration, and throughput."""
 
     ttft: dict[int, float]
     per_token: dict[int, float]

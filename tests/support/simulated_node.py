@@ -17,7 +17,7 @@ import msgspec
 
 from engine.scheduler.itl_target import ARRIVAL, BURST, MANY_PROMPTS, PAUSE
 from node.reports import PromptShare
-from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, Throughput, auto_itl_target
+from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, StepCosts, auto_itl_target
 
 BLOCK = 16  # tokens
 KV_TOKENS = 800_000  # of a node
@@ -30,7 +30,7 @@ _FIRST_TOKEN = 2.5e-3  # seconds that a handoff adds to the first token
 class NodeCosts(NamedTuple):
     """Seconds: of steps and reads, and of a step per token of context of its decodes (cli/plan/measured)."""
 
-    lines: Throughput = TYPICAL
+    lines: StepCosts = TYPICAL
     context: float = 34.5e-9
 
 
@@ -163,7 +163,7 @@ class SimulatedNode:
     # ------------------------------------------------------------ reports
 
     @property
-    def throughput(self) -> Throughput:
+    def costs(self) -> StepCosts:
         """The costs as the node measures them: decodes have the contexts of its sequences."""
         context = self._context / len(self.decoding) if self.decoding else _TYPICAL_CONTEXT
         line = self._lines.decode
@@ -174,7 +174,7 @@ class SimulatedNode:
     def itl_target(self) -> float:
         if self._itl_target is not None:
             return self._itl_target
-        decode = self.throughput.decode
+        decode = self.costs.decode
         return auto_itl_target(decode.at(1), decode.at(max(1, len(self.decoding))))
 
     @property

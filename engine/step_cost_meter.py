@@ -6,13 +6,13 @@ import math
 from typing import NamedTuple
 
 from pdserve.records import StepPlan
-from pdserve.request_cost import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, StepCosts
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
-_ODD = 1.5  # times what is expected
-_FEW_ODD = 2  # odd steps that are no rule yet
+_OUTLIER_RATIO = 1.5  # of measured to expected seconds; the first use of a kernel takes longer
+_FEW_OUTLIERS = 2  # so many in a row are no rule yet
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
 _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
 
@@ -139,8 +139,8 @@ def _two_terms(products: tuple[float, float, float], sums: tuple[float, float]) 
     return (x, 0.0) if p * x >= q * y else (0.0, y)  # one term takes half of this off the error
 
 
-class ThroughputMeter:
-    """Measures the throughput of a node.
+class StepCostMeter:
+    """Measures the costs of a node.
 
     A step of ``decodes`` sequences and prompts takes ``decode.at(decodes)`` seconds and those that ``chunk`` adds. So
     the base of a step, which reads the weights, counts once. ``context`` is the mean number of tokens that a prompt
@@ -152,7 +152,7 @@ class ThroughputMeter:
         self._decodes = LineFit(_KEEP_DECODES, flat=True)
         self._chunks = ChunkFit(_KEEP)
         self._chunk: ChunkCost | None = None
-        self._num_odd = 0  # odd steps, less those that were as expected
+        self._num_outliers = 0  # less the steps that were as expected
 
     def add_step(self, decodes: int, prompt_tokens: int, seconds: float, context: float = 0.0) -> float:
         """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences.
@@ -162,30 +162,32 @@ class ThroughputMeter:
         if not prompt_tokens:
             self._decodes.add(decodes, self._credible(self._decodes.line.at(decodes), seconds))
             return 0.0
-        line, usual, token = self._decodes.line, self._prompts.mean_x, self._prompts.line.slope
+        line, token = self._decodes.line, self._prompts.line.slope
+        usual_tokens = self._prompts.mean_x
         self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * line.slope))
         if not decodes:
             return seconds
         added = max(0.0, seconds - line.at(decodes))
         expected = self._chunk.at(prompt_tokens, context) if self._chunk else 0.0
         if self._decodes and (added or expected):  # else all of it is hidden, as expected
-            if not self._chunks and usual >= _LARGE:  # a first small chunk would tell little about large ones
+            if not self._chunks and usual_tokens >= _LARGE:  # a first small chunk would tell little about large ones
                 self._chunks.add(_LARGE, 0.0, _LARGE * token)
             self._chunks.add(prompt_tokens, context, min(added, self._credible(expected, added, line.base)))
             self._chunk = self._chunks.cost(line.base)
         return added
 
     def _credible(self, expected: float, measured: float, least: float = 0.0) -> float:
-        """Return the most seconds to learn from: an odd step, such as the first of a kernel, counts little.
+        """Return the most seconds to learn from: an outlier, such as the first step of a kernel, counts little.
 
-        Several odd ones are a rule. No step is oddly fast: then the fit was wrong. Nor is any odd if no more than
-        ``least`` seconds are expected.
+        Several outliers are a rule. A fast step is none: then the fit was wrong. Nor is any, if no more than ``least``
+        seconds are expected.
         """
         if expected <= least:
             return measured
-        odd = measured > expected * _ODD
-        self._num_odd = max(0, self._num_odd + (1 if odd else -1))
-        return expected * _ODD if odd and self._num_odd <= _FEW_ODD else measured
+        most = expected * _OUTLIER_RATIO
+        is_outlier = measured > most
+        self._num_outliers = max(0, self._num_outliers + (1 if is_outlier else -1))
+        return most if is_outlier and self._num_outliers <= _FEW_OUTLIERS else measured
 
     @property
     def measures_decodes(self) -> bool:
@@ -214,6 +216,6 @@ class ThroughputMeter:
             return math.inf
         return self._decodes.line.at(sequences) + (self._prompts.line.at(prompt_tokens) if prompt_tokens else 0.0)
 
-    def throughput(self, read: LinearCost) -> Throughput:
+    def costs(self, read: LinearCost) -> StepCosts:
         """Return the measured costs of steps, with those of KV reads."""
-        return Throughput(self._prompts.line, self._decodes.line, read)
+        return StepCosts(self._prompts.line, self._decodes.line, read)
