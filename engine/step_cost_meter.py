@@ -24,9 +24,13 @@ class LineFit:
     """
 
     def __init__(self, keep: float, flat: bool = False) -> None:
-        self._keep, self._flat = keep, flat
-        self._weight = self._x = self._y = 0.0  # sum of weights; means
-        self._xx = self._xy = 0.0  # weighted sums of squares and products about the means
+        self._keep = keep
+        self._flat = flat
+        self._weight = 0.0  # sum of weights
+        self._x = 0.0  # means
+        self._y = 0.0
+        self._xx = 0.0  # weighted sums of squares and products about the means
+        self._xy = 0.0
 
     def __bool__(self) -> bool:
         return self._weight > 0.0
@@ -72,7 +76,8 @@ class ChunkFit:
 
         max(0, tokens · (token + slope · context) - hidden)
 
-    ``hidden`` is the part that takes no time of its own: a GPU computes some tokens while it reads the weights.
+    ``hidden`` is the part that takes no time of its own: a GPU computes some tokens while it reads the weights. The fit
+    goes on while the node serves: costs measured once miss lower clocks, and what other processes take of the device.
     """
 
     def __init__(self, keep: float) -> None:

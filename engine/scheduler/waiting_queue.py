@@ -38,8 +38,9 @@ class WaitingQueue:
 
     def admit(self, sequence: Sequence, cached: int) -> None:
         """Remove a sequence that is admitted; its first ``cached`` tokens are free."""
-        free = max(0, cached - sequence.charged)
-        self._queue.take(sequence, sequence.request.client, sequence.request.priority, sequence.charge() - free)
+        uncharged_hits = max(0, cached - sequence.charged)
+        cost = sequence.charge() - uncharged_hits
+        self._queue.take(sequence, sequence.request.client, sequence.request.priority, cost)
 
     def remove(self, sequence: Sequence) -> None:
         """Raises ValueError if the sequence is not queued."""
