@@ -10,10 +10,10 @@ ready at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Collection
 
-from engine.request import Constraint, Request
-from engine.request import Sequence as Choice
+from engine.request import Constraint, Request, Sequence
 from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers
 from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.errors import RequestError
@@ -28,7 +28,7 @@ class GrammarConstraints:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._compiling: dict[str, list[Request]] = {}  # by grammar: the requests that wait for it
-        self._choices: dict[Constraint, Choice] = {}  # whose next mask is being computed
+        self._advancing: dict[Constraint, Sequence] = {}  # whose next mask is being computed
         self._advances: list[Advance] = []  # not sent to the workers yet
 
     @property
@@ -60,26 +60,26 @@ class GrammarConstraints:
         for requests in self._compiling.values():
             requests[:] = [request for request in requests if request.rid != rid]
 
-    def begin(self, choice: Choice) -> None:
-        """Constrain a new choice, which may have output already."""
-        request = choice.request
+    def begin(self, sequence: Sequence) -> None:
+        """Constrain a new sequence, which may have output already."""
+        request = sequence.request
         if request.rules is None and request.sampling.has_token_rules:
             request.rules = TokenRules(request.sampling, self._vocab_size)
         grammar, rules = request.grammar, request.rules
         if grammar is None and rules is None:
             return
-        choice.constraint = Constraint(grammar, None if rules is None else ChoiceRules(rules))
-        if grammar is None or rules is not None or choice.num_outputs:
-            self._advance(choice, choice.token_ids[choice.prompt_len :])
+        sequence.constraint = Constraint(grammar, None if rules is None else ChoiceRules(rules))
+        if grammar is None or rules is not None or sequence.num_outputs:
+            self._advance(sequence, sequence.token_ids[sequence.prompt_len :])
         else:
-            mask, forbidden = grammar.first_mask, self._forbidden(choice)
-            choice.constraint.mask = without(mask, forbidden) if forbidden else mask
+            mask, forbidden = grammar.first_mask, self._forbidden(sequence)
+            sequence.constraint.mask = without(mask, forbidden) if forbidden else mask
 
-    def sampled(self, choice: Choice, num_tokens: int = 1) -> None:
-        """Advance a choice by its newest tokens."""
-        if choice.constraint is not None:
-            choice.constraint.mask = None
-            self._advance(choice, choice.token_ids[-num_tokens:])
+    def sampled(self, sequence: Sequence, num_tokens: int = 1) -> None:
+        """Advance a sequence by its newest tokens."""
+        if sequence.constraint is not None:
+            sequence.constraint.mask = None
+            self._advance(sequence, sequence.token_ids[-num_tokens:])
 
     def request_masks(self) -> None:
         """Send the advances since the last call to the workers."""
@@ -101,29 +101,29 @@ class GrammarConstraints:
                     else:
                         failed.append((request.rid, found.result))
                 continue
-            choice = self._choices.pop(found.constraint)
+            sequence = self._advancing.pop(found.constraint)
             if isinstance(found.result, bytes):
                 found.constraint.mask = found.result
-            elif not choice.ended:
-                failed.append((choice.request.rid, found.result))
+            elif not sequence.ended:
+                failed.append((sequence.request.rid, found.result))
         return ready, failed
 
-    def _advance(self, choice: Choice, token_ids: Sequence[int]) -> None:
-        constraint = choice.constraint
+    def _advance(self, sequence: Sequence, token_ids: array[int]) -> None:
+        constraint = sequence.constraint
         assert constraint is not None
-        rules, forbidden = constraint.rules, self._forbidden(choice)
+        rules, forbidden = constraint.rules, self._forbidden(sequence)
         allowed: tuple[bytes, ...] = ()
         if rules is not None:
-            allowed = rules.masks(choice.token_ids, choice.prompt_len, forbidden)
+            allowed = rules.masks(sequence.token_ids, sequence.prompt_len, forbidden)
             if constraint.grammar is None:
                 constraint.mask, constraint.fixed = allowed[0], rules.always_fixed and not forbidden
                 return
-        self._choices[constraint] = choice
-        self._advances.append(Advance(choice.request.client, constraint, token_ids, forbidden, allowed))
+        self._advancing[constraint] = sequence
+        self._advances.append(Advance(sequence.request.client, constraint, token_ids, forbidden, allowed))
 
-    def _forbidden(self, choice: Choice) -> frozenset[int]:
-        """Return the tokens that would end a choice before ``min_tokens``."""
-        sampling = choice.request.sampling
-        if choice.num_outputs >= sampling.min_tokens:
+    def _forbidden(self, sequence: Sequence) -> frozenset[int]:
+        """Return the tokens that would end a sequence before ``min_tokens``."""
+        sampling = sequence.request.sampling
+        if sequence.num_outputs >= sampling.min_tokens:
             return frozenset()
         return self._eos_token_ids.union(sampling.stop_token_ids)

@@ -11,7 +11,7 @@ import engine
 from engine.request import Sequence
 
 _OWN = {field.name for field in fields(Sequence)} - {"constraint"}  # GrammarConstraints sets it
-_NAMES = {"sequence", "choice", "branch", "each", "head", "victim"}  # of sequences in engine/
+_NAMES = {"sequence", "branch", "each", "head", "victim"}  # of sequences in engine/
 _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear"}  # of lists
 
 
