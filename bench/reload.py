@@ -30,7 +30,7 @@ from pdserve.config.device import detect_devices
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 from runner import build
 from runner.loading.stored_dtypes import STORED_DTYPES
 

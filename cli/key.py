@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pdserve.api_keys import NAME, key_entry, new_key
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.process import run_command
+from router.gate.api_keys import NAME, key_entry, new_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from pdserve.rpc.address import split_address
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.rpc.tls import PeerTls
-from pdserve.weight_change import WAIT, WHEN
+from pdserve.weights.change import WAIT, WHEN
 
 _PIECE = 256 << 10  # bytes; every node takes a message of this size (pdserve/rpc/message_limits.py)
 _DESCRIBE_SECONDS = 10.0

@@ -14,7 +14,7 @@ from connector.setup import BackEnd, ConnectorSetup
 from pdserve.errors import ConfigError
 from pdserve.protocols import KVConnector, WeightReader, WeightSource
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
-from pdserve.weight_sharing import OfferedMemory, WeightPeer
+from pdserve.weights.sharing import OfferedMemory, WeightPeer
 
 BACK_ENDS = {
     "nixl": "connector.backends.nixl.nixl_connector:NixlConnector",  # one-sided reads, between processes and hosts

@@ -34,8 +34,8 @@ from pdserve.ipc.messages import (
 )
 from pdserve.records import RankKV
 from pdserve.transports import Connected
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import RankWeights, WeightPeer
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import RankWeights, WeightPeer
 
 _SLEEP_SECONDS = 10.0  # for all ranks to free their devices
 

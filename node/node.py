@@ -38,7 +38,7 @@ from pdserve.ipc.heartbeat_monitor import LivenessWatch
 from pdserve.ipc.messages import Ping, Progress
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter
-from pdserve.weight_change import ABORT, WeightChange
+from pdserve.weights.change import ABORT, WeightChange
 
 _log = logging.getLogger(__name__)
 

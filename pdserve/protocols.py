@@ -8,8 +8,8 @@ from typing import Protocol
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
 
 class PendingStep(Protocol):

@@ -15,8 +15,8 @@ from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import KVRegion, StepOutput, StepPlan
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import OfferedMemory
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages

@@ -34,8 +34,8 @@ from pdserve.records import (
     TokenLogprobs,
 )
 from pdserve.sampling_params import SamplingParams
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import OfferedMemory
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 _Sample = tuple[int, TokenLogprobs | None]  # a token of one choice

@@ -28,7 +28,7 @@ from pdserve.process import EXIT_FAILED
 from pdserve.protocols import ModelRunner, WeightSource
 from pdserve.records import RankKV
 from pdserve.rpc.address import join_address, split_address
-from pdserve.weight_sharing import RankWeights, WeightPeer
+from pdserve.weights.sharing import RankWeights, WeightPeer
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from pdserve.errors import CheckpointError
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.pausing import Pausing, completed
 from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 
 
 class Executor:

@@ -12,8 +12,8 @@ from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import RankWeights
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import RankWeights
 
 #: A launched step: called once, in the order of launches, it waits for the step's tokens, then polls connectors.
 Pending = Callable[[], ModelRunnerOutput]

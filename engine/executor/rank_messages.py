@@ -27,8 +27,8 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.ipc.messages import Failed, Heartbeat, Shutdown
 from pdserve.kv import KVLayout
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import RankWeights, WeightPeer
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import RankWeights, WeightPeer
 
 MAX_HELLO_BYTES = 1 << 20  # any program may connect; a layer's tensor groups take about 200 bytes, a file 100
 

@@ -38,7 +38,7 @@ from pdserve.errors import CapacityError, CheckpointError, ConfigError, NodeErro
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
-from pdserve.weight_change import WAIT, WHEN, WeightChange
+from pdserve.weights.change import WAIT, WHEN, WeightChange
 
 CHANGES_SERVICE = "pdserve.v1.WeightChanges"
 

@@ -31,7 +31,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import abort, error_from_rpc
-from pdserve.weight_sharing import RankWeights, StoredSize, TensorPart, WeightPeer, check_rank
+from pdserve.weights.sharing import RankWeights, StoredSize, TensorPart, WeightPeer, check_rank
 
 WEIGHTS_SERVICE = "pdserve.v1.Weights"
 

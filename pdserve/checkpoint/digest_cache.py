@@ -19,7 +19,7 @@ import msgspec
 from pdserve.checkpoint.file_states import is_settled
 from pdserve.checkpoint.files import DECODE_ERRORS, read_file
 from pdserve.errors import CheckpointError
-from pdserve.weight_change import FileState
+from pdserve.weights.change import FileState
 
 _log = logging.getLogger(__name__)
 

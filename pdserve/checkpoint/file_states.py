@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pdserve.checkpoint.files import open_regular
 from pdserve.errors import CheckpointError, shown
-from pdserve.weight_change import FileState, FileStates
+from pdserve.weights.change import FileState, FileStates
 
 _TICK = 0.02  # seconds; two changes within a tick of the file system's clock leave the same times
 

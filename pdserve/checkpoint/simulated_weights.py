@@ -11,7 +11,7 @@ from pdserve.checkpoint.file_states import check_unchanged, open_settled
 from pdserve.checkpoint.files import read_file
 from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import weight_files
-from pdserve.weight_change import FileStates
+from pdserve.weights.change import FileStates
 
 _MAX_CONFIG, _END = 1 << 20, 1 << 16  # bytes
 

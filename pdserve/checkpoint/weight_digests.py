@@ -30,7 +30,7 @@ from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.safetensors_header import Tensor, header_of
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.errors import CheckpointError
-from pdserve.weight_change import FileStates
+from pdserve.weights.change import FileStates
 
 _log = logging.getLogger(__name__)
 

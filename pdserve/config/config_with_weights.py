@@ -13,7 +13,7 @@ from pdserve.checkpoint.simulated_weights import simulated_digest
 from pdserve.checkpoint.weight_digests import checkpoint_digests, fold_digests, known_digests
 from pdserve.config.compatibility import WEIGHTS_OF
 from pdserve.config.node_config import NodeConfig
-from pdserve.weight_change import FileStates
+from pdserve.weights.change import FileStates
 
 
 def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:

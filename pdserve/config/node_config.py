@@ -11,7 +11,7 @@ from pdserve.kv import KVLayout, KVScales, KVShare
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import PoolingConfig
 from pdserve.rpc.timeouts import PeerTiming
-from pdserve.weight_change import FileStates
+from pdserve.weights.change import FileStates
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):

@@ -44,8 +44,8 @@ from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResu
 from pdserve.request_cost import StepCosts
 from pdserve.sampling_params import SamplingParams
 from pdserve.transports import Connected
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import RankWeights, WeightPeer
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import RankWeights, WeightPeer
 
 #: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.
 Outputs = tuple[tuple[int, ...], ...]

@@ -22,9 +22,9 @@ from typing import Annotated
 
 import msgspec
 
-from pdserve.api_keys import NAME, key_digest
 from pdserve.errors import ConfigError, shown
 from router.file_reload import FileReloader
+from router.gate.api_keys import NAME, key_digest
 
 MAX_KEYS = 10_000  # each name is a metrics label
 _PREFIX_BYTES = 4  # of a digest: nearly unique among MAX_KEYS

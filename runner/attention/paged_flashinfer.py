@@ -27,8 +27,8 @@ from pdserve.model.model_config import ModelConfig
 from runner.attention.flashinfer import FlashInferPrefill, Pages, Rows, Sizes
 from runner.attention.paged_triton import PagedTritonAttention
 from runner.batch import AttentionBatch
+from runner.kernels.attention.pages import PageLists
 from runner.kernels.gather import GatheredKeys
-from runner.kernels.pages import PageLists
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 

@@ -16,10 +16,10 @@ from pdserve.config.attention_backends import fits_triton
 from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
-from runner.kernels.decode_attention import SplitDecode
-from runner.kernels.prefill_attention import prefill_attention
-from runner.kernels.rope_store import rope_store
-from runner.kernels.store_kv import store_kv
+from runner.kernels.attention.decode_attention import SplitDecode
+from runner.kernels.attention.prefill_attention import prefill_attention
+from runner.kernels.attention.rope_store import rope_store
+from runner.kernels.attention.store_kv import store_kv
 from runner.kernels.tiles import choose_tiles
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdserve.kv import UNSCALED, KVScales
 from runner.batch import AttentionBatch
-from runner.kernels.fp8 import from_cache
+from runner.kernels.products.fp8 import from_cache
 
 TILE = 128  # tokens; each sequence begins at a multiple, and the rest of its last tile is zero
 _ROW_CHUNK = 256

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runner.batch import Quantized
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
-from runner.kernels.fp8 import quantized_rows, rounded_to
+from runner.kernels.products.fp8 import quantized_rows, rounded_to
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 from pdserve.checkpoint.file_states import check_unchanged, open_settled
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.errors import CheckpointError
-from pdserve.weight_change import FileState
+from pdserve.weights.change import FileState
 from runner.loading.stored_dtypes import TORCH_DTYPES
 
 _MAX_THREADS = 8

@@ -16,8 +16,8 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.protocols import WeightReader
-from pdserve.weight_change import FileStates
-from pdserve.weight_sharing import OfferedMemory
+from pdserve.weights.change import FileStates
+from pdserve.weights.sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.memory import check_room

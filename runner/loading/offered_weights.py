@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.records import KVRegion
-from pdserve.weight_sharing import OfferedMemory, TensorPart
+from pdserve.weights.sharing import OfferedMemory, TensorPart
 from runner.loading.stored_dtypes import STORED_DTYPES
 from runner.models.layers.weight_shard import WeightShard
 

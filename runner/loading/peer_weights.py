@@ -22,7 +22,7 @@ from pdserve.checkpoint.weight_digests import tensor_digest
 from pdserve.errors import CapacityError, PdserveError
 from pdserve.protocols import WeightReader
 from pdserve.records import KVRegion
-from pdserve.weight_sharing import PartRead, cover, find_tensors
+from pdserve.weights.sharing import PartRead, cover, find_tensors
 from runner.loading.stored_dtypes import STORED_DTYPES
 
 _log = logging.getLogger(__name__)

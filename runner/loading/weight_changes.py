@@ -20,7 +20,7 @@ from pdserve.config.config_with_weights import with_reload
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CheckpointError, PdserveError
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 from runner.loading.memory import free_memory
 from runner.loading.model_loader import LoadedModel
 from runner.loading.patches import CheckedPatch

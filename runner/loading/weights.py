@@ -27,7 +27,7 @@ from pdserve.model.kept_weights import is_linear
 from pdserve.model.model_config import NATIVE, ModelConfig
 from pdserve.model.text_part import causal_name, text_headers
 from pdserve.model.weight_formats import storage_rules
-from pdserve.weight_change import FileStates
+from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.peer_weights import PeerWeights
 from runner.models.layers.weight_shard import WeightShard

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fleet import MODEL_NAME, Fleet
 
-from pdserve.api_keys import key_entry, new_key
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from router.gate.api_keys import key_entry, new_key
 
 #: float32, because scores are compared with those of transformers.
 REAL_NODES = ("--dtype", "float32")

@@ -18,7 +18,7 @@ from watched_fleet import HOSTILE, Streams
 from web_pages import CONTRASTS, PATIENCE, Watched
 
 from cli import numbers
-from pdserve.api_keys import key_entry, new_key
+from router.gate.api_keys import key_entry, new_key
 
 
 @pytest.fixture

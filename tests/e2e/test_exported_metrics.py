@@ -14,8 +14,8 @@ from exposition import documented_metrics, metrics_url, samples, scrape, value
 from fleet import MODEL_NAME, Fleet, NodeProcess, copy_without_weights, start_fleet
 from machine import patience
 
-from pdserve.api_keys import key_entry, new_key
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from router.gate.api_keys import key_entry, new_key
 
 NODE = ["--engine", "simulated", "--metrics-port", "0"]
 SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a step takes one second

@@ -13,8 +13,8 @@ import pytest
 from fleet import Fleet, start_fleet
 from machine import patience
 
-from pdserve.api_keys import key_entry, new_key
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from router.gate.api_keys import key_entry, new_key
 
 SIMULATED = ["--engine", "simulated"]
 LONG = {"prompt": list(range(10, 1010)), "max_tokens": 60, "ignore_eos": True}

@@ -11,7 +11,7 @@ from exposition import metrics_url, scrape, value
 from fleet import MODEL_NAME, Fleet, copy_without_weights, start_fleet
 from machine import patience
 
-from pdserve.api_keys import key_entry, new_key
+from router.gate.api_keys import key_entry, new_key
 from router.gate.keys import Client
 
 FIELDS = {"alice": "", "bob": "", "clerk": 'tenant = "alice"', "dan": "share = true", "eve": "share = true"}

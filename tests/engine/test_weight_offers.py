@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from node.weights.peers import ReceivedOffer
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.weight_sharing import StoredSize, cover, find_tensors
+from pdserve.weights.sharing import StoredSize, cover, find_tensors
 
 SIZES = {
     "a": StoredSize((4, 6), 48),

@@ -17,8 +17,8 @@ import numpy as np
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, StepOutput, StepPlan
-from pdserve.weight_change import FileStates, WeightChange
-from pdserve.weight_sharing import OfferedMemory
+from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000

@@ -37,8 +37,8 @@ from overlays import headless_services, pods
 from policies import NAMESPACE, Endpoint, open_ports
 from running_pod import RunningPod
 
-from pdserve.api_keys import key_entry, new_key
 from pdserve.rpc.tls import PeerTls
+from router.gate.api_keys import key_entry, new_key
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

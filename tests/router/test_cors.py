@@ -11,8 +11,8 @@ import pytest
 from router_process import router_process
 from scripted_node import Conversation, ScriptedNode
 
-from pdserve.api_keys import key_entry, new_key
 from router.__main__ import main
+from router.gate.api_keys import key_entry, new_key
 
 ORIGIN = "https://chat.example"
 PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}

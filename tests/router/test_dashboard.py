@@ -13,9 +13,9 @@ from machine import patience
 from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 
-from pdserve.api_keys import key_entry, new_key
 from pdserve.pb import pdserve_pb2 as pb
 from router.dashboard.live import STATE_PATH, LiveNode, LiveReport
+from router.gate.api_keys import key_entry, new_key
 
 PAGE = ["/dashboard", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"]
 CHAT_PAGE = ["/", "/chat/main.js", "/chat/style.css", "/chat/dom.js"]

@@ -18,10 +18,10 @@ from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
 from cli.main import main
-from pdserve.api_keys import key_entry, new_key
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2 as pb
 from router.dashboard.live import STATE_PATH
+from router.gate.api_keys import key_entry, new_key
 from router.gate.keys import Client, parse_keys
 from router.gate.refused_keys import MAX_NETWORKS, PER_MINUTE, RefusedKeys
 

@@ -18,7 +18,7 @@ from machine import patience
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from vector_node import VectorNode, vector_of
 
-from pdserve.api_keys import key_entry, new_key
+from router.gate.api_keys import key_entry, new_key
 from router.gate.keys import Client
 from router.pooling.batches import MAX_PROMPTS, split
 from router.pooling.prompts import DEFAULT_INSTRUCTION, RERANKER_PROMPT

@@ -22,7 +22,7 @@ from websockets.asyncio.client import connect as connect_tls
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from pdserve.api_keys import key_entry, new_key
+from router.gate.api_keys import key_entry, new_key
 from router.gate.keys import Client
 from router.text.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from machine import patience
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
-from pdserve.api_keys import key_entry, new_key
+from router.gate.api_keys import key_entry, new_key
 from router.gate.keys import Client
 from router.responses_api.response_database import ResponseDatabase, StoreLimits
 from router.text.tokenizer import Tokenizer

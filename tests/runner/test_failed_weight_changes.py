@@ -28,7 +28,7 @@ from pdserve.config.config_with_weights import with_reload
 from pdserve.errors import CheckpointError, NodeError
 from pdserve.protocols import ModelRunner
 from pdserve.sampling_params import SamplingParams
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 from runner.base import BaseModelRunner
 from runner.loading.patches import CheckedPatch
 

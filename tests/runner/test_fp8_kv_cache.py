@@ -21,7 +21,7 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, ConfigError
 from pdserve.kv import UNSCALED, KVScales
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 from runner.base import BaseModelRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU Triton's interpreter runs V2's kernels

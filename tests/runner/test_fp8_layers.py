@@ -21,9 +21,10 @@ from pdserve.config.quantized_layers import kept_problem
 from pdserve.model.model_config import load_model_config
 from pdserve.protocols import ModelRunner
 from pdserve.sampling_params import SamplingParams
-from runner.kernels import activation, fp8_products
-from runner.kernels.expert_reference import choose_experts
-from runner.kernels.fp8_few_tokens import FewTokens
+from runner.kernels import activation
+from runner.kernels.experts.expert_reference import choose_experts
+from runner.kernels.products import fp8_products
+from runner.kernels.products.fp8_few_tokens import FewTokens
 from runner.kernels.reference import silu_and_mul
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard, fp8

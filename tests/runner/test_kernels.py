@@ -12,13 +12,13 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import UNSCALED, KVScales
 from runner.batch import HeadNorms, Quantized, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
+from runner.kernels.attention.pages import PageLists
+from runner.kernels.attention.rope_store import rope_store
 from runner.kernels.embedding import embed
-from runner.kernels.fp8_products import quantize
 from runner.kernels.gather import TILE, GatheredKeys
-from runner.kernels.gemv import gemv
-from runner.kernels.pages import PageLists
+from runner.kernels.products.fp8_products import quantize
+from runner.kernels.products.gemv import gemv
 from runner.kernels.reference import apply_rotary, expand_cos_sin, rms_norm
-from runner.kernels.rope_store import rope_store
 from runner.kv_cache import KVCache
 from runner.models.layers.pointwise_ops import PointwiseOps
 from runner.models.layers.triton_ops import TritonPointwiseOps

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.batch import Routing
-from runner.kernels import activation, expert_reference, fp8_products, reference
-from runner.kernels.grouped_fp8 import MOST_ROWS, grouped_fp8
-from runner.kernels.grouped_gemm import grouped_gemm, sum_experts
-from runner.kernels.grouped_tiles import group_rows
+from runner.kernels import activation, reference
+from runner.kernels.experts import expert_reference
+from runner.kernels.experts.grouped_fp8 import MOST_ROWS, grouped_fp8
+from runner.kernels.experts.grouped_gemm import grouped_gemm, sum_experts
+from runner.kernels.experts.grouped_tiles import group_rows
+from runner.kernels.experts.routing import choose_experts
+from runner.kernels.products import fp8_products
 from runner.kernels.reference import silu_and_mul
-from runner.kernels.routing import choose_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUTERS: dict[str, dict[str, Any]] = {

@@ -21,10 +21,10 @@ from pdserve.config.quantized_layers import kept_problem
 from pdserve.errors import CheckpointError
 from pdserve.model.model_config import load_model_config
 from pdserve.model.moe import MoEConfig
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 from runner.batch import Routing
-from runner.kernels import expert_reference, mxfp4_words
-from runner.kernels.grouped_mxfp4 import compiler_problem, grouped_mxfp4, rows_of_experts
+from runner.kernels.experts import expert_reference, mxfp4_words
+from runner.kernels.experts.grouped_mxfp4 import compiler_problem, grouped_mxfp4, rows_of_experts
 from runner.kernels.reference import clamped_swiglu
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard

@@ -21,7 +21,7 @@ import connector
 import runner
 from pdserve.checkpoint.weight_digests import checkpoint_digests, known_digests
 from pdserve.protocols import ModelRunner, WeightReader, WeightSource
-from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, TensorPart, WeightPeer, cover
+from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, TensorPart, WeightPeer, cover
 
 PROMPT = [(7 * index) % 120 + 3 for index in range(30)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sass import find_overwritten
 
-from runner.kernels.grouped_mxfp4 import overwrites_operands
+from runner.kernels.experts.grouped_mxfp4 import overwrites_operands
 
 TESTS = Path(__file__).parents[1]
 LOOP = """

@@ -17,7 +17,7 @@ from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder, SamplingMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

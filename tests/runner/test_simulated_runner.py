@@ -21,7 +21,7 @@ from pdserve.protocols import ModelRunner
 from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 
 EOS = {0, 2}  # of the embedded model
 

@@ -21,7 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdserve.model.attention_spec import AttentionSpec
-from runner.kernels import grouped_mxfp4, mxfp4_words, prefill_attention, tiles
+from runner.kernels import tiles
+from runner.kernels.attention import prefill_attention
+from runner.kernels.experts import grouped_mxfp4, mxfp4_words
 from runner.placement import TensorPlacement
 
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -37,7 +37,7 @@ from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import ModelRunnerOutput, Sample, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 
 _ROOT = Path(__file__).parents[2]
 _HEADER = struct.Struct("<I")

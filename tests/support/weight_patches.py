@@ -17,7 +17,7 @@ from staged_node import Request
 from torch import Tensor
 
 from pdserve.sampling_params import SamplingParams
-from pdserve.weight_change import WeightChange
+from pdserve.weights.change import WeightChange
 
 _SAMPLING = SamplingParams(3, temperature=0.0, logprobs=20, ignore_eos=True)
 REQUESTS = [Request(tuple((7 * index + seed) % 120 + 3 for index in range(20)), _SAMPLING) for seed in range(2)]

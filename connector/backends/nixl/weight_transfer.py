@@ -21,7 +21,7 @@ from connector.planning.block_slicing import BlockRanges
 from pdserve.errors import PeerError, shown
 from pdserve.records import KVRegion
 from pdserve.rpc.timeouts import PeerTiming
-from pdserve.weight_sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
+from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
 _CHUNK_BYTES = 64 << 20
 _IN_FLIGHT = 4  # chunks

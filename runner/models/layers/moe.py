@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.model.moe import MoEConfig
 from runner.batch import Activations, Routing
-from runner.kernels import expert_reference
+from runner.kernels.experts import expert_reference
 from runner.models.layers.context import ModelContext
 from runner.models.layers.mlp import MLP
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
@@ -36,7 +36,7 @@ class Router:
         self._moe = moe
         self._choose: Callable[..., Routing] = expert_reference.choose_experts
         if placement.use_triton:  # Triton is imported only where it is used
-            from runner.kernels.routing import choose_experts
+            from runner.kernels.experts.routing import choose_experts
 
             self._choose = choose_experts
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.model.moe import MoEConfig
 from runner.batch import Routing
-from runner.kernels.expert_reference import sum_of_experts
+from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.kernels.reference import clamped_swiglu
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard
@@ -18,7 +18,7 @@ from runner.models.quantization.mxfp4 import Mxfp4Stack
 from runner.placement import TensorPlacement
 
 if TYPE_CHECKING:
-    from runner.kernels.grouped_tiles import GroupedRows  # it imports Triton
+    from runner.kernels.experts.grouped_tiles import GroupedRows  # it imports Triton
 
 
 class PlainStack:
@@ -35,12 +35,12 @@ class PlainStack:
         """Nothing: the grouped products read the checkpoint's numbers."""
 
     def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
-        from runner.kernels.grouped_tiles import group_rows
+        from runner.kernels.experts.grouped_tiles import group_rows
 
         return group_rows(experts, local)
 
     def product(self, x: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
-        from runner.kernels.grouped_gemm import grouped_gemm
+        from runner.kernels.experts.grouped_gemm import grouped_gemm
 
         return grouped_gemm(x, self._weight, rows, bias)
 
@@ -89,7 +89,7 @@ class BiasedExperts(ExpertsMethod):
         local = self._shard.local
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
-        from runner.kernels.grouped_gemm import sum_experts
+        from runner.kernels.experts.grouped_gemm import sum_experts
 
         rows = self._gate_up.rows_of_experts(routing.experts, local)
         inner = self._gate_up.activations(x, self._gate_up_bias, rows, self._alpha, self._limit)

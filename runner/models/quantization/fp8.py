@@ -123,8 +123,8 @@ class Fp8Products:
     """x Wᵀ in bfloat16 on Hopper and later; Triton is imported with the first of them."""
 
     def __init__(self, weight: Tensor, scales: Tensor, row_block: int, group: int) -> None:
-        from runner.kernels import fp8_products
-        from runner.kernels.fp8_few_tokens import FewTokens
+        from runner.kernels.products import fp8_products
+        from runner.kernels.products.fp8_few_tokens import FewTokens
 
         self.scales = scales
         self.few = FewTokens(weight, scales, row_block, group)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdserve.model.kept_weights import fp8_blocks
 from runner.batch import Routing
-from runner.kernels.expert_reference import sum_of_experts
+from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard
 from runner.models.quantization.fp8 import E4M3, computes_in_fp8
@@ -56,10 +56,10 @@ class Fp8Experts(ExpertsMethod):
         local = self._shard.local
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
-        from runner.kernels.fp8_products import quantize
-        from runner.kernels.grouped_fp8 import MOST_ROWS, grouped_fp8
-        from runner.kernels.grouped_gemm import sum_experts
-        from runner.kernels.grouped_tiles import group_rows
+        from runner.kernels.experts.grouped_fp8 import MOST_ROWS, grouped_fp8
+        from runner.kernels.experts.grouped_gemm import sum_experts
+        from runner.kernels.experts.grouped_tiles import group_rows
+        from runner.kernels.products.fp8_products import quantize
 
         rows, gate_up, down = group_rows(routing.experts, local, most=MOST_ROWS), self._gate_up, self._down
         is_sorted = rows.tokens is not None

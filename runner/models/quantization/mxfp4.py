@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import CheckpointError, ConfigError
-from runner.kernels import mxfp4_words
-from runner.kernels.mxfp4_words import BLOCK, E8M0_BIAS, LARGEST_SCALE
+from runner.kernels.experts import mxfp4_words
+from runner.kernels.experts.mxfp4_words import BLOCK, E8M0_BIAS, LARGEST_SCALE
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.placement import TensorPlacement
 
 if TYPE_CHECKING:
-    from runner.kernels.grouped_tiles import GroupedRows  # it imports Triton
+    from runner.kernels.experts.grouped_tiles import GroupedRows  # it imports Triton
 
 
 class Mxfp4Stack:
@@ -70,18 +70,18 @@ class Mxfp4Stack:
             self._block_scales[index] = self._read(mxfp4_words.unpack_scales(self.scales[index], self._inputs))
 
     def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
-        from runner.kernels.grouped_mxfp4 import rows_of_experts
+        from runner.kernels.experts.grouped_mxfp4 import rows_of_experts
 
         return rows_of_experts(experts, local)
 
     def product(self, x: Tensor, bias: Tensor, rows: GroupedRows) -> Tensor:
-        from runner.kernels.grouped_mxfp4 import grouped_mxfp4
+        from runner.kernels.experts.grouped_mxfp4 import grouped_mxfp4
 
         assert not self._is_gated
         return grouped_mxfp4(x, self.words, self.scales, bias, rows)
 
     def activations(self, x: Tensor, bias: Tensor, rows: GroupedRows, alpha: float, limit: float) -> Tensor:
-        from runner.kernels.grouped_mxfp4 import ClampedSwiGLU, grouped_mxfp4
+        from runner.kernels.experts.grouped_mxfp4 import ClampedSwiGLU, grouped_mxfp4
 
         assert self._is_gated
         return grouped_mxfp4(x, self.words, self.scales, bias, rows, ClampedSwiGLU(alpha, limit))
@@ -102,7 +102,7 @@ class Mxfp4Stack:
 def _check_compiler(device: torch.device) -> None:
     import triton
 
-    from runner.kernels.grouped_mxfp4 import compiler_problem
+    from runner.kernels.experts.grouped_mxfp4 import compiler_problem
 
     problem = compiler_problem(torch.cuda.get_device_capability(device), triton.__version__)
     if problem:

@@ -140,7 +140,7 @@ class UnquantizedLinearMethod(LinearMethod):
     def _choose_gemv(self) -> None:
         """Import Triton only where it is used."""
         if self._use_triton and self.bias is None and self.weight.dtype != torch.float32:
-            from runner.kernels import gemv
+            from runner.kernels.products import gemv
 
             self._gemv = gemv.gemv if gemv.fits(self.weight) else None
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.batch import Routing
-from runner.kernels.expert_reference import sum_of_experts
+from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import WeightShard, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard
 from runner.placement import TensorPlacement
@@ -51,8 +51,8 @@ class UnquantizedExperts(ExpertsMethod):
         local = self._shard.local
         if not self._use_triton:
             return sum_of_experts(x, routing, local, self._expert, shared)
-        from runner.kernels.grouped_gemm import grouped_gemm, sum_experts
-        from runner.kernels.grouped_tiles import group_rows
+        from runner.kernels.experts.grouped_gemm import grouped_gemm, sum_experts
+        from runner.kernels.experts.grouped_tiles import group_rows
 
         rows = group_rows(routing.experts, local)
         inner = self._silu_and_mul(grouped_gemm(x, self._gate_up, rows))

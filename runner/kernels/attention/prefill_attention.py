@@ -11,7 +11,7 @@ from torch import Tensor
 from pdserve.kv import UNSCALED, KVScales
 from pdserve.model.attention_spec import AttentionSpec
 from runner.batch import AttentionBatch
-from runner.kernels.sinks import sinks_of_rows
+from runner.kernels.attention.sinks import sinks_of_rows
 from runner.kernels.tiles import AttentionTiles
 
 

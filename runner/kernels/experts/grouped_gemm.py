@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner.batch import Routing
 from runner.kernels.device_limits import shared_memory_of
-from runner.kernels.grouped_tiles import (
+from runner.kernels.experts.grouped_tiles import (
     DOT,
     GroupedRows,
     assignments_of_tile,

@@ -14,7 +14,7 @@ from torch import Tensor
 from runner.batch import Quantized
 from runner.kernels.activation import silu_and_mul_values
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
-from runner.kernels.fp8 import quantized_rows, rounded_to
+from runner.kernels.products.fp8 import quantized_rows, rounded_to
 
 _QUANTIZED = 2048  # values that a program quantizes; a larger group is one program's
 _ROWS = 4  # of a weight per program of ``gemv``

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.batch import Quantized
-from runner.kernels.grouped_tiles import (
+from runner.kernels.experts.grouped_tiles import (
     DOT,
     GroupedRows,
     assignments_of_tile,

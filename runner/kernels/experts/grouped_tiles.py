@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.routing import SortedTokens, sort_by_expert
+from runner.kernels.experts.routing import SortedTokens, sort_by_expert
 
 DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS = 16  # least rows of a tensor core product

@@ -9,7 +9,7 @@ from torch import Tensor
 from pdserve.kv import UNSCALED, KVScales
 from runner.batch import HeadNorms, RotaryCosSin
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
-from runner.kernels.fp8 import to_cache
+from runner.kernels.products.fp8 import to_cache
 
 _BLOCK = 1024  # values per program, in whole heads
 

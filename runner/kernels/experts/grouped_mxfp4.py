@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels import mxfp4_words
 from runner.kernels.activation import clamped_swiglu_values
-from runner.kernels.grouped_tiles import (
+from runner.kernels.experts import mxfp4_words
+from runner.kernels.experts.grouped_tiles import (
     DOT,
     GroupedRows,
     assignments_of_tile,

@@ -25,8 +25,8 @@ from torch import Tensor
 from pdserve.kv import KVScales
 from pdserve.model.model_config import ModelConfig
 from runner.batch import AttentionBatch
+from runner.kernels.attention.sinks import sinks_of_rows
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
-from runner.kernels.sinks import sinks_of_rows
 from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 3  # as shared memory allows

@@ -1,0 +1,1 @@
+"""Weights between processes: orders to change them, and weights that nodes read from each other."""

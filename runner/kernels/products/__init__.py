@@ -1,0 +1,1 @@
+"""Matrix products of few rows and of FP8 weights."""
