@@ -1,10 +1,13 @@
-"""Begins and drives handoffs: executes the actions of decode_node/handoff.py, which decides.
+"""Begins and drives the handoffs of D, this decode node: executes the actions of decode_node/handoff.py, which decides.
 
                               ┌─ part announced: read it while P computes the next ─┐
 reserved ─► worth it? ─► prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
-               │ no          │ refused, broken     │ all            │ a part     │ lease ended
-               ▼             ▼                     ▼ ended          ▼ failed     ▼
-         prefill on D   ◄────┴─────────────────   done   ◄──────────┴────────────┘   (recompute; or an error)
+               │ no          │ refused, broken                      │ a part     │ lease ended
+               ▼             ▼                                      ▼ failed     ▼
+         prefill on D   ◄────┴──────────────────────────────────────┴────────────┘   (recompute; or an error)
+
+P is the prefill node. If it drains before it has announced a part, another P gets the prompt. If all choices end with
+the tokens that P samples, the request is over, and the handoff is abandoned.
 """
 
 from __future__ import annotations
@@ -65,13 +68,13 @@ class Handoffs:
         """Send a request to the engine: with a handoff from the named node, or without."""
         if not prefill_node:
             self.metrics.local_prefills.inc()
-        if not prefill_node or not self.worth(generation, generation.num_handoff_tokens):
+        if not prefill_node or not self.choose_handoff(generation, generation.num_handoff_tokens):
             generation.submit_local()
             return
         try:
             peer = self.peers.get(prefill_node)
         except PdserveError as exc:
-            if self.recomputes(exc, generation.num_handoff_tokens):
+            if self.recompute_after(exc, generation.num_handoff_tokens):
                 generation.submit_local()
             else:
                 generation.fail(exc)
@@ -79,13 +82,14 @@ class Handoffs:
         driver = HandoffDriver(self, generation, peer)
         generation.submit_handoff(driver.on_engine_event, driver.abandon)
 
-    def worth(self, generation: NodeGeneration, uncached_tokens: int) -> bool:
+    def choose_handoff(self, generation: NodeGeneration, uncached_tokens: int) -> bool:
         """Return whether to hand off so many tokens; if not, count a local prefill."""
         worth = worth_handoff(uncached_tokens, generation.sampling.prompt_logprobs, self._min_tokens)
-        self.metrics.local_prefills.inc(not worth)
+        if not worth:
+            self.metrics.local_prefills.inc()
         return worth
 
-    def recomputes(self, error: PdserveError, uncached_tokens: int) -> bool:
+    def recompute_after(self, error: PdserveError, uncached_tokens: int) -> bool:
         """Count a failed or refused handoff; return whether the failure policy is to prefill its prompt on D."""
         refused = isinstance(error, Overloaded)
         (self.metrics.handoff_refusals if refused else self.metrics.handoff_failures).inc()
@@ -116,7 +120,7 @@ class HandoffDriver:
         self._ended = False
 
     def on_engine_event(self, event: HandoffEvent) -> None:
-        """When blocks are reserved, hand the prompt off, or prefill it on D if most of it is cached."""
+        """When blocks are reserved, hand the prompt off, or prefill it on D if too few tokens lack KV."""
         if not isinstance(event, Reserved):
             self.on_event(event)
         elif not self._ended:
@@ -135,21 +139,28 @@ class HandoffDriver:
 
     def _guard(self, step: Callable[[T], None], value: T) -> None:
         try:
-            step(value)
-        except PdserveError as exc:
-            self._fail(exc)
+            try:
+                step(value)
+            except PdserveError as exc:
+                self._fail(exc)
         except Exception:
             generation = self._generation
-            name = generation.message.request_id or generation.rid
-            _log.exception("the handoff of request %s failed", name, extra=generation.trace.log_fields)
-            self.abandon()
-            generation.fail(NodeError("the handoff failed; the decode node's log has the reason"))
+            _log.exception("the handoff of request %s failed", self._name, extra=generation.trace.log_fields)
+            try:
+                self.abandon()
+            finally:
+                generation.fail(NodeError("the handoff failed; the decode node's log has the reason"))
+
+    @property
+    def _name(self) -> str | int:
+        """The request in logs."""
+        return self._generation.message.request_id or self._generation.rid
 
     def _start(self, cached_tokens: int) -> None:
         generation = self._generation
         generation.trace.on_reserved()
         self._uncached_tokens = generation.num_handoff_tokens - cached_tokens
-        if not self._handoffs.worth(generation, self._uncached_tokens):
+        if not self._handoffs.choose_handoff(generation, self._uncached_tokens):
             self._engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return
@@ -235,15 +246,15 @@ class HandoffDriver:
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):
             self._peer.check()
-        if not handoffs.recomputes(error, self._uncached_tokens):
+        if not handoffs.recompute_after(error, self._uncached_tokens):
             # Other errors between nodes are not the client's fault.
             passed_on = isinstance(error, Overloaded | PrefillCrashed)
             generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
             return
         generation.trace.restart()
-        name = generation.message.request_id or generation.rid
         level = logging.INFO if isinstance(error, Overloaded) else logging.WARNING
-        _log.log(level, "request %s is prefilled on this node: %s", name, error, extra=generation.trace.log_fields)
+        fields = generation.trace.log_fields
+        _log.log(level, "request %s is prefilled on this node: %s", self._name, error, extra=fields)
         outputs = self._handoff.outputs if self._handoff is not None else ()
         self._engine.send(PrefillLocally(generation.rid, outputs))
 
@@ -253,12 +264,12 @@ class HandoffDriver:
         handoff.add_first_tokens([sample.token_id for sample in first])
         generation.trace.on_first_tokens(tokens.queued_ms / 1000)
         if generation.resume:
-            return
+            return  # the client has these tokens
         for choice, sample in enumerate(first):
             generation.emit_peer_token(
                 choice,
                 sample,
-                1,
+                number=1,
                 eos_token_ids=model.eos_token_ids,
                 cached_tokens=0 if choice else tokens.cached_tokens,
             )
@@ -291,9 +302,11 @@ class HandoffDriver:
             self._engine.send(Cancel(self._generation.rid))
 
     def _wake_at(self, when: float) -> None:
-        """Set the timer to a time of ``time.monotonic``; infinity stops it."""
+        """Set the timer, whose event is None, to a time of ``time.monotonic``; infinity stops it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if when < inf:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self.on_event, None)
+            self._timer = asyncio.get_running_loop().call_later(
+                max(0.0, when - time.monotonic()), self.on_event, None
+            )  # no event: time has passed

@@ -1,4 +1,4 @@
-"""Requests of a load: random prompts, and the bodies of streamed completions."""
+"""The requests of ``pdserve bench``: random prompts, and the bodies of streamed completions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 class Request(NamedTuple):
     at: float  # seconds since the start of the load
     prompt: list[int]  # token ids
-    num_tokens: int  # output tokens, fixed
+    num_tokens: int  # output tokens, exactly
 
 
 def random_prompt(rng: random.Random, length: int, vocabulary: int) -> list[int]:
-    """Return random token ids of the vocabulary's upper half, where no special tokens are."""
+    """Return random token ids below ``vocabulary`` (--vocab), of the upper half: common special tokens are below it."""
     return rng.choices(range(vocabulary // 2, vocabulary), k=length)
 
 
 def completion_body(model: str, request: Request, salt: str = "") -> bytes:
-    """Return the body of a streamed greedy completion; ``salt`` separates its cached prefixes from others."""
+    """Return the body of a streamed greedy completion; requests share cached prefixes only under one ``salt``."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt,

@@ -23,14 +23,14 @@ from router.messages_api.params import (
     ToolParam,
 )
 
-# Fields of a chat that this endpoint accepts, too.
+# Fields beyond Anthropic's API, which go to the chat unchanged.
 EXTENSIONS = frozenset(
     {*BodyParams.__struct_fields__} - {"n"}  # a message has one choice
-    | {*("min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids")}
-    | {*("skip_special_tokens", "cache_salt", "priority", "structured_outputs", "chat_template_kwargs", "documents")}
+    | {"min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids"}
+    | {"skip_special_tokens", "cache_salt", "priority", "structured_outputs", "chat_template_kwargs", "documents"}
 )
 NoEffect = Annotated[Any, Meta(description="Accepted without effect.")]
-_MODES = {"auto": "auto", "any": "required", "none": "none"}
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -41,7 +41,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     system: str | list[TextOrImageParam] = ""
     tools: list[ToolParam] = []
     tool_choice: ToolChoiceParam = ToolChoiceParam("auto")
-    thinking: ThinkingParam = ThinkingParam("adaptive")
+    thinking: ThinkingParam = ThinkingParam("adaptive")  # as the chat template does it
     output_config: OutputConfigParam = OutputConfigParam()
     cache_control: NoEffect = None
     context_management: NoEffect = None
@@ -74,7 +74,7 @@ class MessagesBody(ChatBody, kw_only=True, frozen=True):
 
 
 def parse_messages(data: bytes) -> MessagesBody:
-    """Raises RequestError."""
+    """Translate a body of /v1/messages to a chat. Raises RequestError."""
     fields = parse_json(data)
     extensions = {name: fields.pop(name) for name in EXTENSIONS.intersection(fields)}
     request = convert(fields, MessagesRequest)
@@ -97,7 +97,7 @@ def parse_messages(data: bytes) -> MessagesBody:
 
 
 def parse_count_tokens(data: bytes) -> ChatBody:
-    """Raises RequestError."""
+    """Translate a body of /v1/messages/count_tokens to a chat. Raises RequestError."""
     fields = parse_json(data)
     extensions = {name: fields.pop(name) for name in EXTENSIONS.intersection(fields)}
     return convert({**extensions, **_prompt_fields(convert(fields, CountTokensRequest), extensions)}, ChatBody)
@@ -140,7 +140,7 @@ def _tool(tool: ToolParam, where: str) -> dict[str, Any]:
 def _tool_choice(tool_choice: ToolChoiceParam) -> str | dict[str, Any]:
     if tool_choice.type == "tool":
         return {"type": "function", "function": {"name": tool_choice.name}}
-    return _MODES[tool_choice.type]
+    return _TOOL_CHOICES[tool_choice.type]
 
 
 def _response_format(config: OutputConfigParam) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class OutputTokensDetails(Struct):
 
 
 class MessageUsage(Struct):
-    """The prompt has the tokens of all three input fields."""
+    """The tokens of the prompt are the sum of the three input fields."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -44,7 +44,7 @@ class MessageUsage(Struct):
     def of(cls, usage: Usage) -> MessageUsage:
         return cls(
             input_tokens=usage.prompt_tokens - usage.cached_tokens,
-            cache_creation_input_tokens=0,
+            cache_creation_input_tokens=0,  # prefixes are cached without being asked for
             cache_read_input_tokens=usage.cached_tokens,
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),

@@ -27,18 +27,28 @@ STREAM_HEADERS = [
 
 @asynccontextmanager
 async def delivery(remaining: float, request_id: str, log_fields: Mapping[str, object]) -> AsyncIterator[None]:
-    """Disconnect a client that reads the response beyond the ``remaining`` seconds and the grace period."""
+    """Raise ClientDisconnected when the client has not read the response in time.
+
+    ``remaining`` seconds are left until the request's deadline; the client has _DELIVERY_GRACE more to read the rest.
+    """
+    limit = asyncio.timeout(remaining + _DELIVERY_GRACE)
     try:
-        async with asyncio.timeout(remaining + _DELIVERY_GRACE):
+        async with limit:
             yield
     except TimeoutError as exc:
+        if not limit.expired():
+            raise
         text = "request %s: the client reads too slowly; closing its connection"
         logger.warning(text, request_id, extra=log_fields)
         raise ClientDisconnected from exc
 
 
 class HttpWriter:
-    """AnswerWriter of one HTTP request. ``turns`` is held for each large piece."""
+    """AnswerWriter of one HTTP request.
+
+    All responses share ``turns``: after each piece of a large answer its writer waits for its turn, so that one large
+    answer advances per pass of the event loop.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, errors: ErrorFormat, turns: asyncio.Lock) -> None:
         self._scope = scope
@@ -48,6 +58,7 @@ class HttpWriter:
         self._turns = turns
 
     async def send_json(self, pieces: Iterator[bytes], headers: Headers, disconnected: Callable[[], bool]) -> None:
+        """Send at least one piece."""
         body, following = next(pieces), next(pieces, None)
         headers = [(b"content-type", b"application/json"), *headers]
         if following is None:
