@@ -22,7 +22,7 @@ from router.options import RouterOptions, add_router_flags, router_options_from
 #: Flags of programs that ``up`` sets itself, by their names among parsed arguments.
 _OWN = {"model", "model_flags", "served_model_name", "prefill", "decode", "node", "status_fd", "lifeline_fd"}
 #: Flags of the router that nodes have, too.
-_COMMON = {"traces", "log_requests", "drain_timeout"}
+_COMMON = {"traces", "log_requests", "log_format", "drain_timeout"}
 
 
 class _Names(argparse.Action):

@@ -15,7 +15,6 @@ from array import array
 sys.modules["triton"] = sys.modules["transformers"] = None  # importing them fails
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
-from pdserve.config.device import detect_device
 from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from pdserve.sampling_params import SamplingParams
 from pdserve.config.device import detect_devices
