@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MANY_CHARS = 4096  # an automaton of more is built on a thread; each takes about 1 µs
-_NO_LETTER = "\ud800"  # of a state that no character continues: a surrogate, which no text has
+_NO_LETTER = "\ud800"  # of a state without state + 1 as its continuation: a surrogate, which no text has
 
 
 class Advanced(NamedTuple):
@@ -58,7 +58,7 @@ class StopStrings:
         if at == len(stop):
             self.complete[state] = at
             return
-        if letters[state] != _NO_LETTER:
+        if letters[state] != _NO_LETTER or state + 1 != len(letters):  # state + 1 is taken, by another stop string
             self._branches.setdefault(state, {})[stop[at]] = len(letters)
         else:
             letters[state] = stop[at]
@@ -94,7 +94,7 @@ class StopStrings:
                 state += 1
             if may_stop and complete[state]:
                 return Advanced(state, end, complete[state])
-        while letters[state] == _NO_LETTER and state:  # a whole stop string, which does not count
+        while letters[state] == _NO_LETTER and state not in branches and state:  # a whole stop string, without effect
             state = shorter[state]
         return Advanced(state, len(text), 0)
 

@@ -6,7 +6,7 @@ import itertools
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.text.stop_strings import StopMatcher, StopStrings
@@ -39,6 +39,7 @@ def reference(stops: list[str], text: str) -> tuple[str, str]:
 
 
 @given(stop_lists, letters, st.lists(st.integers(0, 30), max_size=6))
+@example(["b", "aa", "bb"], "a", [])  # a stop string that continues an earlier one, with another between them
 def test_result_is_independent_of_the_split(stops: list[str], text: str, cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     parts = [text[a:b] for a, b in itertools.pairwise(edges)]
