@@ -14,6 +14,7 @@ import pytest_timeout  # type: ignore[import-untyped]  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from machine import patience  # noqa: E402
+from process_marks import starts_processes  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
@@ -24,6 +25,12 @@ _ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("processes")
 
 
 def pytest_collection_finish() -> None:

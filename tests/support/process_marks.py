@@ -1,6 +1,6 @@
 """Finds the tests that start processes: their module, or a module of tests/ that it imports, starts some.
 
-A module starts processes if it imports ``subprocess`` or ``multiprocessing``. ``scripts/test fast`` leaves them out.
+A module starts processes if it has something of ``_STARTERS``. ``scripts/test fast`` leaves its tests out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 _TESTS = Path(__file__).parents[1]
-_STARTERS = frozenset({"subprocess", "multiprocessing"})
+_STARTERS = frozenset({"subprocess", "multiprocessing", "cli.up.supervisor", "node.engine_client"})
 
 
 def starts_processes(item: pytest.Function) -> bool:
