@@ -220,7 +220,8 @@ def test_gemv_of_fp8_weights(rows: int, columns: int, block: int) -> None:
     weight, scales = quantized_weight(rows, columns, block)
     x = random(1, columns, seed=5).to(DEVICE)
     found = fp8_products.gemv(x, weight, scales, block, columns if block == 1 else block)
-    torch.testing.assert_close(found, x @ dequantized(weight, scales).t(), rtol=1e-5, atol=1e-5)
+    expected = x.double() @ dequantized(weight, scales).double().t()  # float32 would err more than the kernel does
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [2, 20, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (50, 130))])
