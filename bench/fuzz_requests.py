@@ -122,7 +122,7 @@ class World:
             nodes, reference = stack.enter_context(Fleet()), stack.enter_context(Fleet())
             reference.start_decode(model, [*COMMON, "--block-size", "16"], RUNNER_ENVIRONMENTS["V1"])
             reference.start_router(model)
-            flags = [*plan.flags(plan.prefill), "--lease-seconds", "3"]
+            flags = [*plan.flags(plan.prefill), "--lease-seconds", "3", "--drain-timeout", "0"]
             nodes.start_prefill(model, flags, RUNNER_ENVIRONMENTS[plan.prefill.runner])
             for node in plan.decode:
                 flags = [*plan.flags(node), "--handoff-min-tokens", "1", "--drain-timeout", "0"]
