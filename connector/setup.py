@@ -1,4 +1,4 @@
-"""What a connector back end is built from."""
+"""The setup from which a connector back end is built: its rank, the ranks of its node and their timing."""
 
 from __future__ import annotations
 

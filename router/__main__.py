@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pdserve.errors import PdserveError
 from pdserve.logs import setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
-from router.options import RouterOptions, make_parser, router_options_from
+from router.options import RouterOptions, make_parser, parse_options
+
+__all__ = ["main", "make_parser"]  # what cli/commands.py asks of a command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal. A failed start prints one line on stderr and returns a non-zero status."""
-    return run_command(lambda: run(router_options_from(make_parser().parse_args(argv))))
+    return run_command(lambda: run(parse_options(argv)))
 
 
 def run(options: RouterOptions) -> int:

@@ -19,8 +19,13 @@ _EXPOSED = "pdserve_handoff_exposed_seconds_bucket"
 _NODE_COUNTERS = {
     f"pdserve_{name}_total": name
     for name in (
-        *("admitted_prompt_tokens", "prefix_cached_tokens", "sampled_tokens"),
-        *("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills"),
+        "admitted_prompt_tokens",
+        "prefix_cached_tokens",
+        "sampled_tokens",
+        "handoffs",
+        "handoff_failures",
+        "handoff_recomputes",
+        "local_prefills",
     )
 }
 _PEER_COUNTERS = {f"pdserve_kv_read_{name}_total": name for name in ("bytes", "seconds", "failures")}

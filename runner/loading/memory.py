@@ -91,7 +91,10 @@ def layout_that_fits(
         "KV cache %s (%d blocks); %s were free",
         gib(use.total),
         100 * config.gpu_memory_utilization,
-        *(gib(size) for size in (use.peak, use.graphs, use.libraries, layout.total_bytes)),
+        gib(use.peak),
+        gib(use.graphs),
+        gib(use.libraries),
+        gib(layout.total_bytes),
         layout.num_blocks,
         gib(use.free),
     )
