@@ -9,6 +9,7 @@ from engine.heartbeat_sender import LoopTimer
 from engine.scheduler.scheduler import Scheduler
 from pdserve.errors import PdserveError
 from pdserve.ipc import messages
+from pdserve.records import EMPTY_OUTPUT, NO_ORDERS
 
 
 class Engine:
@@ -41,7 +42,8 @@ class Engine:
         return self._pipeline.empty and self._scheduler.idle
 
     def step(self) -> None:
-        """One iteration: plan, load KV, execute, apply the step that is due, emit."""
+        """One iteration: load KV, plan, execute, apply the step that is due, emit."""
+        self._serve_connector()
         self._planning = True
         plan = self._scheduler.plan()
         self._planning = False
@@ -98,6 +100,15 @@ class Engine:
                 case messages.Configure() | messages.Ping():
                     raise AssertionError(f"a running engine cannot carry out {command}")
         self._command = None
+
+    def _serve_connector(self) -> None:
+        """Pass orders to the connector, and its events on to the scheduler and the frontend."""
+        orders = self._scheduler.connector.take_orders()
+        if orders is not NO_ORDERS:
+            self._ranks.start_transfers(orders)
+        output = self._ranks.poll()
+        if output is not EMPTY_OUTPUT:
+            self._scheduler.connector.update(output)
 
     def _change_weights(self, command: messages.ChangeWeights) -> None:
         while not self._pipeline.empty:

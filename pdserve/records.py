@@ -122,15 +122,15 @@ class ReadResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class KVConnectorPlan(msgspec.Struct, frozen=True):
-    """Orders for the connector of every rank, carried out before the forward pass."""
+class KVConnectorOrders(msgspec.Struct, frozen=True):
+    """Orders for the connector of every rank. They wait for no step."""
 
     connect: tuple[Peer, ...] = ()
     disconnect: tuple[str, ...] = ()  # epochs
     reads: tuple[KVRead, ...] = ()
 
 
-NO_ORDERS = KVConnectorPlan()
+NO_ORDERS = KVConnectorOrders()
 
 
 # ---------------------------------------------------------------- scheduler → runner
@@ -219,13 +219,12 @@ class StepPlan(msgspec.Struct, frozen=True):
     scheduled: tuple[ScheduledSequence, ...] = ()
     num_decodes: int = 0
     new_blocks: tuple[NewBlocks, ...] = ()
-    connector: KVConnectorPlan = NO_ORDERS
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
     masks: tuple[TokenMask, ...] = ()  # one per masked sequence that samples in this step
 
     @property
     def has_orders(self) -> bool:
-        return bool(self.scheduled or self.finished or self.digests) or self.connector != NO_ORDERS
+        return bool(self.scheduled or self.finished or self.digests)
 
     @property
     def num_tokens(self) -> int:

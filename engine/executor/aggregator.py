@@ -20,11 +20,11 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
+    KVConnectorOrders,
     KVConnectorOutput,
     ModelRunnerOutput,
     ReadResult,
     StepOutput,
-    StepPlan,
 )
 from pdserve.transports import Connected, combine
 
@@ -49,14 +49,17 @@ class OutputAggregator:
 
     # ------------------------------------------------------------ orders
 
-    def expect(self, plan: StepPlan) -> None:
-        """Expect a report of every rank for what ``plan`` orders."""
-        self._steps[plan.step] = {}
-        for read in plan.connector.reads:
+    def expect_step(self, step: int) -> None:
+        """Expect a report of every rank for a step."""
+        self._steps[step] = {}
+
+    def expect_transfers(self, orders: KVConnectorOrders) -> None:
+        """Expect a report of every rank for each read and connection."""
+        for read in orders.reads:
             self._reads[read.read_id] = {}
-        for epoch in plan.connector.disconnect:
+        for epoch in orders.disconnect:
             self._peers.pop(epoch, None)
-        for peer in plan.connector.connect:
+        for peer in orders.connect:
             self._peers[peer.epoch] = {}
 
     # ------------------------------------------------------------ reports

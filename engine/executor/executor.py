@@ -14,12 +14,12 @@ from functools import partial
 
 from engine.executor.aggregator import OutputAggregator
 from engine.executor.rank import Pending, Rank
-from engine.executor.rank_messages import ChangeRank, Step
+from engine.executor.rank_messages import ChangeRank, Step, Transfers
 from engine.executor.rank_processes import RankProcesses
 from pdserve.errors import CheckpointError
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.pausing import Pausing, completed
-from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
+from pdserve.records import EMPTY_OUTPUT, NO_STEP, KVConnectorOrders, ModelRunnerOutput, StepPlan
 from pdserve.weights.change import WeightChange
 
 
@@ -46,11 +46,10 @@ class Executor:
         return self._rank.runner_seconds + self._waited
 
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
-        """Start a step on all ranks, without pauses. An empty one stays here: other ranks report events themselves."""
-        if plan.has_orders:
-            with self._reported:
-                self._aggregator.expect(plan)
-            self._others.send(Step(plan))
+        """Start a step on all ranks, without pauses."""
+        with self._reported:
+            self._aggregator.expect_step(plan.step)
+        self._others.send(Step(plan))
         with self._others.reporting_own_failure():
             return completed(partial(self._take, plan, self._rank.launch(plan)))
 
@@ -91,12 +90,25 @@ class Executor:
         start = time.perf_counter()
         with self._reported:
             self._aggregator.add(0, output)
-            if not plan.has_orders:
-                return ModelRunnerOutput(output.step, self._aggregator.take_events())
             while self._aggregator.missing(plan.step):
                 self._reported.wait()
             self._waited += time.perf_counter() - start
             return self._aggregator.take(plan.step)
+
+    def start_transfers(self, orders: KVConnectorOrders) -> None:
+        with self._reported:
+            self._aggregator.expect_transfers(orders)
+        self._others.send(Transfers(orders))
+        with self._others.reporting_own_failure():
+            self._rank.start_transfers(orders)
+
+    def poll(self) -> ModelRunnerOutput:
+        with self._others.reporting_own_failure():
+            own = self._rank.poll()
+        with self._reported:
+            self._aggregator.add(0, own)
+            events = self._aggregator.take_events()
+        return ModelRunnerOutput(EMPTY_OUTPUT.step, events) if events else EMPTY_OUTPUT
 
     def waiting_for(self) -> str:
         with self._reported:

@@ -11,7 +11,7 @@ from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
-from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
+from pdserve.records import EMPTY_OUTPUT, KVConnectorOrders, ModelRunnerOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights
 
@@ -41,6 +41,12 @@ class Ranks(Protocol):
 
     def delays_results(self, plan: StepPlan) -> bool:
         """Whether the launch of ``plan`` has no pauses, and may take longer than a step in flight."""
+
+    def start_transfers(self, orders: KVConnectorOrders) -> None:
+        """Carry out orders for the connector of every rank, whether or not steps are in flight."""
+
+    def poll(self) -> ModelRunnerOutput:
+        """Return connector events outside a step; EMPTY_OUTPUT if there are none."""
 
     def check_weights(self, change: WeightChange) -> None:
         """See ModelRunner; no step may be in flight. All ranks take part."""
@@ -90,8 +96,6 @@ class Rank:
         return complete(self.launch_with_pauses(plan))
 
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
-        """Start transfers, then the model."""
-        self._start_transfers(plan)
         step = yield from self._timed(self._runner.launch_with_pauses(plan))
         self._in_flight.append(step)
         return self._take
@@ -135,8 +139,15 @@ class Rank:
     def has_weights(self) -> bool:
         return self._runner.has_weights
 
+    def start_transfers(self, orders: KVConnectorOrders) -> None:
+        for epoch in orders.disconnect:
+            self._connector.disconnect(epoch)
+        for peer in orders.connect:
+            self._connector.connect(peer)
+        for read in orders.reads:
+            self._connector.read(read)
+
     def poll(self) -> ModelRunnerOutput:
-        """Return connector events outside a step."""
         events = self._connector.poll()
         return ModelRunnerOutput(EMPTY_OUTPUT.step, events) if events else EMPTY_OUTPUT
 
@@ -148,12 +159,3 @@ class Rank:
             self._weights.close()
         self._connector.close()
         self._runner.close()
-
-    def _start_transfers(self, plan: StepPlan) -> None:
-        orders = plan.connector
-        for epoch in orders.disconnect:
-            self._connector.disconnect(epoch)
-        for peer in orders.connect:
-            self._connector.connect(peer)
-        for read in orders.reads:
-            self._connector.read(read)

@@ -7,6 +7,7 @@ They travel in frames (pdserve/ipc/frames.py): over a Unix socket pair where the
       Welcome or Rejected          ──►
       Assign                       ──►                              it loads its part of the model, as the leader does
                                    ◄──        RankReady or Failed
+      Transfers(orders)            ──►                              for its connector
       Step(plan)                   ──►
                                    ◄──        RankOutput            one per plan, in order …
                                    ◄──        RankOutput            … and of NO_STEP, when its connector has events
@@ -26,7 +27,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.ipc.messages import Failed, Heartbeat, Shutdown
 from pdserve.kv import KVLayout
-from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
+from pdserve.records import KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
@@ -71,6 +72,10 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
 
 
+class Transfers(msgspec.Struct, frozen=True, tag=True):
+    orders: KVConnectorOrders
+
+
 class ChangeRank(msgspec.Struct, frozen=True, tag=True):
     """Change the weights, or only check the change, as rank 0 does at the same time."""
 
@@ -89,5 +94,5 @@ class RankOutput(msgspec.Struct, frozen=True, tag=True):
     output: ModelRunnerOutput
 
 
-ToRank = Assign | Step | ChangeRank | Shutdown
+ToRank = Assign | Step | Transfers | ChangeRank | Shutdown
 FromRank = RankReady | RankOutput | Heartbeat | Failed

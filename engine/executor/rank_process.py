@@ -21,14 +21,14 @@ from typing import NoReturn
 
 from engine.executor.build import build_rank
 from engine.executor.rank import Pending, Rank
-from engine.executor.rank_messages import Assign, ChangeRank, FromRank, RankOutput, RankReady, Step, ToRank
+from engine.executor.rank_messages import Assign, ChangeRank, FromRank, RankOutput, RankReady, Step, ToRank, Transfers
 from engine.heartbeat_sender import HeartbeatSender, LoopTimer
 from pdserve.errors import CheckpointError
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Failed, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_ORPHANED, end_with_parent, exit_status, log_failure
-from pdserve.records import EMPTY_OUTPUT, StepPlan
+from pdserve.records import EMPTY_OUTPUT
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +59,13 @@ def main(argv: list[str]) -> int:
         HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
         threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
         while (order := leader.orders.get()) is not None:
-            if isinstance(order, ChangeRank):
-                _change_weights(rank, order)
-            else:
-                in_flight.put(rank.launch(order))
+            match order:
+                case Step(plan):
+                    in_flight.put(rank.launch(plan))
+                case Transfers(orders):
+                    rank.start_transfers(orders)
+                case ChangeRank():
+                    _change_weights(rank, order)
         rank.close()
     except Exception as exc:
         leader.fail(exc)
@@ -96,7 +99,7 @@ class LeaderConnection:
     """A rank's connection to the leader. The process exits when it ends."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.orders: queue.SimpleQueue[StepPlan | ChangeRank | None] = queue.SimpleQueue()  # None: exit
+        self.orders: queue.SimpleQueue[Step | Transfers | ChangeRank | None] = queue.SimpleQueue()  # None: exit
         self._socket = sock
         self._sending = threading.Lock()
         self._assigned: queue.SimpleQueue[Assign] = queue.SimpleQueue()
@@ -137,9 +140,7 @@ class LeaderConnection:
 
     def _receive(self, message: ToRank) -> None:
         match message:
-            case Step(plan):
-                self.orders.put(plan)
-            case ChangeRank():
+            case Step() | Transfers() | ChangeRank():
                 self.orders.put(message)
             case Assign():
                 self._assigned.put(message)

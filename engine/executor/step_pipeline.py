@@ -48,9 +48,9 @@ class StepPipeline:
     def launch(self, plan: StepPlan) -> Iterator[Result]:
         """Start a step, and yield the results of earlier steps that would else wait for its launch. Iterate to the end.
 
-        An empty step only polls the connector, and is dropped while another is in flight.
+        An empty step is dropped.
         """
-        if self._in_flight and not plan.has_orders:
+        if not plan.has_orders:
             return
         if self._delays_result(plan):
             yield self.take_oldest()
@@ -78,6 +78,8 @@ class StepPipeline:
         It is due when no more steps may be in flight. It is also due when ``plan`` computes nothing: then the next plan
         depends on results.
         """
+        if not self._in_flight:
+            return None
         if plan.scheduled and len(self._in_flight) < self._ranks.max_in_flight:
             return None
         return self.take_oldest()

@@ -32,7 +32,7 @@ from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit
 from pdserve.ipc.messages import Batch, LastChunk, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
-from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorPlan, KVRead, ModelRunnerOutput, Peer, ReadResult
+from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
@@ -93,10 +93,10 @@ class KVConnectorScheduler:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the next step has something to do for the connector."""
+        """Whether there are orders for the worker sides, or for the next step."""
         return False
 
-    def take_orders(self) -> KVConnectorPlan:
+    def take_orders(self) -> KVConnectorOrders:
         """Return the orders since the last call, for the worker side of every rank."""
         return NO_ORDERS
 
@@ -259,10 +259,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     def has_orders(self) -> bool:
         return bool(self._connect or self._disconnect or self._orders or self._digest_orders)
 
-    def take_orders(self) -> KVConnectorPlan:
+    def take_orders(self) -> KVConnectorOrders:
         if not (self._connect or self._disconnect or self._orders):
             return NO_ORDERS
-        orders = KVConnectorPlan(tuple(self._connect), tuple(self._disconnect), tuple(self._orders))
+        orders = KVConnectorOrders(tuple(self._connect), tuple(self._disconnect), tuple(self._orders))
         self._connect.clear()
         self._disconnect.clear()
         self._orders.clear()

@@ -225,7 +225,7 @@ class Scheduler:
                 self._refuse_for_peers()
         self._in_flight.add(self._num_plans, builder.sequences())
         finished = self._live.take_finished()
-        return builder.plan(finished, self.connector.take_orders(), self.connector.take_digest_orders())
+        return builder.plan(finished, self.connector.take_digest_orders())
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""

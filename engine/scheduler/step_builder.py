@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from engine.request import Sequence
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
-from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import DigestOrder, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
 FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
@@ -112,7 +112,7 @@ class StepBuilder:
     def sequences(self) -> StepSequences:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
-    def plan(self, finished: tuple[int, ...], connector: KVConnectorPlan, digests: tuple[DigestOrder, ...]) -> StepPlan:
+    def plan(self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...]) -> StepPlan:
         return StepPlan(
             self._step,
             finished=finished,
@@ -120,7 +120,6 @@ class StepBuilder:
             scheduled=tuple(self._scheduled),
             num_decodes=len(self._decodes),
             new_blocks=tuple(self._new_blocks),
-            connector=connector,
             digests=digests,
             masks=tuple(self._masks),
         )

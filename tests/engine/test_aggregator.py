@@ -15,15 +15,13 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     EMPTY_OUTPUT,
-    DigestOrder,
+    KVConnectorOrders,
     KVConnectorOutput,
-    KVConnectorPlan,
     KVRead,
     ModelRunnerOutput,
     Peer,
     ReadResult,
     StepOutput,
-    StepPlan,
 )
 from pdserve.transports import Connected
 
@@ -53,19 +51,19 @@ def failed_peer(reason: str, epoch: str = "e") -> ModelRunnerOutput:
     return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(failed_peers=((epoch, reason),)))
 
 
-def plan_of(step: int, *reads: int, connect: bool = False, disconnect: bool = False) -> StepPlan:
+def orders_of(*reads: int, connect: bool = False, disconnect: bool = False) -> KVConnectorOrders:
     """Read r has the local block 10 r and the one after it."""
     orders = tuple(KVRead(read, "e", (10 * read, 10 * read + 1), (0, 1)) for read in reads)
     peers = (Peer("p", "e", ()),) if connect else ()
-    return StepPlan(step, connector=KVConnectorPlan(peers, ("e",) if disconnect else (), orders))
+    return KVConnectorOrders(peers, ("e",) if disconnect else (), orders)
 
 
 @dataclass
 class Script:
-    """The reports of each rank, in their order; plans are sent in theirs."""
+    """The reports of each rank, in their order, and the orders before each step."""
 
     parallel: ParallelConfig
-    plans: list[StepPlan]
+    orders: dict[int, KVConnectorOrders]  # by step
     reports: list[list[ModelRunnerOutput]]  # by rank
     failing: set[tuple[int, int]] = field(default_factory=set)  # (read, rank)
 
@@ -77,19 +75,19 @@ def scripts(draw: st.DrawFn) -> Script:
     num_steps = draw(st.integers(1, 4))
     reads_of = {step: draw(st.lists(st.integers(0, 9), max_size=2)) for step in range(1, num_steps + 1)}
     numbers = iter(range(1, 100))
-    plans = [plan_of(step, *[next(numbers) for _ in reads]) for step, reads in reads_of.items()]
-    script = Script(parallel, plans, [])
+    orders = {step: orders_of(*[next(numbers) for _ in reads]) for step, reads in reads_of.items()}
+    script = Script(parallel, orders, [])
     for rank in range(parallel.num_ranks):
-        steps = [StepOutput(plan.step, (rank,)) for plan in plans]
-        ends: dict[int, list[ReadResult]] = {plan.step: [] for plan in plans}
+        steps = [StepOutput(step, (rank,)) for step in orders]
+        ends: dict[int, list[ReadResult]] = {step: [] for step in orders}
         late: list[ModelRunnerOutput] = []
-        for plan in plans:
-            for read in plan.connector.reads:
+        for step, ordered in orders.items():
+            for read in ordered.reads:
                 failed = draw(st.integers(0, 5)) == 0
                 if failed:
                     script.failing.add((read.read_id, rank))
                 result = ReadResult(read.read_id, "broken" if failed else "", 8, 2, 0.5 + rank)
-                at = draw(st.integers(plan.step, num_steps + 1))
+                at = draw(st.integers(step, num_steps + 1))
                 if at in ends:
                     ends[at].append(result)
                 else:
@@ -107,8 +105,8 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
     waiting = [list(reports) for reports in script.reports]
     given_out: list[tuple[int, ModelRunnerOutput]] = []
     ended: Counter[int] = Counter()
-    steps_of: dict[int, set[int]] = {plan.step: set() for plan in script.plans}
-    reads_of: dict[int, set[int]] = {read.read_id: set() for plan in script.plans for read in plan.connector.reads}
+    steps_of: dict[int, set[int]] = {step: set() for step in script.orders}
+    reads_of: dict[int, set[int]] = {read.read_id: set() for orders in script.orders.values() for read in orders.reads}
 
     def check(output: KVConnectorOutput) -> None:
         for result in output.finished_recving:
@@ -120,8 +118,9 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
             assert result.seconds == 0.5 + script.parallel.num_ranks - 1
             assert any(result.error == f"{script.parallel.position(rank)}: broken" for rank in failing) or not failing
 
-    for plan in script.plans:
-        aggregator.expect(plan)
+    for step, orders in script.orders.items():
+        aggregator.expect_transfers(orders)
+        aggregator.expect_step(step)
     while any(waiting):
         rank = data.draw(st.sampled_from([rank for rank, reports in enumerate(waiting) if reports]))
         report = waiting[rank].pop(0)
@@ -138,11 +137,11 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
                     assert set(aggregator.missing_read(read_id)) == set(range(script.parallel.num_ranks)) - ranks
         if data.draw(st.booleans()):
             check(aggregator.take_events())
-    for plan in script.plans:
-        assert aggregator.missing(plan.step) == []
-        output = aggregator.take(plan.step)
+    for step in script.orders:
+        assert aggregator.missing(step) == []
+        output = aggregator.take(step)
         sampling = (script.parallel.pp - 1) * script.parallel.tp
-        assert output.step == StepOutput(plan.step, (sampling,))
+        assert output.step == StepOutput(step, (sampling,))
         check(output.connector)
     assert ended == dict.fromkeys(reads_of, 1)
     for rank, report in given_out:  # of steps and reads that are over by now
@@ -158,7 +157,8 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
 def test_a_rank_without_report_keeps_steps_and_reads_open_and_is_named(missing: int) -> None:
     parallel = ParallelConfig((2, 2), 2)
     aggregator = aggregator_of(parallel)
-    aggregator.expect(plan_of(5, 3))
+    aggregator.expect_transfers(orders_of(3))
+    aggregator.expect_step(5)
     assert aggregator.waiting_for == ""
     for rank in set(range(4)) - {missing}:
         aggregator.add(rank, ModelRunnerOutput(StepOutput(5), KVConnectorOutput((ReadResult(3),))))
@@ -171,7 +171,7 @@ def test_a_rank_without_report_keeps_steps_and_reads_open_and_is_named(missing: 
 def test_digests_add_up_and_replicated_kv_counts_once() -> None:
     """4 shards of 2 heads: ranks 0 and 1 hold the same, 2 and 3 too."""
     aggregator = aggregator_of(ParallelConfig((4,), 4))
-    aggregator.expect(StepPlan(1, digests=(DigestOrder((7, 8), 32), DigestOrder((9,), 16))))
+    aggregator.expect_step(1)
     for rank, values in enumerate([(2**63 - 1, 1, 5), (111, 222, 333), (1, -4, 6), (444, 555, 666)]):
         aggregator.add(rank, ModelRunnerOutput(StepOutput(1, digests=(values[:2], values[2:]))))
     assert aggregator.take(1).step.digests == ((-(2**63), -3), (11,))
@@ -179,7 +179,7 @@ def test_digests_add_up_and_replicated_kv_counts_once() -> None:
 
 def test_a_connection_is_reported_once_when_every_rank_has_it() -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
-    aggregator.expect(plan_of(1, connect=True))
+    aggregator.expect_transfers(orders_of(connect=True))
     aggregator.add(0, connected("nvlink"))
     aggregator.add(0, connected("nvlink"))
     assert not aggregator.has_events
@@ -187,7 +187,7 @@ def test_a_connection_is_reported_once_when_every_rank_has_it() -> None:
     assert aggregator.take_events().connected == (Connected("e", "tcp", "nvlink | tcp"),)
     aggregator.add(1, connected("tcp"))
     assert not aggregator.has_events
-    aggregator.expect(plan_of(2, connect=True))  # a repeated order is reported again
+    aggregator.expect_transfers(orders_of(connect=True))  # a repeated order is reported again
     aggregator.add(1, connected("tcp"))
     aggregator.add(0, connected("tcp"))
     assert aggregator.take_events().connected == (Connected("e", "tcp", "tcp"),)
@@ -195,13 +195,13 @@ def test_a_connection_is_reported_once_when_every_rank_has_it() -> None:
 
 def test_a_peer_fails_with_the_first_rank_that_reports_it() -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
-    aggregator.expect(plan_of(1, connect=True))
+    aggregator.expect_transfers(orders_of(connect=True))
     aggregator.add(1, failed_peer("no way"))
     assert aggregator.take_events().failed_peers == (("e", "rank 1 (stage 0, shard 1): no way"),)
     aggregator.add(0, connected("tcp"))
     aggregator.add(0, failed_peer("broke"))
     assert not aggregator.has_events
-    aggregator.expect(plan_of(2, connect=True))
+    aggregator.expect_transfers(orders_of(connect=True))
     aggregator.add(0, connected("tcp"))
     aggregator.add(1, connected("tcp"))
     aggregator.add(0, failed_peer("broke"))  # later
@@ -212,9 +212,9 @@ def test_a_peer_fails_with_the_first_rank_that_reports_it() -> None:
 
 def test_reports_on_a_disconnected_peer_are_ignored() -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
-    aggregator.expect(plan_of(1, connect=True))
+    aggregator.expect_transfers(orders_of(connect=True))
     aggregator.add(0, connected("tcp"))
-    aggregator.expect(plan_of(2, disconnect=True))
+    aggregator.expect_transfers(orders_of(disconnect=True))
     aggregator.add(1, connected("tcp"))
     aggregator.add(1, failed_peer("given up"))
     assert not aggregator.has_events
@@ -245,7 +245,7 @@ class LaterConnectorOutput(KVConnectorOutput, frozen=True):
 
 def test_a_new_field_of_a_step_output_comes_from_the_sampling_rank() -> None:
     aggregator = aggregator_of(ParallelConfig((2, 2)))
-    aggregator.expect(StepPlan(1))
+    aggregator.expect_step(1)
     for rank in range(2):
         aggregator.add(rank, ModelRunnerOutput(LaterStepOutput(1, new_field=f"of rank {rank}")))
     step = aggregator.take(1).step

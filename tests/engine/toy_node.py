@@ -28,7 +28,7 @@ from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import KVConnector
-from pdserve.records import FinishReason, ModelRunnerOutput, RankKV, StepPlan
+from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
 from pdserve.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -52,7 +52,21 @@ class ModelledPipeline(StepPipeline):
         return result
 
 
-class WholeLaunches(Rank):
+class ToyRank(Rank):
+    """Counts the reads that are ordered, and checks where they write to."""
+
+    num_reads = 0
+
+    def start_transfers(self, orders: KVConnectorOrders) -> None:
+        assert isinstance(self._runner, ToyRunner)
+        for read in orders.reads:
+            written = self._runner.writing.keys() & set(read.local_blocks)
+            assert not written, "a read is ordered into blocks that a step writes"
+        self.num_reads += len(orders.reads)
+        super().start_transfers(orders)
+
+
+class WholeLaunches(ToyRank):
     """Launches each step without a pause, as an Executor does."""
 
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
@@ -84,7 +98,7 @@ class Node:
         seconds: Callable[[StepPlan], float] | None = None,
         kv_checksum: bool = False,
         layered: bool = False,
-        rank: type[Rank] = Rank,
+        rank: type[ToyRank] = ToyRank,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
     ) -> None:
