@@ -199,7 +199,7 @@ class HandoffDriver:
                 case ReadEnded():
                     self._generation.trace.on_read_ended(event.result)
                 case pb.PrefillEvent() if event.HasField("last_chunk"):
-                    self._engine.send(HandoffEnds(self._generation.rid))
+                    self._engine.send(HandoffEnds(self._generation.rid, event.last_chunk.ends_in_ms / 1000))
                 case pb.PrefillEvent() if event.HasField("first_tokens"):
                     self._emit_first_tokens(handoff, event.first_tokens)
                 case pb.PrefillEvent() if event.HasField("next_token"):

@@ -39,14 +39,16 @@ class Channel:
         """End a waiting ``receive`` early."""
         os.eventfd_write(self._wake_fd, 1)
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """Return the messages that have arrived. With ``wait``, block until one arrives or ``wake`` is called.
+    def receive(self, seconds: float | None) -> list[ToEngine]:
+        """Return the messages that have arrived. Block until one arrives or ``wake`` is called, at most so long.
+
+        None: without limit.
 
         A Ping is only counted.
         Raises ChannelClosed when the frontend has ended.
         """
         messages: list[ToEngine] = []
-        for key, events in self._selector.select(None if wait else 0):
+        for key, events in self._selector.select(seconds):
             if key.fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
             elif events & selectors.EVENT_READ:

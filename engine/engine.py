@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from engine.channel import Channel
 from engine.executor.rank import Ranks
 from engine.executor.step_pipeline import Result, StepPipeline
@@ -11,30 +13,36 @@ from pdserve.errors import PdserveError
 from pdserve.ipc import messages
 from pdserve.records import EMPTY_OUTPUT, NO_ORDERS
 
+_SHORTEST_WAIT = 1e-3  # seconds: a selector's timeouts are milliseconds
+
 
 class Engine:
     """Carries out the frontend's commands between steps and sends the events of each step. Single-threaded."""
 
-    def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel) -> None:
+    def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel, stages: int = 1) -> None:
         self.loop_timer = LoopTimer(lambda: self._pipeline.expected)
         self._scheduler = scheduler
         self._ranks = ranks
-        self._pipeline = StepPipeline(ranks, scheduler.meter.expected)
+        self._pipeline = StepPipeline(ranks, stages)
         self._channel = channel
         self._stopped = False
         self._command: messages.ToEngine | None = None  # being carried out
         self._planning = False
+        self._attended = 0.0  # seconds spent waiting for commands while steps execute
 
     def run(self) -> None:
         """Serve until a Shutdown. Raises ChannelClosed when the frontend has ended."""
         while not self._stopped:
-            commands = self._channel.receive(wait=self.idle)
+            commands = self._channel.receive(None if self.idle else 0)
             self.loop_timer.begin()
-            waited, in_runner = self._pipeline.waited, self._ranks.runner_seconds
+            waited, in_runner, attended = self._pipeline.waited, self._ranks.runner_seconds, self._attended
             self.handle(commands)
-            self.step()
-            seconds = self.loop_timer.end(self._ranks.runner_seconds - in_runner)
-            self._scheduler.totals.host_seconds += seconds - (self._pipeline.waited - waited)
+            self._attend(self._pipeline.plan_at)
+            if not self._stopped:
+                self.step()
+            attended = self._attended - attended
+            seconds = self.loop_timer.end(self._ranks.runner_seconds - in_runner + attended)
+            self._scheduler.totals.host_seconds += seconds - (self._pipeline.waited - waited) - attended
 
     @property
     def idle(self) -> bool:
@@ -43,14 +51,17 @@ class Engine:
 
     def step(self) -> None:
         """One iteration: load KV, plan, execute, apply the step that is due, emit."""
+        planned_at = time.perf_counter()
         self._serve_connector()
         self._planning = True
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._pipeline.busy)
         self._planning = False
         self._emit()  # reservations and refusals do not wait for the device
-        for result in self._pipeline.launch(plan):  # results that would wait for the end of a long launch
-            self._apply(result)
+        for result in self._pipeline.launch(plan, self._scheduler.expected, planned_at):
+            self._apply(result)  # it would wait for the end of a long launch
         self._scheduler.prepare()
+        if self._scheduler.connector.loads:
+            self._attend(self._pipeline.ends_at)
         self._apply(self._pipeline.take(plan))
 
     def suspects(self) -> tuple[int, ...]:
@@ -75,8 +86,8 @@ class Engine:
                     scheduler.submit(command)
                 case messages.StartRead():
                     scheduler.connector.start_read(command)
-                case messages.HandoffEnds(rid):
-                    scheduler.connector.handoff_ends(rid)
+                case messages.HandoffEnds(rid, seconds):
+                    scheduler.handoff_ends(rid, seconds)
                 case messages.KVConfirmed(rid, outputs):
                     scheduler.kv_confirmed(rid, outputs)
                 case messages.PrefillLocally(rid, outputs):
@@ -100,6 +111,22 @@ class Engine:
                 case messages.Configure() | messages.Ping():
                     raise AssertionError(f"a running engine cannot carry out {command}")
         self._command = None
+
+    def _attend(self, until: float) -> None:
+        """Carry out commands and pass on the connector's events while a step executes: no read waits for its end.
+
+        Return at ``until``, of ``time.perf_counter``, or when the oldest step has ended before.
+        """
+        while not self._stopped and (left := until - time.perf_counter()) > _SHORTEST_WAIT:
+            if self._ranks.oldest_is_done():
+                return
+            self._scheduler.reserve()
+            self._serve_connector()
+            self._emit()
+            start = time.perf_counter()
+            commands = self._channel.receive(max(left / 4, _SHORTEST_WAIT))
+            self._attended += time.perf_counter() - start
+            self.handle(commands)
 
     def _serve_connector(self) -> None:
         """Pass orders to the connector, and its events on to the scheduler and the frontend."""

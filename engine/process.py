@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     heartbeats.setblocking(False)
-    while not (messages := channel.receive(wait=True)):
+    while not (messages := channel.receive(None)):
         pass
     configure, *rest = messages
     if isinstance(configure, Shutdown):
@@ -67,7 +67,9 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
-    engine = Engine(_scheduler(configure.config, ranks, grammars, configure.agent), ranks, channel)
+    engine = Engine(
+        _scheduler(configure.config, ranks, grammars, configure.agent), ranks, channel, configure.config.parallel.pp
+    )
     channel.suspects = engine.suspects
     gc.collect()
     gc.freeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from pdserve.records import StepPlan
 from pdserve.request_cost import LinearCost, StepCosts
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
@@ -15,6 +14,14 @@ _OUTLIER_RATIO = 1.5  # of measured to expected seconds; the first use of a kern
 _FEW_OUTLIERS = 2  # so many in a row are no rule yet
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
 _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
+
+
+class StepWork(NamedTuple):
+    """What a step computes: decodes, and prompt tokens that attend to ``context`` tokens each, on average."""
+
+    decodes: int = 0
+    prompt_tokens: int = 0
+    context: float = 0.0
 
 
 class LineFit:
@@ -211,15 +218,19 @@ class StepCostMeter:
             return ChunkCost(LinearCost(self._prompts.line.slope))
         return self._chunk
 
-    def expected(self, plan: StepPlan) -> float:
+    def expected(self, work: StepWork) -> float:
         """Return the seconds that a step takes by those measured so far; inf while none was like it."""
-        sequences = len(plan.scheduled)
-        if not sequences:
-            return 0.0
-        prompt_tokens = plan.num_prompt_tokens
-        if not (self._prompts if prompt_tokens else self._decodes):
+        decodes, prompt_tokens, context = work
+        if not decodes:
+            if not prompt_tokens:
+                return 0.0
+            return self._prompts.line.at(prompt_tokens) if self._prompts else math.inf
+        if not (self._decodes and (self._prompts or not prompt_tokens)):
             return math.inf
-        return self._decodes.line.at(sequences) + (self._prompts.line.at(prompt_tokens) if prompt_tokens else 0.0)
+        seconds = self._decodes.line.at(decodes)
+        if prompt_tokens and (chunk := self.chunk) is not None:
+            seconds += chunk.at(prompt_tokens, context)
+        return seconds
 
     def costs(self, read: LinearCost) -> StepCosts:
         """Return the measured costs of steps, with those of KV reads."""

@@ -93,11 +93,11 @@ class Prefill(Lease):
     def after_step(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the next token decoded ahead, or at once if there will be none.
 
-        The step of that token began before D could begin the same step. A stalled engine delays ``action`` by at most
-        the length of a step.
+        The step of that token began before D could begin the same step. But a step with prompts is longer than D's. A
+        stalled engine delays ``action`` by at most the length of a step.
         """
         self._run_deferred()
-        if not (self.complete and self._decodes_ahead):
+        if not (self.complete and self._decodes_ahead) or self._prefills.engine.status.backlog:
             action()
             return
         self._deferred = action
@@ -136,7 +136,7 @@ class Prefill(Lease):
             case Prefilled():
                 self._prefilled = event
             case LastChunk():
-                self._send(last_chunk=pb.LastChunk())
+                self._send(last_chunk=pb.LastChunk(ends_in_ms=round(event.seconds * 1000)))
             case DecodeAheadEnded():
                 self._decodes_ahead = False
                 self._run_deferred()

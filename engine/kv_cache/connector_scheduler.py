@@ -31,7 +31,7 @@ from functools import partial
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit
-from pdserve.ipc.messages import Batch, LastChunk, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
+from pdserve.ipc.messages import Batch, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
 
@@ -68,12 +68,17 @@ class KVConnectorScheduler:
     def start_read(self, message: StartRead) -> None:
         """Order the read of the next blocks of a load. Ignored for a load that has ended."""
 
-    def handoff_ends(self, rid: int) -> None:
-        """The peer computes the last chunk of a load. Ignored for a load that has ended."""
+    def handoff_ends(self, rid: int, at: float) -> None:
+        """The peer computes the last chunk of a load, so its KV will be here ``at``. Ignored for one that has ended."""
 
     @property
-    def load_ends_soon(self) -> bool:
-        """Whether the peer computes the last chunk of a load."""
+    def arrivals(self) -> Iterable[float]:
+        """When loads will end, of those whose peer computes the last chunk. Times are of the scheduler's clock."""
+        return ()
+
+    @property
+    def loads(self) -> bool:
+        """Whether a prompt is being loaded."""
         return False
 
     def take_started(self) -> Collection[int]:
@@ -110,6 +115,10 @@ class KVConnectorScheduler:
     def scheduled(self, sequence: Sequence) -> None:
         """The step that is planned computes more of a prompt."""
 
+    def take_last_chunks(self) -> Collection[int]:
+        """Return the rids of peers' prompts that end in steps planned since the last call."""
+        return ()
+
     def computed(self, sequence: Sequence) -> None:
         """More of a prompt has been computed: keep the blocks that a peer may read, beyond the end of the sequence."""
 
@@ -128,7 +137,7 @@ class _Load:
     sequence: Sequence
     num_announced: int  # leading blocks of the prompt: cached here, or ordered
     reads: set[int] = field(default_factory=set)  # in flight
-    ends_soon: bool = False  # the peer computes the last chunk
+    ends_at: float | None = None  # None: the peer has not begun the last chunk
 
 
 @dataclass(slots=True)
@@ -169,6 +178,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._reads: dict[int, _Read] = {}  # by read id
         self._leases: dict[int, _Lease] = {}  # by rid
         self._started: list[int] = []
+        self._last_chunks: list[int] = []
         self._connect: list[Peer] = []
         self._disconnect: list[str] = []
         self._orders: list[KVRead] = []
@@ -212,13 +222,17 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._orders.append(order)
         self._started.append(message.rid)
 
-    def handoff_ends(self, rid: int) -> None:
+    def handoff_ends(self, rid: int, at: float) -> None:
         if rid in self._loads:
-            self._loads[rid].ends_soon = True
+            self._loads[rid].ends_at = at
 
     @property
-    def load_ends_soon(self) -> bool:
-        return any(load.ends_soon for load in self._loads.values())
+    def arrivals(self) -> Iterable[float]:
+        return (load.ends_at for load in self._loads.values() if load.ends_at is not None)
+
+    @property
+    def loads(self) -> bool:
+        return bool(self._loads)
 
     def take_started(self) -> Collection[int]:
         started, self._started = self._started, []
@@ -322,9 +336,9 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     # ------------------------------------------------------------ leases on P
 
     def scheduled(self, sequence: Sequence) -> None:
-        """Report the last chunk of a peer's prompt, and order the digests of the blocks that this step fills for it."""
+        """Note the last chunk of a peer's prompt, and order the digests of the blocks that this step fills for it."""
         if sequence.for_peer and sequence.num_launched >= sequence.prompt_len:
-            self._events.last_chunks.append(LastChunk(sequence.rid))
+            self._last_chunks.append(sequence.rid)
         if not (self._checksum and sequence.for_peer):
             return
         lease = self._lease(sequence)
@@ -332,6 +346,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         if end > start:
             lease.num_digested = end
             self._order_digests(tuple(sequence.blocks[start:end]), num_tokens, lease.digests.extend)
+
+    def take_last_chunks(self) -> Collection[int]:
+        last, self._last_chunks = self._last_chunks, []
+        return last
 
     def computed(self, sequence: Sequence) -> None:
         """Lease the full blocks that the peer lacks, and with the end of the prompt its last block; announce them."""

@@ -32,7 +32,7 @@ from pdserve.request_cost import LinearCost, auto_itl_target
 
 PAUSE = 0.22  # of the seconds that prompts add to steps
 BURST = 0.2  # seconds that prompts may add before the first pause
-ARRIVAL = 0.35  # of the seconds of a chunk, while a sequence is about to join after a handoff
+OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 MANY_PROMPTS = 3  # with so many there are no pauses
 _MANY = 10**9  # tokens
 
@@ -83,13 +83,14 @@ class ItlTarget:
         prompts: int,
         waiting: int,
         joins: bool = False,
-        joins_soon: bool = False,
+        arrival_in: float | None = None,
     ) -> ChunkBudget | None:
         """Return the limit of prompts in a step; None: no limit.
 
         ``decoding`` sequences of the node decode, ``decodes`` of them in this step; ``prompts`` have begun; ``waiting``
         requests have no blocks; ``joins``: a sequence takes part in a step for the first time, after a handoff;
-        ``joins_soon``: one will. It is called for every step that has room and prompts.
+        ``arrival_in``: seconds from the start of the step until one will; None: unknown. It is called for every step
+        that has room and prompts.
         """
         if not decoding or self._seconds == 0.0:
             return None
@@ -99,8 +100,8 @@ class ItlTarget:
         seconds = max(self.seconds / self._stages - decode, decode)
         if measured and not seconds:
             return None
-        if joins_soon and prompts + waiting < 2 * MANY_PROMPTS:
-            seconds *= ARRIVAL
+        if arrival_in is not None and arrival_in > -OVERDUE:
+            seconds = min(seconds, max(arrival_in - decode, decode))
         self._owed = self._owed_at(step, decode)
         if prompts + waiting >= MANY_PROMPTS:
             self._owed = min(self._owed, 0.0)

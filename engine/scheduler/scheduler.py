@@ -23,10 +23,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection
 from itertools import chain, islice
+from math import isfinite
 
 import msgspec
 
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
@@ -40,8 +41,9 @@ from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import StepResults
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Status, Submit, Totals
+from pdserve.ipc.messages import Batch, DecodeAheadEnded, LastChunk, Mode, Outputs, Refused, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
+from pdserve.request_cost import HANDOFF_SECONDS
 
 ConnectorFactory = Callable[[BlockPool, Batch, int], KVConnectorScheduler]  # the last is the block size
 
@@ -113,6 +115,8 @@ class Scheduler:
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
+        self._busy = 0.0  # seconds until the device can begin the step that is planned
+        self.expected = 0.0  # seconds that the latest plan takes; inf if unknown
 
     # ------------------------------------------------------------ commands
 
@@ -142,6 +146,10 @@ class Scheduler:
     def _refuse_overload(self, rid: int) -> None:
         text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
         self.events.refused.append(Refused(rid, "Overloaded", text))
+
+    def handoff_ends(self, rid: int, seconds: float) -> None:
+        """The peer computes the last chunk of a load for so long. Ignored for a load that has ended."""
+        self.connector.handoff_ends(rid, self._clock() + seconds + HANDOFF_SECONDS)
 
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
@@ -208,9 +216,31 @@ class Scheduler:
             return False
         return self._head is None or not self._can_have_blocks(self._head)
 
-    def plan(self) -> StepPlan:
-        """Plan the next step: decodes, then prompts one after the other, within the token budget."""
+    def reserve(self) -> None:
+        """Admit waiting requests that load. They pass prompts that wait for a step, unless these would lack blocks."""
+        passed = passed_blocks = 0  # these prompts
+        for sequence in list(self._live.waiting):
+            if self._free_slots <= passed:
+                return
+            needed = self._kv.blocks_for(sequence.length)
+            if not self.connector.loadable(sequence):
+                passed += 1
+                passed_blocks += needed
+            elif not (sequence.blocked or sequence.in_flight):
+                lacks_room = passed and passed_blocks + needed > self.pool.count(Use.FREE)
+                if lacks_room or not self._allocate(sequence):
+                    return
+                self._count_admission(sequence)
+                self._live.loading[sequence.rid] = sequence
+                self.connector.load(sequence)
+
+    def plan(self, busy: float = 0.0) -> StepPlan:
+        """Plan the next step: decodes, then prompts one after the other, within the token budget.
+
+        ``busy``: seconds until the device can begin it.
+        """
         self._take_grammar_results()
+        self._busy = busy
         self._num_plans += 1
         builder = StepBuilder(
             self._num_plans,
@@ -220,10 +250,15 @@ class Scheduler:
             crowding=self._fair_share.crowding,
         )
         if self._make_room() and self._add_running(builder):
+            self.reserve()
             has_room = self._admit(builder) and self._free_slots > 0
             if self._live.loading and self._live.for_peers and not has_room:
                 self._refuse_for_peers()
         self._in_flight.add(self._num_plans, builder.sequences())
+        self.expected = self.meter.expected(builder.work)
+        seconds = busy + self.expected
+        for rid in self.connector.take_last_chunks():
+            self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
         return builder.plan(finished, self.connector.take_digest_orders())
 
@@ -341,7 +376,7 @@ class Scheduler:
             prompts=len(runnable.prompts),
             waiting=len(self._live.waiting),
             joins=any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts)),
-            joins_soon=self.connector.load_ends_soon,
+            arrival_in=self._arrival_in(),
         )
         if builder.budget is None or not runnable.prompts:
             return runnable.prompts
@@ -349,22 +384,26 @@ class Scheduler:
         builder.budget.reserve(oldest)
         return *sorted(others, key=lambda each: each.missing), oldest
 
-    def _decode_ahead(self, runnable: RunnableSequences) -> list[Sequence]:
-        """Return the sequences that decode for their peers in this step.
+    def _arrival_in(self) -> float | None:
+        """Return the seconds from the start of the planned step until the next stream joins; None if none is near."""
+        first = min(self.connector.arrivals, default=None)
+        return None if first is None else first - self._clock() - self._busy
 
-        The others end here, because other requests need the device or blocks run out.
+    def _decode_ahead(self, runnable: RunnableSequences) -> tuple[Sequence, ...]:
+        """Return the sequences that decode for their peers in this step, beside prompts, too.
+
+        They end here if a waiting request lacks their room, or blocks run out.
         """
-        ahead: list[Sequence] = []
-        if not (runnable.prompts or self._live.waiting):
-            ahead = [sequence for sequence in runnable.ahead if not self._in_flight.compute_other_prompts(sequence)]
-        if not self._kv.grow(ahead):
-            ahead = []
+        head = self._live.waiting.head
+        lacks_room = head is not None and (self._free_slots <= 0 or not self._can_have_blocks(head))
+        if not lacks_room and self._kv.grow(runnable.ahead):
+            return runnable.ahead
         for sequence in runnable.ahead:
             # Without outputs, the end of its prompt is in flight and the peer waits for that.
-            if sequence.num_outputs and sequence not in ahead:
+            if sequence.num_outputs:
                 self.events.decode_ahead_ended.append(DecodeAheadEnded(sequence.rid))
                 self._live.finish(sequence)
-        return ahead
+        return ()
 
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
@@ -423,32 +462,34 @@ class Scheduler:
             self.cancel(sequence.rid)
 
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
-        """Allocate blocks for waiting sequences in order, while there are some. Loads take no tokens of the step.
+        """Allocate blocks for waiting sequences in order, while there are some, and add them to the step.
 
-        Return False if the next one lacks blocks.
+        Return False if the next one lacks blocks, as one that loads does after ``reserve``.
         """
         while (sequence := self._head) is not None and accepts(sequence):
-            request = sequence.request
-            loads = self.connector.loadable(sequence) > 0
-            if not (loads or builder.room(sequence) > 0):
+            if self.connector.loadable(sequence):
+                return False
+            if not builder.room(sequence) > 0:
                 return True
             if not self._allocate(sequence):
                 return False
-            self._live.waiting.admit(sequence, sequence.num_computed)
-            if request.cached_tokens is None:
-                request.cached_tokens = sequence.num_computed
-                self.totals.prefix_cached_tokens += sequence.num_computed
-                self.totals.admitted_prompt_tokens += sequence.prompt_len
-            if loads:
-                self._live.loading[request.rid] = sequence
-                self.connector.load(sequence)
-            else:
-                if not sequence.num_outputs:
-                    request.queued += self._clock() - request.waits_since
-                self._live.run(sequence)
-                self._add_prompt(builder, sequence)
-                self._prompts.append(sequence)
+            self._count_admission(sequence)
+            request = sequence.request
+            if not sequence.num_outputs:
+                request.queued += self._clock() - request.waits_since
+            self._live.run(sequence)
+            self._add_prompt(builder, sequence)
+            self._prompts.append(sequence)
         return True
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        """Take a sequence that has blocks out of the queue."""
+        request = sequence.request
+        self._live.waiting.admit(sequence, sequence.num_computed)
+        if request.cached_tokens is None:
+            request.cached_tokens = sequence.num_computed
+            self.totals.prefix_cached_tokens += sequence.num_computed
+            self.totals.admitted_prompt_tokens += sequence.prompt_len
 
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
         if not builder.has_prompts:

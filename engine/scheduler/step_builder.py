@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from engine.request import Sequence
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
+from engine.step_cost_meter import StepWork
 from pdserve.records import DigestOrder, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
@@ -48,6 +49,7 @@ class StepBuilder:
         self._tile = tile
         self._most_tokens = max_tokens
         self._prompt_tokens = 0
+        self._attended = 0.0  # tokens that the prompt tokens attend to, summed over these
         self._find_crowding = crowding
         self._crowding_tokens = max(1, int(full_step * CROWDING_FRACTION))  # of its prompts, that still fit
         self._new: list[NewSequence] = []
@@ -60,6 +62,10 @@ class StepBuilder:
     @property
     def has_prompts(self) -> bool:
         return self._prompt_tokens > 0
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(len(self._decodes), self._prompt_tokens, self._attended / max(1, self._prompt_tokens))
 
     def room(self, sequence: Sequence) -> int:
         """Count the tokens of a prompt that fit."""
@@ -102,6 +108,7 @@ class StepBuilder:
         self._send_blocks(sequence)
         if num_tokens == missing:
             self._add_mask(sequence)
+        self._attended += num_tokens * (sequence.num_launched + num_tokens / 2)
         self._scheduled.append(sequence.launch_prompt(self._step, num_tokens))
         self._tokens_left -= num_tokens
         self._prompt_tokens += num_tokens

@@ -110,6 +110,7 @@ class HandoffEnds(msgspec.Struct, frozen=True, tag=True):
     """P has launched the last chunk of the prompt, so the request will decode here soon. Unknown rids are ignored."""
 
     rid: int
+    seconds: float  # until that chunk ends
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
@@ -270,6 +271,7 @@ class LastChunk(msgspec.Struct, frozen=True, array_like=True):
     """LEASE: a step that is about to be launched computes the rest of the prompt. Repeated after a preemption."""
 
     rid: int
+    seconds: float  # until the step ends, as expected; 0.0: unknown
 
 
 class DecodeAheadEnded(msgspec.Struct, frozen=True, array_like=True):

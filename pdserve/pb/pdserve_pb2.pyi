@@ -1537,16 +1537,21 @@ Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
 
 @_typing.final
 class LastChunk(_message.Message):
-    """The rest of the prompt is in a step that P launches now. D keeps its own steps short until the answer continues there."""
+    """The rest of the prompt is in a step that P launches now. D ends a step of its own when the answer continues there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ENDS_IN_MS_FIELD_NUMBER: _builtins.int
+    ends_in_ms: _builtins.int
+    """P expects the step to end then"""
     def __init__(
         self,
+        *,
+        ends_in_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends_in_ms", b"ends_in_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,9 +33,9 @@ def test_messages_split_anywhere_arrive_complete(ends: tuple[Channel, socket.soc
     received = []
     for start in range(0, len(data), 11):
         frontend.sendall(data[start : start + 11])
-        received += channel.receive(wait=True)
+        received += channel.receive(None)
     assert received == [submit, Cancel(7)]
-    assert channel.receive(wait=False) == []
+    assert channel.receive(0) == []
 
 
 def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, socket.socket]) -> None:
@@ -48,7 +48,7 @@ def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, so
     for _ in range(200):
         while len(received) < 4 or len(received) < 4 + FRAME_HEADER.unpack_from(received)[0]:
             received += frontend.recv(1 << 20)
-            channel.receive(wait=False)
+            channel.receive(0)
         end = 4 + FRAME_HEADER.unpack_from(received)[0]
         assert decoder.decode(received[4:end]) == Batch(STATUS, outputs=outputs)
         del received[:end]
@@ -57,18 +57,18 @@ def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, so
 def test_a_ping_ends_a_wait_and_is_only_counted(ends: tuple[Channel, socket.socket]) -> None:
     channel, frontend = ends
     frontend.sendall(framed(Ping()) + framed(Cancel(7)) + framed(Ping()))
-    assert channel.receive(wait=True) == [Cancel(7)]
+    assert channel.receive(None) == [Cancel(7)]
     assert channel.num_received == 3
 
 
 def test_wake_ends_a_wait(ends: tuple[Channel, socket.socket]) -> None:
     channel, _ = ends
     threading.Timer(0.05, channel.wake).start()
-    assert channel.receive(wait=True) == []
+    assert channel.receive(None) == []
 
 
 def test_end_of_the_frontend_closes_the_channel(ends: tuple[Channel, socket.socket]) -> None:
     channel, frontend = ends
     frontend.close()
     with pytest.raises(ChannelClosed):
-        channel.receive(wait=True)
+        channel.receive(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from collections.abc import Callable
 
 import pytest
 from toy import reference
@@ -72,3 +73,38 @@ def test_loop_serves_until_shutdown(depth: int) -> None:
     # Besides the steps that compute: one per request that tells the runner of its end, the first step, and the last.
     assert sum(not plan.scheduled for plan in node.runner.launched) <= 3 + 2
     node.close()
+
+
+def test_commands_are_carried_out_while_a_long_step_executes() -> None:
+    """A handoff is reserved and read then, and the next step has the prompts that have arrived."""
+    node = Node(64, 2, seconds=lambda plan: 1000.0)
+    node.submit(0, [0] * 4, SamplingParams(max_tokens=100), Mode.LOCAL)
+    node.submit(1, [1] * 10, SamplingParams(max_tokens=1), Mode.LOCAL)
+    for _ in range(6):
+        node.step()  # measures what steps take
+    node.runner.busy = True
+    loop = threading.Thread(target=node.engine.run)
+    loop.start()
+    node.send(Submit(2, array("I", [2] * 10).tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL))
+    wait_until(lambda: any(plan.num_prompt_tokens for plan in node.runner.launched[-1:]))
+    num_steps = len(node.runner.launched)
+    prompts = [[3] * 5, [4] * 6]
+    for rid, prompt in enumerate(prompts, 3):
+        node.send(Submit(rid, array("I", prompt).tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL))
+    node.send(Submit(5, array("I", [5] * 10).tobytes(), SamplingParams(max_tokens=3), Mode.HANDOFF))
+    wait_until(lambda: any(batch.reserved for batch in node.received()))
+    node.send(StartRead(5, "unknown", (1, 2, 3), 10))
+    wait_until(lambda: any(batch.reads for batch in node.received()))
+    assert len(node.runner.launched) == num_steps, "no step is planned before the one in flight ends"
+    node.runner.busy = False
+    node.send(Shutdown())
+    loop.join()
+    for _ in range(2):
+        node.step()
+    assert [new.tokens(0, new.num_tokens).tolist() for new in node.runner.launched[num_steps].new] == prompts
+    node.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)

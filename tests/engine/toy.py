@@ -82,7 +82,7 @@ class ToyStep:
     targets: list[Targets]
 
     def done(self) -> bool:
-        return True
+        return not self.runner.busy
 
     def result(self) -> StepOutput:
         return self.runner.compute(self)
@@ -99,6 +99,7 @@ class ToyRunner:
         self.max_in_flight = max_in_flight
         self.stages = stages
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
+        self.busy = False  # whether steps in flight go on for now; their results may be taken all the same
         self.launched: list[StepPlan] = []
         self.behind: list[int] = []  # steps that were in flight at each of these launches
         self.num_overlapped = 0  # results taken while a later forward pass was launched

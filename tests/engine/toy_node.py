@@ -46,6 +46,10 @@ class ModelledPipeline(StepPipeline):
         super().__init__(rank)
         self._seconds = seconds
 
+    @property
+    def busy(self) -> float:
+        return 0.0
+
     def take_oldest(self) -> tuple[StepPlan, ModelRunnerOutput]:
         result = super().take_oldest()
         self.step_seconds = self._seconds(result[0])
