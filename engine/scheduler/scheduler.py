@@ -21,7 +21,7 @@ The lengths of prompt chunks beside decodes follow from the durations of earlier
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 from math import isfinite
 
@@ -338,6 +338,9 @@ class Scheduler:
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
             if self._preempt_paused():
                 continue
+            if self._end_ahead(runnable.ahead):
+                runnable = self._in_flight.select(self._live.running.values())
+                continue
             if self._in_flight:
                 return False
             self._preempt(self._live.least_urgent)
@@ -398,12 +401,19 @@ class Scheduler:
         lacks_room = head is not None and (self._free_slots <= 0 or not self._can_have_blocks(head))
         if not lacks_room and self._kv.grow(runnable.ahead):
             return runnable.ahead
-        for sequence in runnable.ahead:
-            # Without outputs, the end of its prompt is in flight and the peer waits for that.
-            if sequence.num_outputs:
-                self.events.decode_ahead_ended.append(DecodeAheadEnded(sequence.rid))
-                self._live.finish(sequence)
+        self._end_ahead(runnable.ahead)
         return ()
+
+    def _end_ahead(self, sequences: Iterable[Sequence]) -> bool:
+        """End sequences that decode for their peers; return whether there was one.
+
+        Without outputs, the end of its prompt is in flight and the peer waits for that.
+        """
+        ended = [sequence for sequence in sequences if sequence.num_outputs]
+        for sequence in ended:
+            self.events.decode_ahead_ended.append(DecodeAheadEnded(sequence.rid))
+            self._live.finish(sequence)
+        return bool(ended)
 
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""

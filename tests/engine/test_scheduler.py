@@ -297,18 +297,16 @@ def test_decode_ahead_samples_as_many_tokens_as_allowed(
 
 @pytest.mark.parametrize("length", [12, 40, 120])
 @pytest.mark.parametrize("steps", range(9))
-def test_decode_ahead_stops_for_another_request(make: Make, steps: int, length: int) -> None:
-    """At most one of its steps is in flight when a prompt arrives. After the end of a lease no token follows."""
+def test_decode_ahead_goes_on_beside_prompts(make: Make, steps: int, length: int) -> None:
+    """After the end of a lease no token follows."""
     node = make(60)
     node.submit(0, list(range(20)), SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     for _ in range(steps):
         node.step()
-    before = len(node.tokens[0, 0])
     node.submit(1, [1] * length, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=2)
     node.run()
-    in_flight = 1 if before else 2  # with its first token another may have been on the way
-    assert len(node.tokens[0, 0]) <= before + in_flight
-    assert (0, 0) in node.finished, "the end of decode-ahead was reported"
+    assert node.tokens[0, 0] == reference(list(range(20)), 0, 31)
+    assert node.tokens[1, 0] == reference([1] * length, 0, 3)
     node.submit(2, [2] * 20, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     while len(node.tokens[2, 0]) < 5:
         node.step()
@@ -318,6 +316,19 @@ def test_decode_ahead_stops_for_another_request(make: Make, steps: int, length: 
     for rid in (0, 1):
         node.obey(FreeLease(rid))
     node.assert_all_free()
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 1}, {"num_blocks": 10}], ids=["sequences", "blocks"])
+def test_decode_ahead_ends_for_a_request_that_lacks_room(make: Make, options: dict[str, int]) -> None:
+    node = make(**{"num_blocks": 60, **options})
+    node.submit(0, list(range(16)), SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
+    while len(node.tokens[0, 0]) < 3:
+        node.step()
+    node.submit(1, [1] * 20, SamplingParams(max_tokens=4), Mode.LOCAL)
+    node.run()
+    assert node.tokens[1, 0] == reference([1] * 20, 0, 4)
+    assert len(node.tokens[0, 0]) < 31
+    assert (0, 0) in node.finished, "the end of decode-ahead was reported"
 
 
 def test_decode_ahead_preempts_no_request(make: Make) -> None:
