@@ -32,7 +32,7 @@ from fleet import Fleet
 from many_nodes import BLOCK_SIZE, MODEL, VOCABULARY, Behaviour, ManyNodes
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.hashing import short_block_hashes
+from pdserve.hashing import root_hash, short_block_hashes
 from pdserve.request_cost import TYPICAL, RequestLoad
 from router.fleet.nodes import REPORTS
 from router.fleet.policy import FleetSnapshot, NodeView, PolicyRequest, prefix_aware
@@ -162,7 +162,7 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
     """Measure the choice for a prompt whose first half is cached on a quarter of the nodes."""
     rng, tokens = random.Random(4), random.Random(5).choices(range(VOCABULARY), k=PROMPT)
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    hashes = short_block_hashes(packed, BLOCK_SIZE, "")
+    hashes = short_block_hashes(packed, BLOCK_SIZE, root_hash(""))
     before = psutil.Process().memory_info().rss
     index, names = PrefixIndex(), {}
     for number in range(num_nodes):
@@ -190,7 +190,7 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
     request = PolicyRequest(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
     print_figures(
         nodes=num_nodes,
-        hash_ms=1e3 * seconds_of(lambda: short_block_hashes(packed, BLOCK_SIZE, "")),
+        hash_ms=1e3 * seconds_of(lambda: short_block_hashes(packed, BLOCK_SIZE, root_hash(""))),
         look_up_ms=1e3 * seconds_of(lambda: index.match(hashes, names)),
         choose_ms=1e3 * seconds_of(lambda: prefix_aware(FleetSnapshot(MODEL, views, 1, TYPICAL), request)),
         bytes_per_block=size / (num_nodes * blocks),

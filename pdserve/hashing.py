@@ -18,7 +18,10 @@ _HASH_BYTES = 16
 
 
 def root_hash(salt: str) -> bytes:
-    """Return the start of a chain. Requests share prefixes only under the same salt."""
+    """Return the root of a request's chain: all that its KV depends on beside its tokens.
+
+    Requests share prefixes only under the same root. An adapter per request (LoRA) would be part of it.
+    """
     return blake2b(salt.encode(), digest_size=_HASH_BYTES, person=b"pdserve").digest()
 
 
@@ -27,10 +30,10 @@ def hash_block_tokens(parent: bytes, token_ids: bytes | array[int]) -> bytes:
     return blake2b(parent + token_ids, digest_size=_HASH_BYTES).digest()
 
 
-def short_block_hashes(token_ids: bytes, block_size: int, salt: str) -> list[int]:
+def short_block_hashes(token_ids: bytes, block_size: int, root: bytes) -> list[int]:
     """Return the first 64 bits of the hash of every full block of a prompt (uint32). Takes 1 µs per block."""
     size = block_size * TOKEN_BYTES
-    block_hash, hashes = root_hash(salt), []
+    block_hash, hashes = root, []
     for end in range(size, len(token_ids) + 1, size):
         block_hash = hash_block_tokens(block_hash, token_ids[end - size : end])
         hashes.append(int.from_bytes(block_hash[:SHORT_HASH_BYTES], "little"))
@@ -45,11 +48,11 @@ def unpack_block_hashes(data: bytes) -> array[int]:
 
 
 class BlockHashes:
-    """The hashes of a growing token list, computed when they are needed."""
+    """The hashes of a growing token list, computed when they are needed. The chain begins with ``root`` (root_hash)."""
 
-    def __init__(self, block_size: int, salt: str, hashes: Collection[bytes] = ()) -> None:
+    def __init__(self, block_size: int, root: bytes, hashes: Collection[bytes] = ()) -> None:
         self._block_size = block_size
-        self._chain = [root_hash(salt), *hashes]
+        self._chain = [root, *hashes]
 
     def upto(self, token_ids: array[int], num_tokens: int) -> list[bytes]:
         """Return the hashes of the full blocks within the first ``num_tokens`` tokens."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from engine.request import Request, Sequence
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.microbatch import SampledTokens
-from pdserve.hashing import BlockHashes
+from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import Batch, Outputs, Prefilled
 from pdserve.records import FinishReason, TokenLogprobs
@@ -142,7 +142,7 @@ class ChoiceManager:
             request,
             choice,
             token_ids=token_ids,
-            hashes=BlockHashes(self._block_size, request.cache_salt, prompt_hashes),
+            hashes=BlockHashes(self._block_size, root_hash(request.cache_salt), prompt_hashes),
             prompt_len=request.prompt_len,
             max_length=request.max_length,
         )

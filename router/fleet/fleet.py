@@ -151,19 +151,20 @@ class Fleet:
         self,
         message: pb.Generate,
         handler: OutputHandler,
+        prefix: PromptPrefix,
+        *,
         accepts: Callable[[NodeView], bool] | None = None,
-        prefix: PromptPrefix | None = None,
         alone: bool = False,
     ) -> NodeCall:
-        """Choose nodes and send the request; ``accepts`` filters decode nodes. ``alone``: no P takes part.
+        """Choose nodes and send the request, whose prompt is ``prefix``.
 
+        ``accepts`` filters decode nodes. ``alone``: no P takes part.
         Raises Overloaded when no accepted decode node is ready.
         """
         views = self._nodes.views()
         typical = self._typical_costs(views)
         if accepts is not None:
             views = tuple(view for view in views if view.role == "prefill" or accepts(view))
-        prefix = prefix or PromptPrefix(message.token_ids, message.cache_salt)
         if not alone and worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
             request = self._policy_request(prefix)
         else:

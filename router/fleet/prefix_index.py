@@ -19,19 +19,22 @@ _SLACK = 1024  # removed hashes that a node's list may hold beyond the number of
 
 
 class PromptPrefix:
-    """The block hashes of a prompt, computed on first use. ``token_ids`` are packed (pack_tokens)."""
+    """The block hashes of a prompt, computed on first use.
 
-    def __init__(self, token_ids: bytes, salt: str) -> None:
+    ``token_ids`` are packed (pack_tokens); ``root`` is the request's root_hash.
+    """
+
+    def __init__(self, token_ids: bytes, root: bytes) -> None:
         self.num_tokens = len(token_ids) // TOKEN_BYTES
         self.token_ids = token_ids
-        self._salt = salt
+        self._root = root
         self._hashes: dict[int, list[int]] = {}  # by block size
 
     def hashes(self, block_size: int) -> list[int]:
         """Hashes of all full blocks, 64 bits each."""
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            hashes = self._hashes[block_size] = short_block_hashes(self.token_ids, block_size, self._salt)
+            hashes = self._hashes[block_size] = short_block_hashes(self.token_ids, block_size, self._root)
         return hashes
 
 

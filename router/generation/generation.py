@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.errors import NodeError, PdserveError
+from pdserve.hashing import root_hash
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, SpanKind
@@ -136,7 +137,7 @@ class PromptRun:
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
         options = generation.options
-        self.prefix = PromptPrefix(job.prompt.token_ids, options.cache_salt)
+        self.prefix = PromptPrefix(job.prompt.token_ids, root_hash(options.cache_salt))
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
             Choice(index, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops, job.sampling)
@@ -181,7 +182,9 @@ class PromptRun:
             num_tokens = self.prefix.num_tokens + self._num_unfinished_tokens
             self._call = self._fleet.move(message, self, to, num_tokens)
         else:
-            self._call = self._fleet.generate(message, self, generation.weights.accepting(to), self.prefix, on_trial)
+            self._call = self._fleet.generate(
+                message, self, self.prefix, accepts=generation.weights.accepting(to), alone=on_trial
+            )
             if on_trial and not generation.paused:
                 self._suspicion.begin_trial(self._call)
             if len(generation.runs) > 1:

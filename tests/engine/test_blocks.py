@@ -54,7 +54,7 @@ def test_cached_blocks_are_found_until_they_are_evicted() -> None:
     pool = BlockPool(4)
     blocks = pool.take(3)
     assert blocks is not None
-    hashes = BlockHashes(2, "").upto(array("I", [1, 2, 3, 4, 5, 6]), 6)
+    hashes = BlockHashes(2, root_hash("")).upto(array("I", [1, 2, 3, 4, 5, 6]), 6)
     for block_hash, block in zip(hashes, blocks, strict=True):
         pool.cache(block_hash, block)
     pool.drop(blocks, Use.HELD)
@@ -69,8 +69,8 @@ def test_cached_blocks_are_found_until_they_are_evicted() -> None:
 
 def test_salts_keep_prefixes_apart() -> None:
     tokens = array("I", range(8))
-    assert BlockHashes(4, "a").upto(tokens, 8) != BlockHashes(4, "b").upto(tokens, 8)
-    assert BlockHashes(4, "a").upto(tokens, 8) == BlockHashes(4, "a").upto(tokens, 8)
+    assert BlockHashes(4, root_hash("a")).upto(tokens, 8) != BlockHashes(4, root_hash("b")).upto(tokens, 8)
+    assert BlockHashes(4, root_hash("a")).upto(tokens, 8) == BlockHashes(4, root_hash("a")).upto(tokens, 8)
     assert hash_block_tokens(root_hash(""), array("I", [1, 2])) != hash_block_tokens(root_hash(""), array("I", [2, 1]))
 
 

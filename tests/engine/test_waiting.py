@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.request import Request, Sequence
 from engine.scheduler.waiting_queue import WaitingQueue
-from pdserve.hashing import BlockHashes
+from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Mode
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ from pdserve.sampling_params import SamplingParams
 
 def sequence(number: int, priority: int) -> Sequence:
     request = Request(number, pack_tokens([1]), SamplingParams(max_tokens=1), Mode.LOCAL, "", priority)
-    return Sequence(number, request, 0, array("I", [1]), BlockHashes(4, ""), 1, 2)
+    return Sequence(number, request, 0, array("I", [1]), BlockHashes(4, root_hash("")), 1, 2)
 
 
 @given(

@@ -15,11 +15,13 @@ from router_process import MODEL, router_process
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.errors import Overloaded, PdserveError
+from pdserve.hashing import root_hash
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
-from router.fleet.fleet import Fleet
+from router.fleet.fleet import Fleet, NodeCall
 from router.fleet.nodes import Nodes
 from router.fleet.policy import Placement
+from router.fleet.prefix_index import PromptPrefix
 from router.fleet.serve_stream import lightest_first
 from router.metrics import RouterMetrics
 
@@ -86,12 +88,12 @@ def test_unlisted_node_finishes_its_requests(pair: Pair) -> None:
         nodes.listed("decode", frozenset({first.address}))
         await nodes.wait_until(lambda: nodes.complete and nodes.ready)
         old, new = Outputs(), Outputs()
-        call = fleet.generate(request(), old)
+        call = send(fleet, request(), old)
         assert await old.token() == 1
 
         nodes.listed("decode", frozenset({second.address}))
         await nodes.wait_until(lambda: nodes.complete and nodes.ready)
-        assert fleet.generate(request(), new).node.node_id == "d1"
+        assert send(fleet, request(), new).node.node_id == "d1"
         pair.go_on()
         assert await old.token() == 2
         call.finish()
@@ -113,7 +115,7 @@ def test_node_with_both_roles_takes_requests(pair: Pair) -> None:
         nodes.listed("both", frozenset({node.address}))
         await nodes.wait_until(lambda: nodes.complete and nodes.ready)
         outputs = Outputs()
-        call = fleet.generate(request(), outputs)
+        call = send(fleet, request(), outputs)
         assert await outputs.token() == 1
         call.cancel()
         assert [(view.decodes, view.prefills) for view in nodes.views()] == [(True, True)]
@@ -167,7 +169,7 @@ def test_node_that_does_not_read_gets_no_new_requests(pair: Pair, monkeypatch: p
                 async with asyncio.timeout(1.0):
                     await nodes.wait_until(lambda: nodes.ready)
                 sent.append(Outputs())
-                fleet.generate(pb.Generate(token_ids=prompt, cache_salt="s"), sent[-1])
+                send(fleet, pb.Generate(token_ids=prompt, cache_salt="s"), sent[-1])
         return sent
 
     async def run() -> None:
@@ -181,12 +183,12 @@ def test_node_that_does_not_read_gets_no_new_requests(pair: Pair, monkeypatch: p
             assert len(sent) < 100, "the queue has no bound"
             assert not any(outputs.errors for outputs in sent)
             with pytest.raises(Overloaded):
-                fleet.generate(request(), Outputs())
+                send(fleet, request(), Outputs())
 
             nodes.listed("decode", frozenset({stuck.address, pair.second.address}))
             await nodes.wait_until(lambda: nodes.ready)
             other = Outputs()
-            assert fleet.generate(request(), other).node.node_id == "d1"
+            assert send(fleet, request(), other).node.node_id == "d1"
             assert await other.token() == 1
 
             stuck.do(stuck.reading.set)
@@ -235,6 +237,10 @@ def test_node_that_reports_too_many_cached_blocks_is_not_used(pair: Pair, caplog
 
 def request() -> pb.Generate:
     return pb.Generate(token_ids=pack_tokens([1, 2]), cache_salt="s")
+
+
+def send(fleet: Fleet, message: pb.Generate, outputs: Outputs) -> NodeCall:
+    return fleet.generate(message, outputs, PromptPrefix(message.token_ids, root_hash(message.cache_salt)))
 
 
 def test_router_serves_several_models(tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

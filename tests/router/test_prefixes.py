@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.hashing import BlockHashes, short_block_hashes, unpack_block_hashes
+from pdserve.hashing import BlockHashes, root_hash, short_block_hashes, unpack_block_hashes
 from pdserve.rpc.protobuf import pack_tokens
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
 
@@ -68,9 +68,10 @@ def test_bits_are_reused_and_lists_stay_short() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.integers(1, 9), st.text(max_size=4))
 def test_router_hashes_blocks_like_the_engine(tokens: list[int], block_size: int, salt: str) -> None:
-    hashes = BlockHashes(block_size, salt).upto(array("I", tokens), len(tokens))
+    root = root_hash(salt)
+    hashes = BlockHashes(block_size, root).upto(array("I", tokens), len(tokens))
     cut = unpack_block_hashes(b"".join(block_hash[:8] for block_hash in hashes))
-    assert short_block_hashes(pack_tokens(tokens), block_size, salt) == list(cut)
+    assert short_block_hashes(pack_tokens(tokens), block_size, root) == list(cut)
 
 
 def test_index_holds_more_nodes_than_a_machine_word_has_bits() -> None:
