@@ -34,7 +34,6 @@ from pdserve.tracing.spans import Span
 
 _LOGPROBS_BYTES = 512 << 10  # of a prompt's log-probabilities in an output
 _TOP_BYTES = 10  # of one of the most likely tokens in an output
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 HandoffEvent = Reserved | ReadEnded | ReadChecked
 
@@ -84,7 +83,7 @@ class NodeGeneration:
     @property
     def prefill_sampling(self) -> SamplingParams:
         """Sampling parameters for P. A resumed request has its tokens, and drops the one that P must sample."""
-        return _ONE_TOKEN if self.resume else self.sampling
+        return self.sampling.for_kv() if self.resume else self.sampling
 
     @property
     def ended(self) -> bool:

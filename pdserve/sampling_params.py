@@ -66,6 +66,14 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
     thinking_start_ids: TokenIds = ()
     thinking_end_ids: TokenIds = ()
 
+    def for_kv(self) -> SamplingParams:
+        """Return the parameters of a prompt with the same KV, for a node that only computes this KV.
+
+        It samples one token, which means nothing. The KV depends on no parameter; an adapter per request (LoRA) would
+        stay.
+        """
+        return SamplingParams(max_tokens=1, temperature=0.0)
+
     @property
     def has_token_rules(self) -> bool:
         """Whether it restricts tokens other than by a grammar (engine/token_rules.py)."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.config.parallel import RankPosition
 from pdserve.model.model_config import ModelConfig
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.pointwise_ops import PointwiseOps
+from runner.models.layers.weight_shard import ShardRange
 from runner.models.quantization import (
     ExpertsMethod,
     ExpertsShard,
@@ -42,8 +44,12 @@ class ModelContext:
     def position(self) -> RankPosition:
         return self.parallel.position
 
-    def linear(self, in_features: int, out_features: int, bias: bool) -> LinearMethod:
-        """Create a linear layer of a rank in the checkpoint's weight format."""
+    def linear(self, in_features: int, outputs: Mapping[str, ShardRange], bias: bool) -> LinearMethod:
+        """Create a linear layer of a rank in the checkpoint's weight format.
+
+        It merges projections: ``outputs`` has this rank's outputs of each one, by its name in the checkpoint.
+        """
+        out_features = sum(output.size for output in outputs.values())
         linear = self.linear_method(in_features, out_features, bias, self.placement, self.config.quantization)
         self.linears[in_features, out_features] = linear
         return linear

@@ -19,7 +19,7 @@ class MergedColumnParallelLinear:
     def __init__(self, context: ModelContext, in_features: int, outputs: dict[str, ShardRange], bias: bool) -> None:
         """``outputs`` has this shard's outputs of each projection, by its name in the checkpoint."""
         self._in_features, self._outputs = in_features, outputs
-        self._linear = context.linear(in_features, sum(output.size for output in outputs.values()), bias)
+        self._linear = context.linear(in_features, outputs, bias)
         self.quantized_group = self._linear.quantized_group
 
     def apply(self, x: Activations) -> Tensor:
@@ -43,7 +43,7 @@ class RowParallelLinear:
         """``name`` is the projection's name in the checkpoint."""
         self._name, self._inputs, self._outputs = name, inputs, ShardRange.full(out_features)
         self._is_first_shard = context.position.shard == 0
-        self._linear = context.linear(inputs.size, out_features, bias)
+        self._linear = context.linear(inputs.size, {name: self._outputs}, bias)
         self.apply = self._linear.apply  # [tokens, inputs.size] → this shard's part of the sum [tokens, out_features]
         self.apply_gated = self._linear.apply_gated  # the same of gates and ups [tokens, 2 * inputs.size]
 
