@@ -9,11 +9,8 @@ from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv import UNSCALED
-from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.model_config import MAY_DIFFER, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED
-
-#: Fields that are the node's choice, not the checkpoint's, or that change nothing.
-_MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 
 
 def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:
@@ -30,7 +27,7 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     embeds = config.pooling is not None and config.pooling.task == EMBED
     mine, other = config.model, load_model_config(model_dir, config.model.impl, embeds=embeds)
     for field in ModelConfig.__struct_fields__:
-        if field not in _MAY_DIFFER and getattr(mine, field) != getattr(other, field):
+        if field not in MAY_DIFFER and getattr(mine, field) != getattr(other, field):
             raise CheckpointError(
                 f"{model_dir} has {field} {shown(getattr(other, field))}, this node has {shown(getattr(mine, field))}; "
                 "only weights of the same model can be reloaded. Start the node again with this checkpoint"

@@ -83,6 +83,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return FullAttentionSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
 
 
+#: Fields that are the node's choice, not the checkpoint's, or that change nothing.
+MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
+
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _MAX_EOS_TOKENS = 64
 _NEXTN = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # the first that a config has counts
