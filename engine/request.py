@@ -74,6 +74,8 @@ class Sequence:
         ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒░   length: token_ids ▒ and the token being sampled ░
         ████████████████    num_launched: the next step computes the rest
         ███████████████     num_computed
+
+    Drafts of a step in flight count as accepted: then ``length`` and ``num_launched`` are the most that they may be.
     """
 
     seq: int
@@ -83,7 +85,7 @@ class Sequence:
     hashes: BlockHashes
     prompt_len: int
     max_length: int
-    length: int = field(init=False)  # tokens after the steps in flight
+    length: int = field(init=False)  # tokens after the steps in flight, at most
     num_computed: int = 0  # tokens with KV
     num_launched: int = 0  # tokens with KV after the steps in flight
     cached_at_lookup: int = -1  # cached prompt tokens at the last prefix-cache lookup; -1 if never looked up
@@ -167,6 +169,13 @@ class Sequence:
         """
         return self.length == self.prompt_len + 1 or not self.in_flight
 
+    def draft_limit(self, most: int) -> int:
+        """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
+
+        A masked sequence has none: its mask is for one position.
+        """
+        return 0 if self.constraint is not None else min(most, self.max_length - self.length - 1)
+
     @property
     def samples_due(self) -> int:
         """Tokens to sample when its last missing token has been computed."""
@@ -201,6 +210,18 @@ class Sequence:
         self.num_launched += 1
         self.length += 1
         return self.decode_item
+
+    def launch_drafts(self, step: int, num_drafts: int) -> ScheduledSequence:
+        """Launch a decode with drafts, and count them as accepted. Return its part of the step."""
+        self.launch_decode(step)
+        self.num_launched += num_drafts
+        self.length += num_drafts
+        return ScheduledSequence.decode(self.seq, num_drafts)
+
+    def reject_drafts(self, num_drafts: int) -> None:
+        """Count drafts of the oldest step in flight as never launched, before its tokens are taken."""
+        self.num_launched -= num_drafts
+        self.length -= num_drafts
 
     def launch_prompt(self, step: int, num_tokens: int) -> ScheduledSequence:
         """Count missing tokens as launched. The step samples if it computes the last one. Return its part of it."""

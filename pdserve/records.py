@@ -161,6 +161,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     ``num_samples`` is 0 for a prompt chunk that is not the last, 1 normally, and n at the end of a prompt shared by n
     choices: all are sampled from the same logits, and the sequence continues as choice 0.
+
+    A decode computes the newest token of a sequence, then drafts: guesses of the tokens after it. The runner samples at
+    each of these positions, and accepts drafts while they equal the samples. So a decode yields 1 … ``num_tokens``
+    tokens: one per accepted draft, and one more. The next step of the sequence begins at the last of them, which the
+    runner knows before the host does. The KV of rejected drafts is overwritten then.
     """
 
     seq: int
@@ -168,9 +173,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     num_samples: int
 
     @classmethod
-    def decode(cls, seq: int) -> ScheduledSequence:
-        """Return a decode: it computes the newest token of a sequence, and samples the next one."""
-        return cls(seq, num_tokens=1, num_samples=1)
+    def decode(cls, seq: int, num_drafts: int = 0) -> ScheduledSequence:
+        """Return a decode: it computes the newest token of a sequence and ``num_drafts`` drafts."""
+        return cls(seq, num_tokens=1 + num_drafts, num_samples=1)
 
     def sampled_choices(self, own: int) -> Sequence[int]:
         """Return the choices that are sampled: all of a prompt's, or ``own``, which is the sequence's."""
@@ -194,7 +199,8 @@ class DigestOrder(msgspec.Struct, frozen=True):
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that a grammar or token rules allow next: bit t % 32 of the little-endian uint32 at t // 32 is token t.
 
-    It holds for all samples of a sequence in one step, respects ``min_tokens`` and always allows some token.
+    It holds for all samples of a sequence in one step, respects ``min_tokens`` and always allows some token. A decode
+    with a mask has no drafts.
     """
 
     seq: int
@@ -209,8 +215,8 @@ class TokenMask(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass. The runner drops ``finished`` sequences before it adds ``new`` ones.
 
-    ``scheduled`` begins with ``num_decodes`` decodes (``ScheduledSequence.decode``); prompts follow. It equals the last
-    step's while the same sequences decode.
+    ``scheduled`` begins with ``num_decodes`` decodes (``ScheduledSequence.decode``); prompts follow, which may have one
+    token, too. It equals the last step's while the same sequences decode with as many drafts.
     """
 
     step: int
@@ -239,18 +245,24 @@ class StepPlan(msgspec.Struct, frozen=True):
     def num_prompt_tokens(self) -> int:
         return sum(prompt.num_tokens for prompt in self.prompts)
 
+    @property
+    def num_drafts(self) -> int:
+        return sum(decode.num_tokens for decode in self.scheduled[: self.num_decodes]) - self.num_decodes
+
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """Results of a step: ``num_samples`` tokens of each scheduled sequence, in the plan's order.
+    """Results of a step: tokens in the plan's order.
 
-    ``logprobs`` has those of some tokens, by index in ``token_ids``. ``digests`` has one signed 64-bit number per block
-    of each of the plan's orders. ``prompt_logprobs`` has, by sequence, the log-probabilities of the prompt tokens that
-    follow the computed ones. ``pooled`` has the vectors of prompts that ended, little-endian float32, by sequence; the
-    tokens of such a node mean nothing.
+    ``decode_counts`` has how many of them each decode yields; it is empty if none has drafts, so that each yields one.
+    Prompts yield their ``num_samples``. ``logprobs`` has those of some tokens, by index in ``token_ids``. ``digests``
+    has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by sequence, the
+    log-probabilities of the prompt tokens that follow the computed ones. ``pooled`` has the vectors of prompts that
+    ended, little-endian float32, by sequence; the tokens of such a node mean nothing.
     """
 
     step: int
     token_ids: tuple[int, ...] = ()
+    decode_counts: tuple[int, ...] = ()
     logprobs: dict[int, TokenLogprobs] = {}
     digests: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()

@@ -49,6 +49,16 @@ class KVCacheManager:
             sequence.hold_more(islice(fresh, count), self._block_size)
         return True
 
+    def grow_for_drafts(self, sequences: Iterable[Sequence], most: int) -> None:
+        """Allocate blocks for up to ``most`` drafts of each sequence, while blocks are free; a step needs no drafts."""
+        for sequence in sequences:
+            num_missing = self.blocks_for(sequence.length + sequence.draft_limit(most)) - len(sequence.blocks)
+            if num_missing > 0:
+                blocks = self._pool.take(num_missing, after=sequence.blocks[-1])
+                if blocks is None:
+                    return
+                sequence.hold_more(blocks, self._block_size)
+
     def hash_prompt(self, sequence: Sequence) -> None:
         """Compute the block hashes of a prompt in advance, for ``cache_full_blocks``."""
         sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from engine.request import Sequence
 from pdserve.records import StepOutput, StepPlan, TokenLogprobs
@@ -36,7 +37,10 @@ class RunnableSequences:
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The sequences of a step, in plan order: decodes (``Sequence.decodes_next``), then prompts."""
+    """The sequences of a step, in plan order: decodes (``Sequence.decodes_next``), then prompts.
+
+    Only this class knows which tokens of a step belong to which sequence.
+    """
 
     decodes: tuple[Sequence, ...]
     prompts: tuple[Sequence, ...]
@@ -44,19 +48,36 @@ class StepSequences:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prompts)
 
+    def reject_drafts(self, plan: StepPlan, output: StepOutput) -> None:
+        """Tell each decode how many of its drafts were rejected."""
+        if output.decode_counts:
+            decodes = plan.scheduled[: plan.num_decodes]
+            for sequence, item, count in zip(self.decodes, decodes, output.decode_counts, strict=True):
+                assert 1 <= count <= item.num_tokens, f"a decode of {item.num_tokens} tokens yields {count}"
+                sequence.reject_drafts(item.num_tokens - count)
+
     def decode_tokens(self, output: StepOutput) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
-        """Yield each decode with its token."""
-        num_decodes = len(self.decodes)
-        logprobs = map(output.logprobs.get, range(num_decodes))
-        return zip(self.decodes, output.token_ids[:num_decodes], logprobs, strict=True)
+        """Yield each token of the decodes, with its sequence: one of each sequence, or as many as it yields.
+
+        Each of them follows a token of the sequence whose KV the step has computed.
+        """
+        sequences: Iterable[Sequence] = self.decodes
+        if output.decode_counts:
+            sequences = chain.from_iterable(map(repeat, self.decodes, output.decode_counts))
+        num_tokens = self._num_decode_tokens(output)
+        logprobs = map(output.logprobs.get, range(num_tokens))
+        return zip(sequences, output.token_ids[:num_tokens], logprobs, strict=True)
 
     def prompt_tokens(self, plan: StepPlan, output: StepOutput) -> Iterator[tuple[Sequence, int, SampledTokens]]:
         """Yield each prompt with the number of tokens that the step computed, and the sampled ones if it ended."""
-        at = len(self.decodes)
+        at = self._num_decode_tokens(output)
         for sequence, item in zip(self.prompts, plan.prompts, strict=True):
             samples = range(at, at + item.num_samples)
             yield sequence, item.num_tokens, [(output.token_ids[i], output.logprobs.get(i)) for i in samples]
             at += item.num_samples
+
+    def _num_decode_tokens(self, output: StepOutput) -> int:
+        return sum(output.decode_counts) or len(self.decodes)
 
 
 class StepsInFlight:

@@ -53,9 +53,9 @@ _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache 
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step`` and ``tile``,
-    microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds, and measures how long
-    requests wait.
+    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step``, ``tile`` and
+    ``max_drafts``, microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds, and
+    measures how long requests wait.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Scheduler:
         max_batch_tokens: int,
         full_step: int,
         tile: int = 1,
+        max_drafts: int = 0,
         max_waiting: int,
         stages: int = 1,
         itl_target: float | None = 0.0,
@@ -77,11 +78,12 @@ class Scheduler:
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
+        assert max_num_seqs * (1 + max_drafts) <= max_batch_tokens, "a step must have room for every running sequence"
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._full_step = full_step
         self._tile = tile
+        self._max_drafts = max_drafts
         self._max_waiting = max_waiting
         self._clock = clock
         self.pool = BlockPool(num_blocks)
@@ -247,6 +249,7 @@ class Scheduler:
             self._max_batch_tokens,
             self._full_step,
             tile=self._tile,
+            max_drafts=self._max_drafts,
             crowding=self._fair_share.crowding,
         )
         if self._make_room() and self._add_running(builder):
@@ -346,9 +349,9 @@ class Scheduler:
             self._preempt(self._live.least_urgent)
             runnable = self._in_flight.select(self._live.running.values())
         self._prompts = []
-        builder.add_decodes(runnable.decodes)
+        self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
-            builder.add_decodes(self._decode_ahead(runnable))
+            self._add_decodes(builder, self._decode_ahead(runnable))
         prompts = self._limit_prompts(builder, runnable)
         if runnable.prompts and self._live.waiting:
             running = {sequence.request.client for sequence in runnable.prompts}
@@ -363,6 +366,11 @@ class Scheduler:
             if builder.room(sequence) > 0:
                 self._add_prompt(builder, sequence)
         return True
+
+    def _add_decodes(self, builder: StepBuilder, sequences: Collection[Sequence]) -> None:
+        if self._max_drafts:
+            self._kv.grow_for_drafts(sequences, self._max_drafts)
+        builder.add_decodes(sequences)
 
     def _limit_prompts(self, builder: StepBuilder, runnable: RunnableSequences) -> Collection[Sequence]:
         """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them.

@@ -27,6 +27,8 @@ class StepBuilder:
     waiting prompts of clients without a running one. A ``budget`` limits all prompts beside sequences that decode.
     Prompts of a crowding client get a small part of a step, so that the step is not much longer for the clients that
     decode beside it.
+
+    Each decode has up to ``max_drafts`` drafts.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class StepBuilder:
         max_tokens: int,
         full_step: int,
         tile: int = 1,
+        max_drafts: int = 0,
         crowding: Callable[[Sequence, int], int | None] = lambda sequence, step: None,
     ) -> None:
         """``crowding``: see FairShare. It is asked about prompts that may become the first one of the step.
@@ -47,6 +50,7 @@ class StepBuilder:
         self._tokens_left = max_tokens
         self._full_step = full_step
         self._tile = tile
+        self._max_drafts = max_drafts
         self._most_tokens = max_tokens
         self._prompt_tokens = 0
         self._attended = 0.0  # tokens that the prompt tokens attend to, summed over these
@@ -85,14 +89,22 @@ class StepBuilder:
         return len(sequence.token_ids) - max(0, sequence.cached_at_lookup) <= room
 
     def add_decodes(self, sequences: Collection[Sequence]) -> None:
-        """Add one token of each sequence; called before any prompt is added. A step has room for all that may run."""
-        step, scheduled = self._step, self._scheduled
+        """Add the newest token of each sequence, and drafts; called before any prompt is added.
+
+        A step has room for all that may run, with drafts.
+        """
+        step, scheduled, max_drafts = self._step, self._scheduled, self._max_drafts
         for sequence in sequences:
             if sequence.sent_blocks != len(sequence.blocks):
                 self._send_blocks(sequence)
             if sequence.constraint is not None:
                 self._add_mask(sequence)
-            scheduled.append(sequence.launch_decode(step))
+            num_drafts = self._choose_drafts(sequence) if max_drafts else 0
+            if num_drafts:
+                scheduled.append(sequence.launch_drafts(step, num_drafts))
+                self._tokens_left -= num_drafts
+            else:
+                scheduled.append(sequence.launch_decode(step))
         self._tokens_left -= len(sequences)
         self._decodes += sequences
 
@@ -130,6 +142,10 @@ class StepBuilder:
             digests=digests,
             masks=tuple(self._masks),
         )
+
+    def _choose_drafts(self, sequence: Sequence) -> int:
+        """Return how many drafts a decode gets: as many as may be accepted and fit into its blocks."""
+        return min(sequence.draft_limit(self._max_drafts), sequence.capacity - sequence.length)
 
     def _add_mask(self, sequence: Sequence) -> None:
         """Move the mask of a sequence that samples into the step; a fixed one stays as well."""

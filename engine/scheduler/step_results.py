@@ -52,6 +52,7 @@ class StepResults:
     def _apply_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
+        step.reject_drafts(plan, output)
         for sequence, token_id, logprobs in step.decode_tokens(output):
             if sequence.computed(1) and not self._settle(sequence):
                 continue

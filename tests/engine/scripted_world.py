@@ -71,10 +71,17 @@ class ScriptedWorld(World):
     """Requests are numbered from 1, in the order of their arrival."""
 
     def __init__(
-        self, depth: tuple[int, int], blocks: tuple[int, int], jobs: list[ScriptedJob], *, checksum: bool = False
+        self,
+        depth: tuple[int, int],
+        blocks: tuple[int, int],
+        jobs: list[ScriptedJob],
+        *,
+        checksum: bool = False,
+        drafts: tuple[int, int] = (0, 0),
     ) -> None:
-        """``blocks`` are the KV blocks of P and D; ``checksum`` turns digests on."""
+        """``blocks`` are the KV blocks of P and D, ``drafts`` those of a decode; ``checksum`` turns digests on."""
         self._blocks = blocks
+        self._drafts = drafts
         self._checksum = checksum
         self._arrivals = sorted(jobs, key=lambda job: job.arrival)
         self._broken: set[int] = set()
@@ -83,10 +90,14 @@ class ScriptedWorld(World):
         super().__init__(depth, 1.0)
 
     def make_p(self) -> PrefillSide:
-        return PrefillSide(Node(self._blocks[0], *self.depth, kv_checksum=self._checksum))
+        return PrefillSide(self._make(0))
 
     def make_d(self) -> DecodeSide:
-        return ScriptedDecodeSide(Node(self._blocks[1], *self.depth, kv_checksum=self._checksum), self)
+        return ScriptedDecodeSide(self._make(1), self)
+
+    def _make(self, side: int) -> Node:
+        blocks, drafts = self._blocks[side], self._drafts[side]
+        return Node(blocks, *self.depth, kv_checksum=self._checksum, max_drafts=drafts)
 
     @property
     def transfers(self) -> dict[int, Transfer]:

@@ -3,12 +3,16 @@
 One misplaced block, stale slot or extra token changes its output, so comparing with ``reference`` checks all
 bookkeeping, in microseconds per token. It computes as late as a device may: when the result of a step is taken. So it
 overwrites blocks that were reused too early, and it asserts that there are none.
+
+Its drafts are right or wrong at random. Wrong ones leave their KV behind.
 """
 
 from __future__ import annotations
 
+import random
 import struct
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -22,6 +26,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
+RIGHT_DRAFTS = 3 / 4
 Slot = tuple[int, int]  # block, offset
 
 
@@ -46,7 +51,7 @@ def reference_ranks(prompt: list[int]) -> list[int]:
 
 @dataclass
 class _State:
-    """``num_launched`` exceeds ``num_computed`` by the tokens of steps in flight."""
+    """``num_launched`` exceeds ``num_computed`` by the tokens of steps in flight, if all their drafts are right."""
 
     seq: int
     token_ids: list[int]
@@ -54,6 +59,7 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     choice: int = 0
     num_launched: int = 0
+    least_launched: int = 0  # the same, if all drafts are wrong
 
 
 def num_tokens(plan: StepPlan) -> int:
@@ -67,7 +73,7 @@ class _Work:
     state: _State
     num_tokens: int
     num_samples: int
-    writes: frozenset[Slot]
+    is_decode: bool
     mask: bytes  # of the tokens that it may sample; empty: all
 
 
@@ -107,6 +113,7 @@ class ToyRunner:
         self._states: dict[int, _State] = {}
         self._in_flight: deque[ToyStep] = deque()
         self._targets = PromptTargets()
+        self._random = random.Random(num_blocks)
 
     @property
     def kv_region(self) -> KVRegion:
@@ -120,12 +127,22 @@ class ToyRunner:
     @property
     def writing(self) -> dict[int, int]:
         """Blocks that steps in flight write to, with the sequence of each."""
-        return {block: work.state.seq for step in self._in_flight for work in step.work for block, _ in work.writes}
+        return {block: seq for seq, slots in self._may_write() for block, _ in slots}
 
     @property
     def slots_writing(self) -> set[Slot]:
         """Slots that steps in flight write to."""
-        return {slot for step in self._in_flight for work in step.work for slot in work.writes}
+        return {slot for _, slots in self._may_write() for slot in slots}
+
+    def _may_write(self) -> Iterator[tuple[int, list[Slot]]]:
+        """Yield the slots that each sequence of the steps in flight may write to, with right drafts and wrong ones."""
+        least: dict[int, int] = {}  # by state: tokens computed before the step, if all drafts are wrong
+        most: dict[int, int] = {}
+        for work in (work for step in self._in_flight for work in step.work):
+            state, key = work.state, id(work.state)
+            first, end = least.get(key, state.num_computed), most.get(key, state.num_computed) + work.num_tokens
+            least[key], most[key] = first + (1 if work.is_decode else work.num_tokens), end
+            yield state.seq, self._slots(state, first, end)
 
     @property
     def used(self) -> set[int]:
@@ -147,7 +164,7 @@ class ToyRunner:
             assert new.seq not in self.writing.values(), "a sequence was preempted while a step with it is in flight"
             tokens = new.tokens(0, new.num_tokens).tolist()
             state = _State(new.seq, tokens, new.num_computed, list(new.block_ids), new.choice)
-            state.num_launched = new.num_computed
+            state.num_launched = state.least_launched = new.num_computed
             self._states[new.seq] = state
             self._targets.add(new)
         self._check_stages(plan)
@@ -165,9 +182,15 @@ class ToyRunner:
         assert self._in_flight.popleft() is step, "results are taken in the order of launching, once"
         self.num_overlapped += any(later.work for later in self._in_flight)
         token_ids: list[int] = []
+        counts: list[int] = []
         states = {work.state.seq: work.state for work in step.work}
         for work in step.work:
             state = work.state
+            if work.is_decode:
+                tokens = self._verify(state, work.num_tokens - 1, work.mask)
+                counts.append(len(tokens))
+                token_ids += tokens
+                continue
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
                 self._slot(state, position)[:] = state.token_ids[position], position
             state.num_computed += work.num_tokens
@@ -177,6 +200,7 @@ class ToyRunner:
         return StepOutput(
             step.step,
             token_ids=tuple(token_ids),
+            decode_counts=tuple(counts) if any(work.is_decode and work.num_tokens > 1 for work in step.work) else (),
             digests=tuple(map(self._digests, step.digests)),
             prompt_logprobs=tuple(scored),
         )
@@ -217,15 +241,15 @@ class ToyRunner:
         others, masks = self.writing, {mask.seq: mask.words for mask in plan.masks}
         for more in plan.new_blocks:
             self._states[more.seq].blocks += more.block_ids
-        for item in plan.scheduled:
+        for index, item in enumerate(plan.scheduled):
             state = self._states[item.seq]
-            first, end = state.num_launched, state.num_launched + item.num_tokens
-            size = self.kv_layout.block_size
-            writes = frozenset((state.blocks[position // size], position % size) for position in range(first, end))
+            is_decode = index < plan.num_decodes
+            first, end = state.least_launched, state.num_launched + item.num_tokens
             assert all(others.get(block, item.seq) == item.seq for block in state.blocks), "two write to one block"
-            others |= dict.fromkeys((block for block, _ in writes), item.seq)
+            others |= dict.fromkeys((block for block, _ in self._slots(state, first, end)), item.seq)
             state.num_launched = end
-            works.append(_Work(state, item.num_tokens, item.num_samples, writes, masks.get(item.seq, b"")))
+            state.least_launched += 1 if is_decode else item.num_tokens
+            works.append(_Work(state, item.num_tokens, item.num_samples, is_decode, masks.get(item.seq, b"")))
         return works
 
     def _check_stages(self, plan: StepPlan) -> None:
@@ -234,9 +258,28 @@ class ToyRunner:
         just_before = steps[max(0, len(steps) - self.stages + 1) :]
         drawn = {work.state.seq for step in just_before for work in step.work if work.num_samples}
         assert not drawn & {item.seq for item in plan.scheduled}, "a step continues from a token that has not arrived"
-        for item in plan.scheduled if self.max_in_flight == self.stages else ():
+        for index, item in enumerate(plan.scheduled if self.max_in_flight == self.stages else ()):
             state = self._states[item.seq]
-            assert state.num_launched + item.num_tokens <= len(state.token_ids), "a token is not on the host yet"
+            known = 1 if index < plan.num_decodes else item.num_tokens
+            assert state.num_launched + known <= len(state.token_ids), "a token is not on the host yet"
+
+    def _verify(self, state: _State, num_drafts: int, mask: bytes) -> list[int]:
+        """Compute the newest token and drafts. Return the accepted drafts, and the token after them."""
+        assert not (num_drafts and mask), "a mask is for one position"
+        first, token_ids, right = state.num_computed, list[int](), True
+        draft = state.token_ids[first]
+        for position in range(first, first + 1 + num_drafts):
+            self._slot(state, position)[:] = draft, position
+            if right:
+                state.num_computed += 1
+                token_ids += self._sample(state, 1, mask)
+                draft = token_ids[-1]
+                right = self._random.random() < RIGHT_DRAFTS
+            if not right:
+                draft = self._random.randrange(VOCAB, 2 * VOCAB)
+        state.num_launched -= 1 + num_drafts - len(token_ids)
+        state.least_launched += len(token_ids) - 1
+        return token_ids
 
     def _sample(self, state: _State, num_samples: int, mask: bytes) -> list[int]:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
@@ -252,6 +295,11 @@ class ToyRunner:
         rows = enumerate(targets.token_ids, targets.first)
         ranks = [next_token(seen[:at], token) for at, token in rows]
         return PromptLogprobs(targets.first, 0, b"".join(struct.pack("<fI", -1.0, rank) for rank in ranks))
+
+    def _slots(self, state: _State, first: int, end: int) -> list[Slot]:
+        """Return the slots of a sequence's positions."""
+        size = self.kv_layout.block_size
+        return [(state.blocks[position // size], position % size) for position in range(first, end)]
 
     def _slot(self, state: _State, position: int) -> np.ndarray:
         size = self.kv_layout.block_size

@@ -97,6 +97,7 @@ class Node:
         max_num_seqs: int = 8,
         full_step: int = 12,
         tile: int = 1,
+        max_drafts: int = 0,
         batch_tokens: int = BATCH_TOKENS,
         itl_target: float | None = 0.0,
         seconds: Callable[[StepPlan], float] | None = None,
@@ -106,6 +107,7 @@ class Node:
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
     ) -> None:
+        batch_tokens = max(batch_tokens, max_num_seqs * (1 + max_drafts))
         self._batch_tokens = batch_tokens
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
@@ -118,6 +120,7 @@ class Node:
             max_batch_tokens=batch_tokens,
             full_step=full_step,
             tile=tile,
+            max_drafts=max_drafts,
             max_waiting=100,
             stages=stages,
             itl_target=itl_target,

@@ -1,0 +1,171 @@
+"""Several tokens per decode and step: outputs are those without drafts, also where drafts are wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_world import ScriptedJob, ScriptedWorld
+from test_handoff import jobs
+from toy import reference
+from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
+
+from pdserve.ipc.messages import Mode, Pause, Resume
+from pdserve.records import FinishReason
+from pdserve.sampling_params import SamplingParams
+
+DRAFTS = st.integers(1, 4)
+each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
+
+
+def output_of(prompt: list[int], choice: int, sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+    tokens = reference(prompt, choice, sampling.max_tokens)
+    for index, token in enumerate(tokens):
+        if token in sampling.stop_token_ids and index + 1 >= sampling.min_tokens:
+            return tokens[: index + 1], FinishReason.STOP
+    return tokens, FinishReason.LENGTH
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int]:
+    """Return a prompt, sampling parameters with stop ids that the output has, and the step of arrival."""
+    prompt = [draw(st.integers(5, 8))] * draw(st.integers(1, 30))
+    choices = draw(st.integers(1, 3))
+    stops = draw(st.lists(st.integers(1, 20), max_size=2))
+    sampling = SamplingParams(
+        max_tokens=draw(st.integers(1, 20)),
+        min_tokens=draw(st.integers(0, 12)),
+        n=choices,
+        stop_token_ids=tuple({reference(prompt, at % choices, at)[-1] for at in stops}),
+    )
+    return prompt, sampling, draw(st.integers(0, 12))
+
+
+@each_depth
+@given(
+    wanted=st.lists(requests(), min_size=1, max_size=10),
+    drafts=DRAFTS,
+    num_blocks=st.integers(14, 40),
+    pauses=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=12),
+    layered=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_outputs_are_exact_under_preemption(
+    depth: tuple[int, int],
+    wanted: list[tuple[list[int], SamplingParams, int]],
+    drafts: int,
+    num_blocks: int,
+    pauses: list[tuple[int, int, bool]],
+    layered: bool,
+) -> None:
+    """Stop ids before and after ``min_tokens``, n choices, pauses, and too few blocks. Then all blocks are free.
+
+    Requests whose prompts are earlier prompts with their outputs find no KV of rejected drafts in the prefix cache.
+    """
+    node = Node(num_blocks, *depth, max_drafts=drafts, layered=layered)
+    expected: dict[tuple[int, int], tuple[list[int], FinishReason]] = {}
+    for step in range(21):
+        for rid, (prompt, sampling, arrival) in enumerate(wanted):
+            if arrival == step:
+                node.submit(rid, prompt, sampling, Mode.LOCAL, client=rid % 2)
+                expected |= {(rid, choice): output_of(prompt, choice, sampling) for choice in range(sampling.n)}
+        for at, rid, paused in pauses:
+            if at == step:
+                node.obey(Pause(rid) if paused else Resume(rid))
+        node.step()
+    for rid in range(len(wanted)):
+        node.obey(Resume(rid))
+    node.run()
+    assert {key: (node.tokens[key], node.finished[key]) for key in expected} == expected
+    assert node.scheduler.status().totals.sampled_tokens == sum(len(tokens) for tokens, _ in expected.values())
+    node.assert_all_free()
+
+    for rid, (prompt, _, _) in enumerate(wanted, len(wanted)):
+        longer = prompt + node.tokens[rid - len(wanted), 0]
+        node.submit(rid, longer, SamplingParams(max_tokens=3), Mode.LOCAL)
+        node.run()
+        assert node.tokens[rid, 0] == reference(longer, 0, 3)
+    node.close()
+
+
+@each_depth
+@given(
+    wanted=st.lists(jobs(), min_size=1, max_size=10),
+    blocks=st.tuples(st.integers(14, 32), st.integers(14, 32)),
+    drafts=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    checksum=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_outputs_are_exact_through_handoffs(
+    depth: tuple[int, int],
+    wanted: list[ScriptedJob],
+    blocks: tuple[int, int],
+    drafts: tuple[int, int],
+    checksum: bool,
+) -> None:
+    """P and D need not draft alike. P decodes ahead; requests end, are given up, preempted, or resumed."""
+    world = ScriptedWorld(depth, blocks, wanted, drafts=drafts, checksum=checksum)
+    world.run()
+    world.close()
+
+
+@pytest.mark.parametrize("drafts", [(3, 0), (0, 3), (3, 3)])
+def test_outputs_continue_after_tokens_that_p_decoded_ahead(drafts: tuple[int, int], depth: tuple[int, int]) -> None:
+    sampling = SamplingParams(max_tokens=40)
+    some = [ScriptedJob([rid] * 30, sampling, mode=Mode.HANDOFF, ahead=20, arrival=40 * rid) for rid in range(3)]
+    world = ScriptedWorld(depth, (96, 72), some, drafts=drafts)
+    world.run()
+    ahead = [plan for plan in world.p.node.runner.launched if plan.num_decodes]
+    assert any(plan.num_drafts for plan in ahead) == (drafts[0] > 0)
+    assert any(plan.num_drafts for plan in world.d.node.runner.launched) == (drafts[1] > 0)
+    world.close()
+
+
+def test_drafts_save_steps(make: Make) -> None:
+    steps = []
+    for drafts in (0, 3):
+        node = make(64, max_drafts=drafts)
+        node.submit(0, [1] * 5, SamplingParams(max_tokens=60), Mode.LOCAL)
+        node.run()
+        assert node.tokens[0, 0] == reference([1] * 5, 0, 60)
+        steps.append(len([plan for plan in node.runner.launched if plan.scheduled]))
+    assert steps[0] == 60
+    assert steps[1] < 45
+
+
+def test_a_decode_has_no_more_drafts_than_tokens_may_follow(make: Make) -> None:
+    """So that no KV is written, and no block is needed, behind the longest output."""
+    node = make(2, max_drafts=4)
+    node.submit(0, [1, 2], SamplingParams(max_tokens=2 * BLOCK - 2), Mode.LOCAL)
+    node.run()
+    assert node.tokens[0, 0] == reference([1, 2], 0, 2 * BLOCK - 2)
+
+
+def test_drafts_leave_room_for_prompts_in_the_same_step(make: Make) -> None:
+    node = make(64, max_drafts=1)
+    for rid in range(4):
+        node.submit(rid, [rid], SamplingParams(max_tokens=30), Mode.LOCAL)
+    for _ in range(4):
+        node.step()
+    node.submit(4, [4] * 2 * BATCH_TOKENS, SamplingParams(max_tokens=2), Mode.LOCAL)
+    node.run()
+    mixed = [plan for plan in node.runner.launched if plan.num_drafts and plan.num_prompt_tokens]
+    assert mixed
+    assert max(plan.num_tokens for plan in mixed) <= BATCH_TOKENS
+    assert node.tokens[4, 0] == reference([4] * 2 * BATCH_TOKENS, 0, 2)
+
+
+def test_masked_sequences_have_no_drafts(make: Make) -> None:
+    node = make(64, max_drafts=3)
+    node.submit(0, [1, 2, 3], SamplingParams(20, allowed_token_ids=(6, 7)), Mode.LOCAL)
+    node.submit(1, [1, 2, 3], SamplingParams(20), Mode.LOCAL)
+    node.run()
+    assert set(node.tokens[0, 0]) <= {6, 7}
+    assert node.tokens[1, 0] == reference([1, 2, 3], 0, 20)
+    masked = {mask.seq for plan in node.runner.launched for mask in plan.masks}
+    drafted = {
+        item.seq for plan in node.runner.launched for item in plan.scheduled[: plan.num_decodes] if item.num_tokens > 1
+    }
+    assert masked
+    assert drafted
+    assert not masked & drafted
