@@ -18,16 +18,27 @@ from pdserve.records import StepPlan
 _MIXED = {16: (32, 64, 96, 128, 192, 256, 320, 384, 512), 128: (192, 256, 320, 384, 512)}
 
 
+# Tokens of each sequence in a decode step that has graphs: the newest one, and drafts.
+_DECODE_TOKENS = (1,)
+
+
 class BatchDescriptor(NamedTuple):
     """The size that a batch is padded to."""
 
     rows: int
     tokens: int
+    row_tokens: int = 0  # of every sequence of a decode step; 0: the sequences have different numbers of tokens
+
+    @classmethod
+    def of_step(cls, rows: int, tokens: int, longest: int) -> BatchDescriptor:
+        """Return the size of a step without padding; ``longest`` are the most tokens of a sequence."""
+        is_decode = longest in _DECODE_TOKENS and tokens == rows * longest
+        return cls(rows, tokens, longest if is_decode else 0)
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence has one token."""
-        return self.rows == self.tokens
+        """Whether its graph leaves logits of all tokens."""
+        return self.row_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -39,29 +50,35 @@ class GraphSizes:
         """Return the sizes of all graphs of a runner with these limits."""
         decode = [size for size in (1, 2, 4) if size < max_num_seqs] + list(range(8, max_num_seqs, 8)) + [max_num_seqs]
         mixed = {(min(rows, max_num_seqs), tokens) for rows, tokens_of in _MIXED.items() for tokens in tokens_of}
-        sizes = [(size, size) for size in decode]
-        sizes += [(rows, tokens) for rows, tokens in sorted(mixed) if rows < tokens <= max_batch_tokens]
-        return cls(tuple(BatchDescriptor(*each) for each in sorted(sizes, key=lambda size: -size[1])))
+        sizes = [BatchDescriptor(rows, rows * each, each) for each in _DECODE_TOKENS for rows in decode]
+        sizes += [BatchDescriptor(*size) for size in sorted(mixed) if size[0] < size[1] <= max_batch_tokens]
+        return cls(tuple(sorted(sizes, key=lambda size: -size.tokens)))
 
     @property
     def most_tokens(self) -> int:
         return max((each.tokens for each in self.descriptors), default=0)
 
     @property
+    def most_decode_tokens(self) -> int:
+        """Tokens of the largest decode step that has a graph."""
+        return max((each.tokens for each in self.descriptors if each.is_decode), default=0)
+
+    @property
     def most_mixed_tokens(self) -> int:
         """Tokens of the largest step with prompts that has a graph."""
         return max((each.tokens for each in self.descriptors if not each.is_decode), default=0)
 
-    def find(self, rows: int, tokens: int) -> BatchDescriptor | None:
-        """Return the smallest size that holds such a step, None if there is none."""
-        is_decode = BatchDescriptor(rows, tokens).is_decode
+    def find(self, step: BatchDescriptor) -> BatchDescriptor | None:
+        """Return the smallest size that holds a step of this size, None if there is none."""
+        rows, tokens, row_tokens = step
         fitting = (
             each
             for each in self.descriptors
-            if each.rows >= rows and each.tokens >= tokens and each.is_decode == is_decode
+            if each.rows >= rows and each.tokens >= tokens and each.row_tokens == row_tokens
         )
         return min(fitting, key=lambda each: (each.tokens, each.rows), default=None)
 
     def have(self, plan: StepPlan) -> bool:
         """Whether one of them holds this step."""
-        return self.find(len(plan.scheduled), plan.num_tokens) is not None
+        tokens = [each.num_tokens for each in plan.scheduled]
+        return self.find(BatchDescriptor.of_step(len(tokens), sum(tokens), max(tokens, default=0))) is not None

@@ -17,30 +17,38 @@ class StepBatch:
     """The sequences of one step, by row of a runner's table, and those of them that sample. On the host."""
 
     scheduled: tuple[ScheduledSequence, ...]
+    num_decodes: int  # of these, the first ones
     rows: NDArray[np.int32]  # [num_seqs]
     lengths: NDArray[np.int32]  # [num_seqs]: tokens of this step
     query_starts: NDArray[np.int32]  # [num_seqs + 1]
-    sampling: NDArray[np.int64]  # indices of the sequences that sample
+    longest: int  # tokens of this step, at most
+    sampling: NDArray[np.int64]  # [logits rows]: index of the sequence; a decode has a row per token
     sampled: tuple[ScheduledSequence, ...]  # these sequences
-    last_tokens: NDArray[np.int32]  # of the sequences that sample, among the tokens of the step
-    sample_of_row: NDArray[np.int32]  # [num_seqs]: the sample that continues the sequence, -1 if there is none
+    logits_tokens: NDArray[np.int32]  # [logits rows]: the token that has these logits, among those of the step
+    sample_of_row: NDArray[np.int32]  # [num_seqs]: the first sample of the sequence, -1 if there is none
 
     @classmethod
-    def of(cls, scheduled: tuple[ScheduledSequence, ...], rows: list[int]) -> Self:
+    def of(cls, scheduled: tuple[ScheduledSequence, ...], num_decodes: int, rows: list[int]) -> Self:
         columns = np.array([(s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
         lengths, samples = columns.T
         query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        sampling = np.flatnonzero(samples)
+        logits_rows = np.minimum(samples, 1)  # of each sequence: its last tokens
+        logits_rows[:num_decodes] = lengths[:num_decodes]
+        sampling = np.repeat(np.arange(len(scheduled)), logits_rows)
+        ends = query_starts[1:] - logits_rows.cumsum()
+        draws = logits_rows * samples
         return cls(
             scheduled=scheduled,
+            num_decodes=num_decodes,
             rows=np.array(rows, dtype=np.int32),
             lengths=lengths.astype(np.int32),
             query_starts=query_starts,
+            longest=int(lengths.max()),
             sampling=sampling,
-            sampled=tuple(s for s in scheduled if s.num_samples),
-            last_tokens=query_starts[1:][sampling] - 1,
-            sample_of_row=np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32),
+            sampled=tuple([scheduled[index] for index in sampling.tolist()]),
+            logits_tokens=(np.arange(len(sampling)) + ends[sampling]).astype(np.int32),
+            sample_of_row=np.where(draws > 0, draws.cumsum() - draws, -1).astype(np.int32),
         )
 
     @property
@@ -50,6 +58,10 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.query_starts[-1])
+
+    @property
+    def has_drafts(self) -> bool:
+        return bool((self.lengths[: self.num_decodes] > 1).any())
 
     @property
     def sampling_rows(self) -> NDArray[np.int32]:

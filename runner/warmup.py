@@ -70,8 +70,9 @@ def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int
     new = [_sequence(runner, number, length) for number, length in enumerate([1] * others + [chunk])]
     decodes = tuple(ScheduledSequence.decode(each.seq) for each in new[:-1])
     prompt = ScheduledSequence(new[-1].seq, chunk, 1)
-    runner.launch(StepPlan(-1, new=tuple(new[:-1]), scheduled=decodes)).result()
-    runner.launch(StepPlan(-1, new=tuple(new[-1:]), scheduled=(*decodes, prompt))).result()
+    runner.launch(StepPlan(-1, new=tuple(new[:-1]), scheduled=decodes, num_decodes=others)).result()
+    mixed = StepPlan(-1, new=tuple(new[-1:]), scheduled=(*decodes, prompt), num_decodes=others)
+    runner.launch(mixed).result()
     runner.launch(StepPlan(-1, finished=tuple(each.seq for each in new))).result()
 
 
@@ -106,6 +107,6 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     masks = tuple(TokenMask(seq, everything) for seq in seqs) if sampling.grammar else ()
     runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()
     for _ in range(2):
-        runner.launch(StepPlan(-1, scheduled=tokens, masks=masks)).result()
+        runner.launch(StepPlan(-1, scheduled=tokens, num_decodes=len(tokens), masks=masks)).result()
     digests = (DigestOrder((0,), 1),) if config.kv_checksum else ()
     runner.launch(StepPlan(-1, finished=tuple(seqs), digests=digests)).result()

@@ -44,17 +44,19 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         return () if receiver is None else (HostReturnedTokens(receiver, self._sequences),)
 
     def _prepare(self, plan: StepPlan) -> StepBatch:
-        return StepBatch.of(plan.scheduled, self._sequences.rows_of(plan.scheduled))
+        batch = StepBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
+        assert not batch.has_drafts, "the V1 runner verifies no drafts"
+        return batch
 
     def _execute(
         self, plan: StepPlan, batch: StepBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
-        last_tokens = batch.last_tokens
-        hidden = yield from self._forward(batch, None if all_hidden_states else last_tokens)
+        logits_tokens = batch.logits_tokens
+        hidden = yield from self._forward(batch, None if all_hidden_states else logits_tokens)
         self._sequences.num_computed[batch.rows] += batch.lengths
         if self._pools or not (self._is_last_stage and batch.sampled):
             return hidden, None
-        last_hidden = hidden[self._to_device(last_tokens)] if all_hidden_states else hidden
+        last_hidden = hidden[self._to_device(logits_tokens)] if all_hidden_states else hidden
         return hidden, self._model.decoder.logits(last_hidden)
 
     def _sample(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> PendingStep:

@@ -35,7 +35,7 @@ class ForwardPass:
         dtype, device = model.placement.dtype, model.device
         hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size
         most = self.sizes.most_tokens if config.cuda_graphs else 0
-        rows = config.max_num_seqs if config.cuda_graphs and self._position.is_last else 0
+        rows = self.sizes.most_decode_tokens if config.cuda_graphs and self._position.is_last else 0
         # A graph starts with ``_start`` if there is a stage before. It leaves logits for decode steps on the last
         # stage, else hidden states.
         self._start = torch.zeros(0 if self._position.is_first else most, hidden_size, dtype=dtype, device=device)
@@ -52,7 +52,7 @@ class ForwardPass:
 
     def graph_for(self, indices: BatchIndices) -> BatchDescriptor | None:
         """Return the size of the graph for this batch, None if none fits."""
-        return self._graphs.sizes.find(indices.num_seqs, indices.num_tokens)
+        return self._graphs.sizes.find(indices.descriptor)
 
     def run(
         self, batch: InputBatch, descriptor: BatchDescriptor | None, all_hidden_states: bool
@@ -64,7 +64,7 @@ class ForwardPass:
         """
         indices = batch.indices
         selects = self._position.is_last and not indices.every_token_samples
-        keep = batch.last_tokens if selects and descriptor is None and not all_hidden_states else None
+        keep = batch.logits_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
             self._backend.plan(self._inputs.attention_batch(batch))
         hidden = yield from self._stages.compute(
@@ -78,7 +78,7 @@ class ForwardPass:
         has_logits = descriptor is not None and descriptor.is_decode
         kept = self._logits[: indices.num_tokens] if has_logits else hidden
         if selects and keep is None:
-            kept = kept.index_select(0, batch.last_tokens)
+            kept = kept.index_select(0, batch.logits_tokens)
         return hidden, kept if has_logits else self._model.decoder.logits(kept)
 
     def _layers(self, start: Tensor, keep: Tensor | None) -> Pausing[Tensor]:
@@ -100,6 +100,6 @@ class ForwardPass:
         start = self._inputs.input_ids if self._position.is_first else self._start
         hidden = complete(self._layers(start[:tokens], None))
         if descriptor.is_decode and self._position.is_last:
-            self._model.decoder.write_logits(hidden, self._logits[: descriptor.rows])
+            self._model.decoder.write_logits(hidden, self._logits[:tokens])
         else:
             self._hidden[:tokens].copy_(hidden)

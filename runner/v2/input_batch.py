@@ -21,7 +21,7 @@ _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
 
 # The arrays of ``InputBatch.sent``.
-SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LAST_TOKENS = range(4)
+SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS = range(4)
 
 
 @dataclass
@@ -36,7 +36,7 @@ class BatchIndices(StepBatch):
     @property
     def descriptor(self) -> BatchDescriptor:
         """The size without padding."""
-        return BatchDescriptor(self.num_seqs, self.num_tokens)
+        return BatchDescriptor.of_step(self.num_seqs, self.num_tokens, self.longest)
 
     @property
     def every_token_samples(self) -> bool:
@@ -54,9 +54,9 @@ class InputBatch:
     masks: GrammarMaskTensors | None = None
 
     @property
-    def last_tokens(self) -> Tensor:
-        """The last token of each row that samples, as an index into the tokens of the step; on the device."""
-        return self.sent.array(LAST_TOKENS, len(self.indices.last_tokens))
+    def logits_tokens(self) -> Tensor:
+        """The tokens whose logits are sampled, as indices into the tokens of the step; on the device."""
+        return self.sent.array(LOGITS_TOKENS, len(self.indices.logits_tokens))
 
 
 class InputBuffers:
@@ -122,8 +122,8 @@ class InputBuffers:
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
         """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequence."""
         rows, tokens = descriptor.rows, descriptor.tokens
-        lengths = np.ones(rows, dtype=np.int32)
-        lengths[0] = tokens - rows + 1
+        lengths = np.full(rows, max(1, descriptor.row_tokens), dtype=np.int32)
+        lengths[0] += tokens - lengths.sum()
         query_starts = np.concatenate(([0], lengths.cumsum(dtype=np.int32)), dtype=np.int32)
         self.input_ids[:tokens] = 0
         self.positions[:tokens] = 0

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.records import NewSequence, ScheduledSequence
+from pdserve.records import NewSequence, StepPlan
 from runner.sequence_rows import SequenceRows
 from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.input_batch import BatchIndices, InputBatch
@@ -57,26 +57,27 @@ class RequestStates(SequenceRows):
         super().remove(seq)
         self._recent.clear()
 
-    def schedule(self, scheduled: tuple[ScheduledSequence, ...]) -> InputBatch:
+    def schedule(self, plan: StepPlan) -> InputBatch:
         """Send a batch with all staged writes, and count its tokens and samples as done."""
-        indices = self._indices_of(scheduled)
+        indices = self._indices_of(plan)
         self.num_computed[indices.rows] += indices.lengths
         seq_lens = self.num_computed[indices.rows]
         known = self.num_tokens[indices.rows]
         assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
         self.num_tokens[indices.sampling_rows] += 1
-        sent = self._writes.send(indices.rows, indices.query_starts, indices.sample_of_row, indices.last_tokens)
+        sent = self._writes.send(indices.rows, indices.query_starts, indices.sample_of_row, indices.logits_tokens)
         self._writes.apply(sent, self._state)
         return InputBatch(indices, seq_lens, int(known.max()) + 1, sent)
 
-    def _indices_of(self, scheduled: tuple[ScheduledSequence, ...]) -> BatchIndices:
+    def _indices_of(self, plan: StepPlan) -> BatchIndices:
         """Return the indices of a recent step if they fit, which saves most of the work, else new ones."""
         for number, recent in enumerate(self._recent):
-            if recent.scheduled == scheduled:
+            if recent.num_decodes == plan.num_decodes and recent.scheduled == plan.scheduled:
                 del self._recent[number]
                 self._recent.append(recent)  # the longest unused one is replaced
                 return recent
-        indices = BatchIndices.of(scheduled, self.rows_of(scheduled))
+        indices = BatchIndices.of(plan.scheduled, plan.num_decodes, self.rows_of(plan.scheduled))
+        assert not indices.has_drafts, "the V2 runner verifies no drafts"
         if not self._is_last_stage:
             indices.sample_of_row.fill(-1)
         self._recent.append(indices)

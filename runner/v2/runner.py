@@ -81,7 +81,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     # ------------------------------------------------------------ a step
 
     def _prepare(self, plan: StepPlan) -> InputBatch:
-        return self._sequences.schedule(plan.scheduled)
+        return self._sequences.schedule(plan)
 
     def _execute(
         self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool

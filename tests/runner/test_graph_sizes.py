@@ -13,10 +13,14 @@ def plan(*tokens: int) -> StepPlan:
 
 
 def test_a_step_runs_as_the_smallest_graph_that_holds_it() -> None:
-    assert SIZES.find(3, 3) == BatchDescriptor(4, 4)
-    assert SIZES.find(33, 33) == BatchDescriptor(40, 40)
-    assert SIZES.find(3, 70) == BatchDescriptor(16, 96)
-    assert SIZES.find(17, 70) == BatchDescriptor(40, 192)
+    def found(rows: int, tokens: int, longest: int) -> BatchDescriptor | None:
+        return SIZES.find(BatchDescriptor.of_step(rows, tokens, longest))
+
+    assert found(3, 3, 1) == BatchDescriptor(4, 4, row_tokens=1)
+    assert found(33, 33, 1) == BatchDescriptor(40, 40, row_tokens=1)
+    assert found(3, 70, 68) == BatchDescriptor(16, 96)
+    assert found(17, 70, 20) == BatchDescriptor(40, 192)
+    assert found(16, 64, 4) == BatchDescriptor(16, 64)
 
 
 def test_steps_beyond_all_sizes_have_no_graph() -> None:
