@@ -111,6 +111,7 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],
         tile=TILE[config.device.kind],
+        max_drafts=config.max_drafts,
         max_waiting=config.max_waiting,
         itl_target=config.itl_target,
         idle_step=measure_idle_step(ranks) if measures else 0.0,

@@ -91,10 +91,10 @@ class Prefill(Lease):
         self._prefills.engine.send(submit)
 
     def after_step(self, action: Callable[[], None]) -> None:
-        """Run ``action`` after the next token decoded ahead, or at once if there will be none.
+        """Run ``action`` after the next step decoded ahead, or at once if there will be none.
 
-        The step of that token began before D could begin the same step. But a step with prompts is longer than D's. A
-        stalled engine delays ``action`` by at most the length of a step.
+        That step began before D could begin the same step. But a step with prompts is longer than D's. A stalled
+        engine delays ``action`` by at most the length of a step.
         """
         self._run_deferred()
         if not (self.complete and self._decodes_ahead) or self._prefills.engine.status.backlog:
@@ -155,7 +155,8 @@ class Prefill(Lease):
             self._send(next_token=sample)
         else:
             self._samples.append(sample)
-        self._run_deferred()
+        if self._deferred is not None:  # after the other tokens of this step
+            asyncio.get_running_loop().call_soon(self._run_deferred)
 
     def _on_part(self, part: Leased) -> None:
         """Announce blocks. The first token of each choice comes with the last part."""

@@ -2,7 +2,7 @@
 
 It implements pdserve.protocols.ModelRunner and imports neither torch nor numpy, so a hundred nodes fit on a small
 machine. Like V2 it launches a step while the last one is in flight. It has no KV: the address of its region is never
-read.
+read. Of the drafts of a decode it accepts as many as ``--synthetic-acceptance`` says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ class SimulatedRunner:
         self._vocabulary = SimulatedVocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
+        self._acceptance = acceptance_rate(config.synthetic_acceptance or 1.0, config.max_drafts)
         self._crashing: set[int] = set()  # sequences with the token of --sim-crash-token
         self._busy_until = 0.0
         loaded = simulated_digest(Path(config.model_dir))
@@ -85,12 +87,17 @@ class SimulatedRunner:
             self._targets.add(new)
         masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
         self._crash_on_order(plan)
-        samples = [sample for item in plan.scheduled for sample in self._sample(item, masks.get(item.seq))]
+        runs = [self._decode(item, masks.get(item.seq)) for item in plan.scheduled[: plan.num_decodes]]
+        counts = tuple(map(len, runs)) if self._config.max_drafts else ()
+        runs += [self._sample(item, masks.get(item.seq)) for item in plan.prompts]
+        samples = list(chain.from_iterable(runs))
         logprobs = {index: found for index, (_, found) in enumerate(samples) if found is not None}
         token_ids = tuple(token_id for token_id, _ in samples)
         self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan)
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
-        output = StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=scored)
+        output = StepOutput(
+            plan.step, token_ids=token_ids, decode_counts=counts, logprobs=logprobs, prompt_logprobs=scored
+        )
         return SimulatedStep(output, self._busy_until)
 
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[SimulatedStep]:
@@ -129,6 +136,15 @@ class SimulatedRunner:
         self._crashing.update(new.seq for new in plan.new if token in new.tokens(0, new.num_tokens))
         if any(item.seq in self._crashing for item in plan.scheduled):
             raise RuntimeError(f"token {token} is in a step, and --sim-crash-token names it")
+
+    def _decode(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[_Sample, ...]:
+        """Sample one token, and another one for each accepted draft. Drafts after the crash token are rejected."""
+        samples = self._sample(item, vocabulary)
+        while len(samples) < item.num_tokens and item.seq not in self._crashing:
+            if not self._sequences[item.seq].accepts(self._acceptance):
+                break
+            samples += self._sample(item, vocabulary)
+        return samples
 
     def _sample(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[_Sample, ...]:
         if not item.num_samples:
@@ -219,6 +235,12 @@ class SimulatedSequence:
         self._digest.update(array("I", (samples[0][0],)).tobytes())
         return samples
 
+    def accepts(self, rate: float) -> bool:
+        """Whether the next draft is right, which is so for ``rate`` of all texts."""
+        digest = self._digest.copy()
+        digest.update(b"draft")
+        return int.from_bytes(digest.digest(), "little") < rate * 2**64
+
     def _sample_choice(self, choice: int, vocabulary: SimulatedVocabulary, weights: SimulatedWeights) -> _Sample:
         digest = self._digest.copy()
         digest.update(weights.digest)
@@ -227,6 +249,16 @@ class SimulatedSequence:
         number = int.from_bytes(digest.digest(), "little")
         logprobs = None if self._sampling.logprobs < 0 else _logprobs(number, self._sampling, vocabulary)
         return vocabulary.token(number), logprobs
+
+
+def acceptance_rate(mean_tokens: float, num_drafts: int) -> float:
+    """Return the probability p of a right draft for so many tokens per step: 1 + p + p² … = ``mean_tokens``."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        rate = (low + high) / 2
+        tokens = sum(rate**number for number in range(num_drafts + 1))
+        low, high = (rate, high) if tokens < mean_tokens else (low, rate)
+    return high
 
 
 def _logprobs(number: int, sampling: SamplingParams, vocabulary: SimulatedVocabulary) -> TokenLogprobs:

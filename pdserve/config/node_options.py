@@ -31,6 +31,9 @@ KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are th
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
+SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
+
+
 def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
@@ -147,6 +150,18 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     sim_crash_token: Annotated[
         int | None,
         Flag("a step with this token ends the engine, for tests", metavar="ID", parse=natural, group="simulated nodes"),
+    ] = None
+
+    synthetic_acceptance: Annotated[
+        float | None,
+        Flag(
+            "tokens that a sequence yields per decode step, on average; the tokens themselves stay the same",
+            metavar="N",
+            at_least=1,
+            at_most=1 + SYNTHETIC_DRAFTS,
+            unset="one token",
+            group="simulated nodes",
+        ),
     ] = None
 
     pp: Annotated[
@@ -271,6 +286,11 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
 
     @property
+    def max_drafts(self) -> int:
+        """Drafts of a decode in one step, at most."""
+        return 0 if self.synthetic_acceptance is None else SYNTHETIC_DRAFTS
+
+    @property
     def simulated(self) -> bool:
         return self.engine == "simulated"
 
@@ -306,10 +326,12 @@ def check_options(options: NodeOptions) -> None:
         raise ConfigError(f"load_from {options.load_from}: this node has no weights of a checkpoint; leave it at disk")
     if options.load_from == "peer" and not options.weight_peers:
         raise ConfigError("load_from peer needs weight_peers, the nodes to ask; or choose auto")
-    if options.max_batch_tokens is not None and options.max_batch_tokens < options.max_num_seqs:
+    tokens = 1 + options.max_drafts
+    if options.max_batch_tokens is not None and options.max_batch_tokens < tokens * options.max_num_seqs:
+        times, needed = (f"{tokens} times ", f"{tokens} tokens") if options.max_drafts else ("", "one token")
         raise ConfigError(
-            f"max_batch_tokens {options.max_batch_tokens} is less than max_num_seqs {options.max_num_seqs}: "
-            "each running sequence needs one token per step; raise the former or lower the latter"
+            f"max_batch_tokens {options.max_batch_tokens} is less than {times}max_num_seqs {options.max_num_seqs}: "
+            f"each running sequence needs {needed} per step; raise the former or lower the latter"
         )
     if options.simulated:
         _check_simulated(options)
@@ -318,6 +340,11 @@ def check_options(options: NodeOptions) -> None:
     elif options.sim_costs or options.sim_speed != 1.0 or options.sim_crash_token is not None:
         names = "sim_costs, sim_speed and sim_crash_token"
         raise ConfigError(f"{names} need a simulated node; add --engine simulated or remove them")
+    elif options.synthetic_acceptance is not None:
+        raise ConfigError(
+            f"synthetic_acceptance {options.synthetic_acceptance:g} needs a simulated node: others yield one token per "
+            "step; add --engine simulated or remove it"
+        )
 
 
 def _check_simulated(options: NodeOptions) -> None:

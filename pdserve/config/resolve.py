@@ -113,6 +113,8 @@ def resolve(
         peer_timing=PeerTiming(options.peer_timeout),
         costs=_choose_costs(options, choices),
         sim_crash_token=options.sim_crash_token,
+        synthetic_acceptance=options.synthetic_acceptance,
+        max_drafts=options.max_drafts,
         compat_fields=_compat_fields(compat_model, options, layout, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},
         choices=tuple(choices),
@@ -311,11 +313,12 @@ def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, parallel: Par
     if options.max_batch_tokens is not None:
         return options.max_batch_tokens
     usual = (_BATCH_TOKENS if parallel.pp == 1 else _STAGED_BATCH_TOKENS)[device.kind]
-    tokens = max(usual, options.max_num_seqs)
+    least = options.max_num_seqs * (1 + options.max_drafts)
+    tokens = max(usual, least)
     where = "on a simulated device" if options.simulated else f"on a {device.kind.upper()} device"
     if parallel.pp > 1:
         where += ", so that pipeline stages compute parts of one prompt at the same time"
-    choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least max_num_seqs")
+    choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least {least} for max_num_seqs")
     return tokens
 
 

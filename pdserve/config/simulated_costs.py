@@ -16,10 +16,10 @@ KV_TOKENS = 800_000  # default size of the KV cache in tokens: that of an 8B mod
 class SimulatedCosts(msgspec.Struct, frozen=True):
     """Costs in seconds. The defaults describe an 8B model in bf16 on an H200 that reads KV over NVLink.
 
-    A step takes ``step`` + ``prompt_token`` per prompt token + ``decode`` per decoding sequence. A read takes ``read``
-    + ``read_token`` per token of its blocks. So decoding 1, 32, 128 and 256 sequences takes 4.8, 5.4, 7.4 and 9.9 ms
-    per step, a prompt of 512, 2,048 and 8,192 tokens 17, 54 and 201 ms, and reading the last one 6.7 ms. Neither the
-    context length nor the model's config changes the costs.
+    A step takes ``step`` + ``prompt_token`` per prompt token and draft + ``decode`` per decoding sequence. A read takes
+    ``read`` + ``read_token`` per token of its blocks. So decoding 1, 32, 128 and 256 sequences takes 4.8, 5.4, 7.4 and
+    9.9 ms per step, a prompt of 512, 2,048 and 8,192 tokens 17, 54 and 201 ms, and reading the last one 6.7 ms. Neither
+    the context length nor the model's config changes the costs.
     """
 
     step: float = 4.8e-3
@@ -32,7 +32,8 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
         """Return the seconds of a step; 0 for an empty one."""
         if not plan.scheduled:
             return 0.0
-        return self.step + plan.num_prompt_tokens * self.prompt_token + plan.num_decodes * self.decode
+        chunk_tokens = plan.num_prompt_tokens + plan.num_drafts
+        return self.step + chunk_tokens * self.prompt_token + plan.num_decodes * self.decode
 
     def of_read(self, num_tokens: int) -> float:
         return self.read + num_tokens * self.read_token

@@ -53,11 +53,13 @@ def test_simulated_costs_are_set_by_name_and_divided_by_speed() -> None:
     assert choose_costs(str(costs).split(","), 1.0) == costs
 
 
-def test_step_cost_counts_prompt_tokens_and_decodes() -> None:
+def test_step_cost_counts_prompt_tokens_drafts_and_decodes() -> None:
     costs = SimulatedCosts(1.0, 0.1, 0.01, 5.0, 0.5)
     decodes = ScheduledSequence.decode(1), ScheduledSequence.decode(3)
     plan = StepPlan(1, scheduled=(*decodes, ScheduledSequence(2, 30, 0)), num_decodes=2)
     assert costs.of_step(plan) == pytest.approx(1.0 + 3.0 + 0.02)
+    drafted = StepPlan(1, scheduled=(ScheduledSequence.decode(1, num_drafts=3),), num_decodes=1)
+    assert costs.of_step(drafted) == pytest.approx(1.0 + 0.3 + 0.01)
     assert costs.of_step(StepPlan(1)) == 0.0
     assert costs.of_read(4) == 7.0
 
@@ -68,6 +70,16 @@ def test_step_cost_counts_prompt_tokens_and_decodes() -> None:
         ({"engine": "simulate"}, "engine 'simulate' is not one of device, simulated"),
         ({"engine": "device", "sim_speed": 2.0}, "add --engine simulated"),
         ({"engine": "device", "sim_costs": ("step=1",)}, "add --engine simulated"),
+        (
+            {"engine": "device", "synthetic_acceptance": 2.0},
+            "synthetic_acceptance 2 needs a simulated node: others yield one token per step; add --engine simulated",
+        ),
+        ({"synthetic_acceptance": 0.5}, "synthetic_acceptance 0.5 must be at least 1"),
+        ({"synthetic_acceptance": 4.5}, "synthetic_acceptance 4.5 must be at most 4"),
+        (
+            {"synthetic_acceptance": 2.0, "max_batch_tokens": 512},
+            "max_batch_tokens 512 is less than 4 times max_num_seqs 256: each running sequence needs 4 tokens per step",
+        ),
         ({"sim_speed": 0.0}, "sim_speed 0 must be above 0"),
         ({"sim_speed": float("nan")}, "sim_speed nan must be above 0"),
         ({"sim_costs": ("steps=1",)}, "sim_costs 'steps' is not one of step, prompt-token, decode, read, read-token"),

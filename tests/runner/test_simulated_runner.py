@@ -26,8 +26,8 @@ from pdserve.weights.change import WeightChange
 EOS = {0, 2}  # of the embedded model
 
 
-def build(*costs: str, speed: float = float("inf"), model: Path = EMBEDDED_MODEL) -> ModelRunner:
-    options = NodeOptions(model=str(model), engine="simulated", sim_costs=costs, sim_speed=speed)
+def build(*costs: str, speed: float = float("inf"), model: Path = EMBEDDED_MODEL, **asked: Any) -> ModelRunner:
+    options = NodeOptions(model=str(model), engine="simulated", sim_costs=costs, sim_speed=speed, **asked)
     return runner.build(resolve(options, node_devices(options, 1)[0], {}), lambda stage, fraction: None)
 
 
@@ -96,6 +96,46 @@ def test_logprobs_rank_the_sampled_token_first() -> None:
         assert list(sample.logprobs.top_logprobs) == sorted(sample.logprobs.top_logprobs, reverse=True)
     (plain,) = Stepper(build()).generate([prompt_of(3)], 5, seeded(1))
     assert [sample.logprobs for sample in plain.samples] == [None] * 5
+
+
+@pytest.mark.parametrize("mean", [1.0, 1.8, 2.5, 4.0])
+def test_decodes_yield_the_same_tokens_in_fewer_steps(mean: float) -> None:
+    """At any number of drafts up to three; log-probabilities belong to the tokens."""
+    sampling = seeded(4, logprobs=1)
+    (alone,) = Stepper(build()).generate([prompt_of(9)], 600, sampling)
+    model_runner = build(synthetic_acceptance=mean)
+    new = NewSequence(0, pack_tokens(prompt_of(9)), 9, 0, (0,), sampling)
+    first = model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 9, 1),))).result()
+    assert first.decode_counts == ()
+    tokens, best, counts = list(first.token_ids), [first.logprobs[0].top_ids[0]], list[int]()
+    while len(tokens) < 500:
+        plan = StepPlan(2, scheduled=(ScheduledSequence.decode(0, num_drafts=3),), num_decodes=1)
+        output = model_runner.launch(plan).result()
+        assert output.decode_counts == (len(output.token_ids),)
+        counts += output.decode_counts
+        tokens += output.token_ids
+        best += [output.logprobs[index].top_ids[0] for index in range(len(output.token_ids))]
+    assert tokens == best == alone.output[: len(tokens)]
+    assert sum(counts) / len(counts) == pytest.approx(mean, abs=0.25)
+    for num_drafts in range(3):
+        plan = StepPlan(2, scheduled=(ScheduledSequence.decode(0, num_drafts),), num_decodes=1)
+        assert 1 <= len(model_runner.launch(plan).result().token_ids) <= 1 + num_drafts
+
+
+def test_no_token_follows_the_crash_token_in_a_step() -> None:
+    (alone,) = Stepper(build()).generate([prompt_of(9)], 30)
+    crash = alone.output[7]
+    model_runner = build(synthetic_acceptance=4.0, sim_crash_token=crash)
+    new = NewSequence(0, pack_tokens(prompt_of(9)), 9, 0, (0,), SamplingParams(1, temperature=0.0))
+    tokens = list(
+        model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 9, 1),))).result().token_ids
+    )
+    decode = StepPlan(2, scheduled=(ScheduledSequence.decode(0, num_drafts=3),), num_decodes=1)
+    while crash not in tokens:
+        tokens += model_runner.launch(decode).result().token_ids
+    with pytest.raises(RuntimeError, match=f"token {crash} is in a step"):
+        model_runner.launch(decode)
+    assert tokens == alone.output[:8]
 
 
 def test_a_step_launched_during_another_ends_after_it_by_its_own_cost() -> None:
