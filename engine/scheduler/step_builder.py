@@ -93,18 +93,14 @@ class StepBuilder:
 
         A step has room for all that may run, with drafts.
         """
-        step, scheduled, max_drafts = self._step, self._scheduled, self._max_drafts
+        step, scheduled = self._step, self._scheduled
+        launch = self._launch_drafts if self._max_drafts else Sequence.launch_decode
         for sequence in sequences:
             if sequence.sent_blocks != len(sequence.blocks):
                 self._send_blocks(sequence)
             if sequence.constraint is not None:
                 self._add_mask(sequence)
-            num_drafts = self._choose_drafts(sequence) if max_drafts else 0
-            if num_drafts:
-                scheduled.append(sequence.launch_drafts(step, num_drafts))
-                self._tokens_left -= num_drafts
-            else:
-                scheduled.append(sequence.launch_decode(step))
+            scheduled.append(launch(sequence, step))
         self._tokens_left -= len(sequences)
         self._decodes += sequences
 
@@ -143,9 +139,13 @@ class StepBuilder:
             masks=tuple(self._masks),
         )
 
-    def _choose_drafts(self, sequence: Sequence) -> int:
-        """Return how many drafts a decode gets: as many as may be accepted and fit into its blocks."""
-        return min(sequence.draft_limit(self._max_drafts), sequence.capacity - sequence.length)
+    def _launch_drafts(self, sequence: Sequence, step: int) -> ScheduledSequence:
+        """Launch a decode with as many drafts as may be accepted and fit into its blocks."""
+        num_drafts = min(sequence.draft_limit(self._max_drafts), sequence.capacity - sequence.length)
+        if not num_drafts:
+            return sequence.launch_decode(step)
+        self._tokens_left -= num_drafts
+        return sequence.launch_drafts(step, num_drafts)
 
     def _add_mask(self, sequence: Sequence) -> None:
         """Move the mask of a sequence that samples into the step; a fixed one stays as well."""
