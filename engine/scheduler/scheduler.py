@@ -332,7 +332,7 @@ class Scheduler:
             self.cancel(rid)
 
     def _add_running(self, builder: StepBuilder) -> bool:
-        """Add running sequences: decodes, decode-ahead if there are no prompts, then prompts as far as they fit.
+        """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
 
         If blocks run out, preempt. Return False while that is impossible, because steps in flight write to the blocks:
         these steps have to end first.

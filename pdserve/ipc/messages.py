@@ -86,7 +86,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     priority: int = 0  # lower values are admitted first
     skip_tokens: int = 0  # LEASE: leading tokens whose KV the peer has; only later blocks are leased
-    decode_ahead: int = 0  # LEASE: most tokens to sample after the first, while no other request needs the device
+    decode_ahead: int = 0  # LEASE: most tokens to sample after the first, while no other request lacks their room
     resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: output so far of each live choice; {}: a new request
     client: int = 0  # opaque; waiting requests are served fairly between clients
     paused: bool = False  # in no step until Resume

@@ -1332,7 +1332,7 @@ Global___HandoffRequest: _TypeAlias = HandoffRequest  # noqa: Y015
 @_typing.final
 class PrefillRequest(_message.Message):
     """One prompt. P answers with Accepted, with KVReady while it computes, and at the end with FirstTokens, the last KVReady
-    and Finished together. Failure may replace any of these. After Finished, P may decode ahead while its device is idle:
+    and Finished together. Failure may replace any of these. After Finished, P may decode ahead, beside other prompts, too:
     it sends next_token until D releases the lease, and D continues from the last of these tokens.
     """
 
