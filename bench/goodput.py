@@ -49,6 +49,7 @@ class Result:
     """Figures of a system at a rate; times in ms, each a dict of percentiles and the maximum."""
 
     system: str
+    load: str
     rate: float
     requests: int
     errors: int
@@ -90,7 +91,7 @@ def is_good(trace: Trace, objectives: dict[str, float]) -> bool:
 
 
 def summarize(
-    system: str, rate: float, traces: list[Trace], took: tuple[float, float], objectives: dict[str, float]
+    system: str, load: Load, traces: list[Trace], took: tuple[float, float], objectives: dict[str, float]
 ) -> Result:
     """``took``: seconds and CPU seconds of the run."""
     ended = [trace for trace in traces if not trace.error]
@@ -98,7 +99,8 @@ def summarize(
     seconds, cpu = took
     return Result(
         system=system,
-        rate=rate,
+        load=load.name,
+        rate=load.rate,
         requests=len(traces),
         errors=len(traces) - len(ended),
         first_error=next((trace.error for trace in traces if trace.error), ""),
@@ -142,7 +144,7 @@ async def measure(system: System, loads: Sequence[Load], args: argparse.Namespac
         finally:
             gc.enable()
         took = time.perf_counter() - began, time.process_time() - cpu
-        result = summarize(system.name, load.rate, traces, took, args.goodput)
+        result = summarize(system.name, load, traces, took, args.goodput)
         results.append(result)
         print(progress(result), file=sys.stderr, flush=True)
         if args.json:
@@ -157,7 +159,7 @@ def load_text(args: argparse.Namespace) -> str:
 
 
 def progress(result: Result) -> str:
-    text = f"{result.system}, {result.rate:g}/s: {result.requests} requests in {result.seconds:.1f} s, TTFT "
+    text = f"{result.system}, {result.load}/s: {result.requests} requests in {result.seconds:.1f} s, TTFT "
     text += f"{shares(result.ttft_ms)}, per token {shares(result.tpot_ms, 1)}, longest gap {shares(result.gap_ms)} ms, "
     text += f"{result.output_tokens_per_s:.0f} tokens/s, {result.goodput:.0%} within objectives"
     if result.errors:
@@ -171,13 +173,14 @@ def shares(found: dict[str, float], digits: int = 0) -> str:
 
 def table(results: Sequence[Result], names: Sequence[str]) -> str:
     """Return a Markdown table: a row per rate and figure, a column per system."""
-    by_place = {(result.rate, result.system): result for result in results}
+    by_place = {(result.load, result.system): result for result in results}
     lines = [f"| requests/s | p50 / p90 / p99 | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
-    for rate in dict.fromkeys(result.rate for result in results):
-        found = [by_place.get((rate, name)) for name in names]
+    for load in dict.fromkeys(result.load for result in results):
+        found = [by_place.get((load, name)) for name in names]
         rows = {
             "TTFT, ms": [r and shares(r.ttft_ms) for r in found],
             "per token, ms": [r and shares(r.tpot_ms, 1) for r in found],
+            "first to second token, ms": [r and shares(r.second_ms) for r in found],
             "longest gap, ms": [r and shares(r.gap_ms) for r in found],
             "output tokens/s": [r and f"{r.output_tokens_per_s:,.0f}" for r in found],
             "within objectives": [r and f"{r.goodput:.1%}" for r in found],
@@ -185,7 +188,7 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
             "sent late, p99 ms": [r and f"{r.late_ms['p99']:.1f}{' (!)' * bool(r.warning)}" for r in found],
         }
         for row, (name, cells) in enumerate(rows.items()):
-            lines.append(f"| {'' if row else f'{rate:g}'} | {name} | {' | '.join(cell or '' for cell in cells)} |")
+            lines.append(f"| {'' if row else load} | {name} | {' | '.join(cell or '' for cell in cells)} |")
     return "\n".join(lines)
 
 

@@ -19,24 +19,34 @@ from pdserve.flags.value_types import positive_int
 
 
 class Load(NamedTuple):
-    """The requests of a rate, the same for every system."""
+    """The requests of a rate, the same for every system. ``name`` is for tables."""
 
     rate: float  # requests/s
     requests: list[Request]
+    name: str
 
 
-def make_load(workload: Workload, rate: float, prompts: Sequence[list[int]], max_output: int = LONGEST) -> Load:
+def make_load(
+    workload: Workload, rate: float, prompts: Sequence[list[int]], max_output: int = LONGEST, name: str = ""
+) -> Load:
     ends = itertools.accumulate(gap / rate for gap in workload.gaps)
     outputs = (min(output, max_output) for output in workload.outputs)
-    return Load(rate, [Request(*each) for each in zip(ends, prompts, outputs, strict=True)])
+    return Load(rate, [Request(*each) for each in zip(ends, prompts, outputs, strict=True)], name or f"{rate:g}")
 
 
-def random_load(args: argparse.Namespace, rate: float, num_requests: int, kind: str = "") -> Load:
-    """Return requests of random lengths; prompts differ between rates, seeds and kinds."""
+def random_load(
+    args: argparse.Namespace, rate: float, num_requests: int, kind: str = "", lengths: tuple[str, str] | None = None
+) -> Load:
+    """Return requests of random lengths; prompts differ between rates, seeds and kinds.
+
+    ``lengths`` of prompts and outputs replace those of ``args``.
+    """
     rng = random.Random(f"{args.seed} {rate:g} {kind}")
-    workload = workload_of(args.prompt_tokens, args.output_tokens, 0.0, num_requests, rng.getrandbits(60))
-    lengths = (min(length, args.max_prompt_tokens) for length in workload.prompts)
-    return make_load(workload, rate, [random_prompt(rng, n, args.vocab) for n in lengths], args.max_output_tokens)
+    inputs, outputs = lengths or (args.prompt_tokens, args.output_tokens)
+    workload = workload_of(inputs, outputs, 0.0, num_requests, rng.getrandbits(60))
+    cut = (min(length, args.max_prompt_tokens) for length in workload.prompts)
+    prompts = [random_prompt(rng, n, args.vocab) for n in cut]
+    return make_load(workload, rate, prompts, args.max_output_tokens, kind)
 
 
 def trace_loads(args: argparse.Namespace) -> list[Load]:
@@ -51,7 +61,11 @@ def make_loads(args: argparse.Namespace) -> list[Load]:
     """Return the loads to measure. Raises ConfigError."""
     if args.trace is not None:
         return trace_loads(args)
-    return [random_load(args, rate, max(2, round(rate * args.seconds))) for rate in args.rates or [8.0, 16.0, 24.0]]
+    loads = [random_load(args, rate, max(2, round(rate * args.seconds))) for rate in args.rates or [8.0, 16.0, 24.0]]
+    for rate, *lengths in args.also:
+        name = f"{rate:g} ({' → '.join(lengths)})"
+        loads.append(random_load(args, rate, max(2, round(rate * args.seconds)), name, (lengths[0], lengths[1])))
+    return loads
 
 
 def trace_prompt(request: TraceRequest, vocabulary: int, shrink: int = 1) -> list[int]:
@@ -82,6 +96,8 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     lengths = "as in `pdserve plan` (default %(default)s)"
     parser.add_argument("--prompt-tokens", default="mean=2000,sigma=0.8", metavar="LENGTH", help=lengths)
     parser.add_argument("--output-tokens", default="mean=200,sigma=0.8", metavar="LENGTH", help=lengths)
+    also = "a further rate with lengths of its own, such as 20:mean=512,sigma=0.8:mean=512,sigma=0.8"
+    parser.add_argument("--also", type=parse_also, action="append", default=[], metavar="R:IN:OUT", help=also)
     parser.add_argument("--max-prompt-tokens", type=positive_int, default=12000, metavar="N", help="cuts longer ones")
     parser.add_argument("--max-output-tokens", type=positive_int, default=1000, metavar="N", help="cuts longer ones")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and prompts in Mooncake's format")
@@ -98,3 +114,11 @@ def parse_rates(text: str) -> list[float]:
     if not all(0.0 < rate <= 1e6 for rate in rates):
         raise argparse.ArgumentTypeError(f"{shown(text)} is invalid; use requests per second such as 8,16,24")
     return rates
+
+
+def parse_also(text: str) -> tuple[float, str, str]:
+    rate, _, lengths = text.partition(":")
+    prompt, _, output = lengths.partition(":")
+    if not output:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is invalid; use RATE:PROMPT-LENGTH:OUTPUT-LENGTH")
+    return parse_rates(rate)[0], prompt, output
