@@ -33,7 +33,7 @@ class Engine:
     def run(self) -> None:
         """Serve until a Shutdown. Raises ChannelClosed when the frontend has ended."""
         while not self._stopped:
-            commands = self._channel.receive(None if self.idle else 0)
+            commands = self._channel.receive(self._patience)
             self.loop_timer.begin()
             waited, in_runner, attended = self._pipeline.waited, self._ranks.runner_seconds, self._attended
             self.handle(commands)
@@ -48,6 +48,13 @@ class Engine:
     def idle(self) -> bool:
         """True if a step has nothing to do until a command, a grammar result or connector progress arrives."""
         return self._pipeline.empty and self._scheduler.idle
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds to wait for a command before the next step; None: without limit."""
+        if not self.idle:
+            return 0.0
+        return _SHORTEST_WAIT if self._ranks.checks_reads else None
 
     def step(self) -> None:
         """One iteration: load KV, plan, execute, apply the step that is due, emit."""
@@ -124,7 +131,8 @@ class Engine:
             self._serve_connector()
             self._emit()
             start = time.perf_counter()
-            commands = self._channel.receive(max(left / 4, _SHORTEST_WAIT))
+            checks = self._ranks.checks_reads
+            commands = self._channel.receive(_SHORTEST_WAIT if checks else max(left / 4, _SHORTEST_WAIT))
             self._attended += time.perf_counter() - start
             self.handle(commands)
 

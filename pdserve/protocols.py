@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
+from pdserve.records import DigestOrder, KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
@@ -23,6 +23,16 @@ class PendingStep(Protocol):
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
+
+
+class PendingDigests(Protocol):
+    """Digests that the device computes beside steps."""
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+
+    def result(self) -> tuple[int, ...]:
+        """Wait for the digests; return a signed 64-bit number per block."""
 
 
 class ModelRunner(Protocol):
@@ -51,6 +61,12 @@ class ModelRunner(Protocol):
         """Start one step as ``launch`` does, with pauses between layers if it launches them one by one.
 
         In a pause the result of an earlier step may be taken. The launch must end before the next one begins.
+        """
+
+    def digest(self, order: DigestOrder) -> PendingDigests:
+        """Start to compute the digests of blocks that no step writes to. It waits for no step, nor do steps for it.
+
+        Any thread may call it.
         """
 
     def launches_by_layer(self, plan: StepPlan) -> bool:

@@ -106,6 +106,7 @@ class KVRead(msgspec.Struct, frozen=True):
     epoch: str
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
+    digested_tokens: int = 0  # that the blocks hold, if digests of what was read are wanted; 0: none
 
 
 class ReadResult(msgspec.Struct, frozen=True):
@@ -120,6 +121,7 @@ class ReadResult(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
+    digests: tuple[int, ...] = ()  # of what was read, a signed 64-bit number per block, if the read asked for them
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):

@@ -14,14 +14,14 @@ from pdserve.errors import NodeError
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import PendingStep, WeightReader
-from pdserve.records import KVRegion, StepOutput, StepPlan
+from pdserve.records import DigestOrder, KVRegion, StepOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.kv_cache import KVCache
-from runner.kv_digest import BlockDigests
+from runner.kv_digest import BlockDigests, DigestsOfBlocks
 from runner.loading.memory import layout_that_fits
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
@@ -32,6 +32,8 @@ from runner.sampling.prompt_logprobs import PromptScoring
 from runner.sequence_rows import SequenceRows
 from runner.step_parts import StepFeature, StepPart, StepWithParts
 from runner.warmup import product_sizes, run_largest_steps, run_mixed_steps, run_small_steps
+
+_DIGESTS = 4  # of reads, computed at a time
 
 BatchT = TypeVar("BatchT")
 Progress = Callable[[str, float], None]
@@ -70,7 +72,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._allocate(config, layout)
         if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)
-            reserve_pinned_memory(max_in_flight + 2)
+            reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
             run_largest_steps(self, config)
             run_small_steps(self, config)
             run_mixed_steps(self, config)
@@ -121,6 +123,9 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         with torch.inference_mode():  # also during the pauses: as a decorator it would be entered for each layer
             step = yield from self._launch(plan)
         return step
+
+    def digest(self, order: DigestOrder) -> DigestsOfBlocks:
+        return self._digests.start(order)
 
     def launches_by_layer(self, plan: StepPlan) -> bool:
         return False
@@ -213,7 +218,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             config.max_num_seqs,
             config.max_model_len + config.max_batch_tokens,
         )
-        shared: list[StepFeature[Any]] = [BlockDigests(self._cache)]
+        self._digests = BlockDigests(self._cache)
+        shared: list[StepFeature[Any]] = [self._digests]
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))
             if config.pooling is not None:

@@ -14,6 +14,7 @@ A digest finds accidents. An attacker who chooses the bytes can make them fit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
@@ -102,8 +103,34 @@ class BlockDigests(StepFeature[object]):
         """The first use allocates more than twice the memory of a block."""
         return KVDigester(self._cache.tensor, self._cache.layout, self._cache.share)
 
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """Urgent, so that the kernels of a long step do not delay it."""
+        return torch.cuda.Stream(self._cache.tensor.device, priority=-1)
+
+    @torch.inference_mode()
+    def start(self, order: DigestOrder) -> DigestsOfBlocks:
+        """Digest blocks beside the steps in flight, none of which writes to them."""
+        if self._cache.tensor.device.type != "cuda":
+            return DigestsOfBlocks(HostCopy.start(self._digester.compute([order])))
+        with torch.cuda.stream(self._stream):
+            return DigestsOfBlocks(HostCopy.start(self._digester.compute([order])))
+
     def part(self, plan: StepPlan) -> StepPart[object] | None:
         return _OrderedDigests(self._digester, plan.digests) if plan.digests else None
+
+
+@dataclass(frozen=True, slots=True)
+class DigestsOfBlocks:
+    """A pdserve.protocols.PendingDigests."""
+
+    copy: HostCopy  # [blocks] int64
+
+    def done(self) -> bool:
+        return self.copy.done()
+
+    def result(self) -> tuple[int, ...]:
+        return tuple(self.copy.wait().tolist())
 
 
 class _OrderedDigests(StepPart[object]):

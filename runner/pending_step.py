@@ -52,6 +52,9 @@ class HostCopy:
         arrived.record()
         return cls(host, arrived)
 
+    def done(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
     def wait(self) -> Tensor:
         if self.arrived is not None:
             self.arrived.synchronize()

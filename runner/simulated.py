@@ -25,7 +25,9 @@ from pdserve.checkpoint.weight_patch import read_patch
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_same_model
 from pdserve.pausing import Pausing, completed
+from pdserve.protocols import PendingDigests
 from pdserve.records import (
+    DigestOrder,
     KVRegion,
     NewSequence,
     PromptLogprobs,
@@ -102,6 +104,9 @@ class SimulatedRunner:
 
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[SimulatedStep]:
         return completed(self.launch(plan))
+
+    def digest(self, order: DigestOrder) -> PendingDigests:
+        raise AssertionError("a simulated node has no KV to digest; resolve refuses --kv-checksum")
 
     def launches_by_layer(self, plan: StepPlan) -> bool:
         return False

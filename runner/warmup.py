@@ -110,3 +110,5 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
         runner.launch(StepPlan(-1, scheduled=tokens, num_decodes=len(tokens), masks=masks)).result()
     digests = (DigestOrder((0,), 1),) if config.kv_checksum else ()
     runner.launch(StepPlan(-1, finished=tuple(seqs), digests=digests)).result()
+    for order in digests:
+        runner.digest(order).result()

@@ -85,7 +85,7 @@ class OutputAggregator:
             self._merged["finished_recving"].append(self._merge_results(results))
 
     def _merge_results(self, results: dict[int, ReadResult]) -> ReadResult:
-        """Add up sizes; take the longest time and the first error."""
+        """Add up sizes and digests; take the longest time and the first error."""
         parts = results.values()
         errors = (f"{self._parallel.position(rank)}: {part.error}" for rank, part in results.items() if part.error)
         return msgspec.structs.replace(
@@ -94,6 +94,7 @@ class OutputAggregator:
             num_bytes=sum(part.num_bytes for part in parts),
             num_descriptors=sum(part.num_descriptors for part in parts),
             seconds=max(part.seconds for part in parts),
+            digests=_sum_digests([(results[rank].digests,) for rank in self._digesting])[0],
         )
 
     def _add_connected(self, rank: int, connection: Connected) -> None:

@@ -42,6 +42,10 @@ class Executor:
         others.on_output = self._on_output
 
     @property
+    def checks_reads(self) -> bool:
+        return self._rank.checks_reads  # other ranks report theirs themselves
+
+    @property
     def runner_seconds(self) -> float:
         return self._rank.runner_seconds + self._waited
 

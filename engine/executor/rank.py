@@ -7,11 +7,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
-from pdserve.protocols import KVConnector, ModelRunner, PendingStep, WeightSource
-from pdserve.records import EMPTY_OUTPUT, KVConnectorOrders, ModelRunnerOutput, StepPlan
+from pdserve.protocols import KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
+from pdserve.records import (
+    EMPTY_OUTPUT,
+    DigestOrder,
+    KVConnectorOrders,
+    KVConnectorOutput,
+    KVRead,
+    ModelRunnerOutput,
+    ReadResult,
+    StepPlan,
+)
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights
 
@@ -25,6 +36,10 @@ class Ranks(Protocol):
     max_in_flight: int  # steps that may be launched before the result of the first is taken
     kv_layout: KVLayout  # of rank 0; every rank has as many blocks
     monitors: Sequence[HeartbeatMonitor]  # of the other ranks
+
+    @property
+    def checks_reads(self) -> bool:
+        """Whether digests of reads are computed, so that ``poll`` has something new soon."""
 
     @property
     def runner_seconds(self) -> float:
@@ -77,6 +92,8 @@ class Rank:
         self._connector = connector
         self._in_flight: deque[PendingStep] = deque()
         self._weights = weights
+        self._digested_reads: dict[int, KVRead] = {}  # in flight, by id
+        self._digests: list[tuple[ReadResult, PendingDigests]] = []  # of reads that have ended
 
     @property
     def offered_weights(self) -> RankWeights | None:
@@ -127,7 +144,7 @@ class Rank:
         start = time.perf_counter()
         output = self._in_flight.popleft().result()
         self.runner_seconds += time.perf_counter() - start
-        return ModelRunnerOutput(output, self._connector.poll())
+        return ModelRunnerOutput(output, self._poll_connector())
 
     def check_weights(self, change: WeightChange) -> None:
         self._runner.check_weights(change)
@@ -145,11 +162,35 @@ class Rank:
         for peer in orders.connect:
             self._connector.connect(peer)
         for read in orders.reads:
+            if read.digested_tokens:
+                self._digested_reads[read.read_id] = read
             self._connector.read(read)
 
     def poll(self) -> ModelRunnerOutput:
-        events = self._connector.poll()
+        events = self._poll_connector()
         return ModelRunnerOutput(EMPTY_OUTPUT.step, events) if events else EMPTY_OUTPUT
+
+    @property
+    def checks_reads(self) -> bool:
+        return bool(self._digests)
+
+    def _poll_connector(self) -> KVConnectorOutput:
+        """Return the connector's events. A read whose digests are wanted ends once they are computed."""
+        events = self._connector.poll()
+        if not (self._digested_reads or self._digests):
+            return events
+        ended: list[ReadResult] = []
+        for result in events.finished_recving:
+            read = self._digested_reads.pop(result.read_id, None)
+            if read is None or result.error:
+                ended.append(result)
+            else:
+                order = DigestOrder(read.local_blocks, read.digested_tokens)
+                self._digests.append((result, self._runner.digest(order)))
+        while self._digests and self._digests[0][1].done():
+            result, digests = self._digests.pop(0)
+            ended.append(msgspec.structs.replace(result, digests=digests.result()))
+        return msgspec.structs.replace(events, finished_recving=tuple(ended))
 
     def announce_shutdown(self) -> None:
         """Do nothing: there are no other ranks."""

@@ -9,6 +9,7 @@ while the other threads are stuck in a collective.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -33,6 +34,7 @@ from pdserve.records import EMPTY_OUTPUT
 _log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
+_DIGEST_INTERVAL = 1e-3  # seconds between two looks whether digests of reads are there
 
 
 def main(argv: list[str]) -> int:
@@ -86,7 +88,9 @@ def _report(rank: Rank, in_flight: queue.SimpleQueue[Pending | None], leader: Le
     """Send the output of each step, in order, and connector events between steps."""
     try:
         while True:
-            pending = in_flight.get()
+            pending = None
+            with contextlib.suppress(queue.Empty):
+                pending = in_flight.get(timeout=_DIGEST_INTERVAL if rank.checks_reads else None)
             if pending is not None:
                 leader.send(RankOutput(pending()))
             elif (output := rank.poll()) is not EMPTY_OUTPUT:

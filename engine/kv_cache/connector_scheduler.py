@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+
+import msgspec
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
@@ -163,9 +164,9 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     With ``checksum``, P announces a digest of each block, and D compares them with those of the blocks that it read:
 
         P   step that fills blocks ──with its output──► their digests ──► Leased, with digests ──frontend──► D
-        D   ReadEnded, order for the next step ──with its output──► digests ──► ReadChecked
+        D   read ──► digests of what was read, beside the steps in flight ──► ReadEnded, ReadChecked
 
-    Digests arrive in the order of their orders. No step waits for them, and D's lease ends meanwhile.
+    Digests of steps arrive in the order of their orders.
     """
 
     def __init__(self, pool: BlockPool, events: Batch, block_size: int, *, checksum: bool = False) -> None:
@@ -215,7 +216,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         if problem:
             self._events.reads.append(ReadEnded(message.rid, message.epoch, ReadResult(read_id, problem)))
             return
-        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks)
+        tokens = message.num_tokens - load.num_announced * self._block_size if self._checksum else 0
+        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks, tokens)
         load.num_announced = end
         load.reads.add(order.read_id)
         self._reads[order.read_id] = _Read(message, order, load)
@@ -295,7 +297,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._events.failed_peers += output.connector.failed_peers
 
     def _end_reads(self, results: Iterable[ReadResult]) -> None:
-        """Report reads, order their digests, and free the blocks of abandoned ones."""
+        """Report and check reads, and free the blocks of abandoned ones."""
         for result in results:
             read = self._reads.pop(result.read_id)
             blocks = read.order.local_blocks
@@ -305,9 +307,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._pool.drop(blocks, Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
-            self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
+            ended = msgspec.structs.replace(result, digests=())
+            self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, ended))
             if self._checksum and read.load is not None and not result.error:
-                self._order_digests(blocks, read.message.num_tokens, partial(self._compare, read))
+                self._compare(read, result.digests)
 
     def _order_digests(
         self, blocks: tuple[int, ...], num_tokens: int, callback: Callable[[tuple[int, ...]], object]
@@ -318,10 +321,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._digest_callbacks.append(callback)
 
     def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
-        """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
+        """Compare the digests of a read with the announced ones."""
         rid, expected, text = read.message.rid, read.message.digests, ""
-        if self._loads.get(rid) is not read.load:
-            return
         corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
         if corrupt:
             index = corrupt[0]

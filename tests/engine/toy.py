@@ -94,6 +94,20 @@ class ToyStep:
         return self.runner.compute(self)
 
 
+@dataclass(frozen=True)
+class ToyDigests:
+    """A PendingDigests, computed as late as possible."""
+
+    runner: ToyRunner
+    order: DigestOrder
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> tuple[int, ...]:
+        return self.runner._digests(self.order)
+
+
 class ToyRunner:
     """A ModelRunner over host memory; K holds token ids, V their positions."""
 
@@ -228,6 +242,9 @@ class ToyRunner:
     def overwrite(self, block: int) -> None:
         """Change a block, as a peer may before it is read."""
         self.cache[block] += 1
+
+    def digest(self, order: DigestOrder) -> ToyDigests:
+        return ToyDigests(self, order)
 
     def _digests(self, order: DigestOrder) -> tuple[int, ...]:
         size, digests = self.kv_layout.block_size, []

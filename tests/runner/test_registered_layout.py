@@ -136,7 +136,7 @@ def test_a_step_writes_the_same_bytes_with_every_runner_and_backend(checkpoint: 
 @interpreted
 @pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V2", "triton")])
 def test_digests_are_those_of_the_bytes_that_a_peer_reads(checkpoint: Path, version: str, backend: str) -> None:
-    """They include the tokens of the same step; a step that computes nothing can order digests as well."""
+    """They include the tokens of the same step. A step that computes nothing can order digests, and so can none."""
     config = configure(checkpoint, "cpu", version, backend, 16)
     order = DigestOrder((3, 1), 16 + NEW)
     new = NewSequence(0, pack_tokens(range(3, 3 + 16 + NEW)), 16 + NEW, 0, (3, 1), GREEDY)
@@ -144,9 +144,11 @@ def test_digests_are_those_of_the_bytes_that_a_peer_reads(checkpoint: Path, vers
         plan = StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 16 + NEW, 1),), digests=(order,))
         first = model_runner.launch(plan).result()
         later = model_runner.launch(StepPlan(1, digests=(order, DigestOrder((3,), 16)))).result()
+        beside = model_runner.digest(order).result()
         layout, region = model_runner.kv_layout, model_runner.kv_region
         read = torch.cat([read_block(region, layout, block) for block in range(layout.num_blocks)])
     expected = KVDigester(read, layout, KVShare.whole(layout)).compute([order]).tolist()
     assert first.digests == (tuple(expected),)
     assert later.digests == (tuple(expected), (expected[0],))
+    assert beside == tuple(expected)
     assert expected[0] != expected[1]
