@@ -50,6 +50,13 @@ def build(name: str, setup: ConnectorSetup) -> KVConnector:
     return load(name)(setup)
 
 
+def start_early(device_id: int, timing: PeerTiming = DEFAULT_TIMING) -> None:
+    """Begin to start NIXL on a thread, for a rank on this GPU that will use it. Once per process."""
+    from connector.backends.nixl import early_start
+
+    early_start.start(device_id, timing)
+
+
 def offer_weights(memory: OfferedMemory, timing: PeerTiming = DEFAULT_TIMING) -> WeightSource:
     """Register a rank's tensors so that peers can read them. Raises ConfigError or CapacityError."""
     from connector.backends.nixl.weight_transfer import NixlWeightSource

@@ -150,7 +150,7 @@ class WeightSource(Protocol):
 
 
 class WeightReader(Protocol):
-    """Reads a peer's tensors while a node starts. Used on one thread."""
+    """Reads a peer's tensors while a node starts. Used on one thread at a time."""
 
     @property
     def peer(self) -> WeightPeer:

@@ -73,7 +73,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)
             reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
-            run_largest_steps(self, config)
+            if not config.measure_kv_memory:  # otherwise they have just run
+                run_largest_steps(self, config)
             run_small_steps(self, config)
             run_mixed_steps(self, config)
             with torch.inference_mode():

@@ -54,12 +54,19 @@ def build_rank(
     from connector.setup import ConnectorSetup
 
     back_end = connector.load(config.kv_connector if agent else "none")  # an unknown one fails before weights load
+    if config.device.kind == "cuda" and _uses_nixl(config, agent):
+        connector.start_early(config.device.index, config.peer_timing)
     reader = None if peer is None else connector.weight_reader(peer, config.peer_timing)
     model_runner = runner.build(config, progress, rendezvous, reader)
     progress("registering KV cache", -1.0)
     kv_connector = back_end(ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs))
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_events)
     return Rank(model_runner, kv_connector, _offer_weights(config, model_runner)), kv
+
+
+def _uses_nixl(config: NodeConfig, agent: str) -> bool:
+    """Whether KV caches or weights are read over NIXL, here or by peers."""
+    return config.load_from != "disk" or (bool(agent) and config.kv_connector == "nixl")
 
 
 def _offer_weights(config: NodeConfig, model_runner: ModelRunner) -> WeightSource | None:

@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -103,10 +103,11 @@ def fold_digests(tensors: TensorDigests) -> dict[str, str]:
     return {group: digest.hexdigest()[:_GROUP_DIGITS] for group, digest in groups.items()}
 
 
-def tensor_digest(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> str:
-    """Return the digest of a tensor, given its dtype's name in safetensors and its bytes."""
+def tensor_digest(dtype: str, shape: tuple[int, ...], pieces: Iterable[bytes | memoryview]) -> str:
+    """Return the digest of a tensor, given its dtype's name in safetensors and its bytes in consecutive pieces."""
     digest = _begin(dtype, shape)
-    digest.update(data)
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from runner.loading.fused_experts import split_experts
 from runner.loading.model_weights import ModelWeights, Progress
@@ -101,22 +104,35 @@ class DecoderWeights(ModelWeights):
         found, _ = self.find(model_dir, weights)
         total, done = sum(shard.memory.numel() for _, shard in self.shards()), 0
 
+        @torch.inference_mode()  # for each thread
+        def fill_one(name: str, shard: WeightShard) -> int:
+            fill_shard(model_dir, name, shard, found[name], at_once)
+            return shard.memory.numel()
+
         def fill(shards: Mapping[str, WeightShard]) -> None:
             nonlocal done
-            for name, shard in shards.items():
-                fill_shard(model_dir, name, shard, found[name], at_once)
-                done += shard.memory.numel()
+            for size in in_threads(fill_one, shards.keys(), shards.values()):
+                done += size
                 if progress is not None:
                     progress(done / total)
 
-        for group in self.groups():
-            group.refill(fill)
-            return_free_memory()
+        device = self._decoder.context.placement.device
+        with ThreadPoolExecutor(weights.threads, "fill", partial(_use_device, device)) as pool:
+            in_threads = pool.map if weights.threads > 1 else map
+            for group in self.groups():
+                group.refill(fill)
+                return_free_memory()
         return StoredWeights(weights.tensors, found)
 
     def load_random(self, model_dir: Path) -> None:
         for group in self.groups():
             group.refill(partial(fill_random, seed=0))
+
+
+def _use_device(device: torch.device) -> None:
+    """Make it this thread's device, so that pinned memory and libraries open no context on another GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def return_free_memory() -> None:

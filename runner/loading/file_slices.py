@@ -7,6 +7,7 @@ keeps do not count as memory of the process.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,11 +53,12 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
 
 class FileReader:
-    """Reads ranges of files into memory of a device. On CPUs any thread may read."""
+    """Reads ranges of files into memory of a device. Any thread may read; to a GPU, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "weights")
+        self._lock = threading.Lock()  # for the staging memory
         self._staging: list[tuple[Tensor, Any]] = []  # pinned memory, and the end of the last copy from it
 
     def __enter__(self) -> FileReader:
@@ -73,13 +75,14 @@ class FileReader:
         if self._device.type == "cpu":
             self._read_into(file, begin, found)
             return found
-        for at in range(0, len(found), _STAGING):
-            some = found[at : at + _STAGING]
-            memory, copied = self._next_staging()
-            copied.synchronize()
-            self._read_into(file, begin + at, memory[: len(some)])
-            some.copy_(memory[: len(some)], non_blocking=True)
-            copied.record()
+        with self._lock:
+            for at in range(0, len(found), _STAGING):
+                some = found[at : at + _STAGING]
+                memory, copied = self._next_staging()
+                copied.synchronize()
+                self._read_into(file, begin + at, memory[: len(some)])
+                some.copy_(memory[: len(some)], non_blocking=True)
+                copied.record()
         return found
 
     def _read_into(self, file: OpenFile, begin: int, memory: Tensor) -> None:

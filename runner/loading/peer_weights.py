@@ -3,6 +3,9 @@
     a tensor ──parts of the peer's ranks──► staging memory ──digest as on our disk──► the model's memory
                       └ not offered, unreadable, or another digest ──► read from the disk
 
+Reads of different tensors follow each other, as one fills the network. Digests take longer: several threads compute
+them, each with staging memory of its own, and on a GPU piece by piece while the next piece is copied to the host.
+
 The digests and sizes are this node's own, and time on a peer is bounded (connector/backends/nixl/weight_transfer.py).
 So a peer whose words or bytes are wrong costs some time, but neither the node nor its answers.
 """
@@ -10,8 +13,11 @@ So a peer whose words or bytes are wrong costs some time, but neither the node n
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -23,17 +29,24 @@ from pdserve.errors import CapacityError, PdserveError
 from pdserve.protocols import WeightReader
 from pdserve.records import KVRegion
 from pdserve.weights.sharing import PartRead, cover, find_tensors
+from runner.loading.memory import free_memory
 from runner.loading.stored_dtypes import STORED_DTYPES
 
 _log = logging.getLogger(__name__)
 
+_THREADS = 4  # one digests about 11 GB/s
+_STAGING_FRACTION = 1 / 4  # of the free memory, at most
+_PIECE = 16 << 20  # bytes of pinned memory, twice per thread: one half is digested while the other one is filled
+_ALIGNMENT = 512  # bytes
 _MAX_CORRUPT = 4  # tensors, then a peer is not asked again
 
 _abandoned: list[Any] = []  # staging memory that a hung peer may still write to
 
 
 class PeerWeights:
-    """Reads whole tensors from one peer. ``digests`` are by tensor, as this node's files have them."""
+    """Reads whole tensors from one peer, on any thread. ``digests`` are by tensor, as this node's files have them."""
+
+    threads = _THREADS  # that read at the same time
 
     def __init__(self, reader: WeightReader, digests: Mapping[str, str], device: torch.device) -> None:
         self.num_bytes = 0  # used from the peer
@@ -46,7 +59,9 @@ class PeerWeights:
         self._parts = find_tensors(reader.peer)
         self._largest = 0  # bytes of a tensor that is asked for
         self._staging: Tensor | None = None
-        self._host: Tensor | None = None  # pinned copy of the staging memory of a GPU
+        self._unused: queue.SimpleQueue[int] = queue.SimpleQueue()  # offsets in it, each with room for any tensor
+        self._lock = threading.Lock()  # for the reader and the counters
+        self._pieces = threading.local()
         self._started = time.monotonic()
 
     def slice(self, name: str, stored: Any) -> Any:
@@ -57,26 +72,19 @@ class PeerWeights:
         self._largest = max(self._largest, _num_bytes(dtype, stored.get_shape()))
         return PeerSlice(self, name, stored)
 
-    def fetch(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Return the tensor, on the device, valid until the next call; None: take it from the disk."""
-        num_bytes = _num_bytes(dtype, shape)
-        reads = () if self.failure else cover(self._parts[name], shape, num_bytes)
-        if not reads:
-            return None
+    @contextmanager
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Iterator[Tensor | None]:
+        """Yield the tensor, on the device, for use on its current stream; None: take it from the disk."""
+        reads = cover(self._parts[name], shape, _num_bytes(dtype, shape))
+        if not reads or not self._is_open():
+            yield None
+            return
+        first = self._unused.get()
         try:
-            tensor = self._read(reads, STORED_DTYPES[dtype], shape)
-        except PdserveError as exc:
-            self._give_up(str(exc))
-            return None
-        if tensor_digest(dtype, shape, self._host_bytes(tensor)) != self._digests[name]:
-            self.num_corrupt += 1
-            _log.error("%s from %s is corrupted: it is read from the disk", name, self._reader.peer.name)
-            if self.num_corrupt == _MAX_CORRUPT:
-                self._give_up(f"{self.num_corrupt} tensors were corrupted")
-            return None
-        self.num_bytes += num_bytes
-        self.num_tensors += 1
-        return tensor
+            found = self._read([read._replace(offset=first + read.offset) for read in reads], dtype, shape)
+            yield found if found is not None and self._is_right(name, dtype, shape, found) else None
+        finally:
+            self._unused.put(first)
 
     def close(self) -> None:
         """Close the connections, free the staging memory, and log what came from the peer."""
@@ -86,7 +94,7 @@ class PeerWeights:
         if not self._reader.drained:
             _abandoned.append((self._staging, self._reader))
         self._reader.close()
-        self._staging = self._host = None
+        self._staging = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -94,40 +102,100 @@ class PeerWeights:
         self.failure = reason
         _log.warning("%s cannot be read (%s); the other tensors come from the disk", self._reader.peer.name, reason)
 
-    def _read(self, reads: tuple[PartRead, ...], kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        staging = self._open()
+    def _is_open(self) -> bool:
+        """Open the reader at the first call. Return whether it can be read from."""
+        with self._lock:
+            if self._staging is None and not self.failure:
+                try:
+                    self._open()
+                except PdserveError as exc:
+                    self._give_up(str(exc))
+            return not self.failure
+
+    def _open(self) -> None:
+        """Allocate and register staging memory for a tensor per thread, or for fewer. Raises CapacityError."""
+        size = max(1, -(-self._largest // _ALIGNMENT)) * _ALIGNMENT
+        free = free_memory(self._device) or 0
+        if self._device.type == "cuda" and size > free:
+            raise CapacityError(f"staging memory for a tensor of {size} B does not fit in {free} B")
+        count = min(self.threads, max(1, int(free * _STAGING_FRACTION) // size))
+        try:
+            self._staging = torch.empty(count * size, dtype=torch.uint8, device=self._device)
+        except RuntimeError as exc:  # of CPUs as of GPUs
+            raise CapacityError(f"staging memory for {count} tensors of {size} B cannot be allocated") from exc
+        region = KVRegion(self._staging.data_ptr(), count * size, self._device.type, self._device.index or 0)
+        self._reader.open(region)
+        for index in range(count):
+            self._unused.put(index * size)
+        _log.info("weights are read from %s", self._reader.peer.name)
+
+    def _read(self, reads: Sequence[PartRead], dtype: str, shape: tuple[int, ...]) -> Tensor | None:
+        staging = self._staging
+        assert staging is not None
         if staging.device.type == "cuda":
-            torch.cuda.synchronize(staging.device)  # copies of the last tensor have ended
-        self._reader.read(reads)
+            torch.cuda.current_stream(staging.device).synchronize()  # copies of the last tensor there have ended
+        with self._lock:
+            if self.failure:
+                return None
+            try:
+                self._reader.read(reads)
+            except PdserveError as exc:
+                self._give_up(str(exc))
+                return None
         parts = []
         for _, part, offset in reads:
             part_shape = (*shape[: part.dim], part.size, *shape[part.dim + 1 :])
-            parts.append(staging[offset : offset + part.num_bytes].view(kind).view(part_shape))
+            parts.append(staging[offset : offset + part.num_bytes].view(STORED_DTYPES[dtype]).view(part_shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts, reads[0].part.dim)
 
-    def _open(self) -> Tensor:
-        """Return the staging memory: as large as the largest tensor that is asked for. Raises CapacityError."""
-        if self._staging is None:
-            size = self._largest
-            free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else size
-            if size > free:
-                raise CapacityError(f"staging memory for a tensor of {size} B does not fit in {free} B")
-            try:
-                self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
-            except RuntimeError as exc:  # of CPUs as of GPUs
-                raise CapacityError(f"staging memory for a tensor of {size} B cannot be allocated") from exc
-            address, device = self._staging.data_ptr(), self._device
-            self._reader.open(KVRegion(address, size, device.type, device.index or 0))
-            _log.info("weights are read from %s", self._reader.peer.name)
-        return self._staging
+    def _is_right(self, name: str, dtype: str, shape: tuple[int, ...], tensor: Tensor) -> bool:
+        """Compare the digest, and count the tensor."""
+        is_right = tensor_digest(dtype, shape, self._host_pieces(tensor)) == self._digests[name]
+        with self._lock:
+            if is_right:
+                self.num_bytes += tensor.nbytes
+                self.num_tensors += 1
+                return True
+            self.num_corrupt += 1
+            _log.error("%s from %s is corrupted: it is read from the disk", name, self._reader.peer.name)
+            if self.num_corrupt == _MAX_CORRUPT:
+                self._give_up(f"{self.num_corrupt} tensors were corrupted")
+        return False
 
-    def _host_bytes(self, tensor: Tensor) -> memoryview:
+    def _host_pieces(self, tensor: Tensor) -> Iterator[memoryview]:
+        """Yield the bytes; each piece is valid until the next one."""
         flat = tensor.reshape(-1).view(torch.uint8)
-        if flat.device.type == "cuda":
-            if self._host is None or len(self._host) < len(flat):
-                self._host = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
-            flat = self._host[: len(flat)].copy_(flat)
-        return flat.numpy().data
+        if flat.device.type != "cuda":
+            yield flat.numpy().data
+            return
+        if not hasattr(self._pieces, "copies"):
+            self._pieces.copies = HostCopies(flat.device)
+        yield from self._pieces.copies.of(flat)
+
+
+class HostCopies:
+    """Copies memory of a GPU to the host piece by piece, on a stream of its own. Used on one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)]
+
+    def of(self, flat: Tensor) -> Iterator[memoryview]:
+        """Yield the pieces of ``flat`` [bytes] uint8; each is valid until the next one."""
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        pieces = flat.split(_PIECE)
+        self._start(0, pieces)
+        for index, piece in enumerate(pieces):
+            self._start(index + 1, pieces)
+            self._copied[index % 2].synchronize()
+            yield self._buffers[index % 2][: len(piece)].numpy().data
+
+    def _start(self, index: int, pieces: Sequence[Tensor]) -> None:
+        if index < len(pieces):
+            with torch.cuda.stream(self._stream):
+                self._buffers[index % 2][: len(pieces[index])].copy_(pieces[index], non_blocking=True)
+                self._copied[index % 2].record()
 
 
 def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -151,8 +219,8 @@ class PeerSlice:
         return str(self._stored.get_dtype())
 
     def __getitem__(self, index: Any) -> Tensor:
-        found = self._weights.fetch(self._name, self.get_dtype(), tuple(self.get_shape()))
-        if found is None:
-            part: Tensor = self._stored[index]
-            return part
-        return found[index].clone()  # the next tensor takes the staging memory
+        with self._weights.tensor(self._name, self.get_dtype(), tuple(self.get_shape())) as found:
+            if found is not None:
+                return found[index].clone()  # the next tensor takes the staging memory
+        part: Tensor = self._stored[index]
+        return part

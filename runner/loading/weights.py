@@ -80,10 +80,16 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
 
 
 class OpenWeights(dict[str, Any]):
-    """A FileSlice for each weight, which reads nothing before it is indexed."""
+    """A FileSlice for each weight, which reads nothing before it is indexed.
 
-    def __init__(self, slices: Mapping[str, Any], tensors: Mapping[str, StoredTensor], files: FileStates) -> None:
+    Any thread may index them; more than ``threads`` at the same time gain nothing.
+    """
+
+    def __init__(
+        self, slices: Mapping[str, Any], tensors: Mapping[str, StoredTensor], files: FileStates, threads: int
+    ) -> None:
         super().__init__(slices)
+        self.threads = threads
         self.tensors = tensors  # as stored
         self.files = files  # that are open; one that replaces them meanwhile is not read
 
@@ -121,7 +127,8 @@ def open_weights(
                 for name, tensor in tensors.items()
                 if not is_kv_scale(name)
             }
-            opened_as = partial(OpenWeights, tensors=ChainMap(*headers.values()), files=states)
+            threads = 1 if peer is None else peer.threads
+            opened_as = partial(OpenWeights, tensors=ChainMap(*headers.values()), files=states, threads=threads)
             rules = storage_rules(model.weight_format, model.quantization)
             if rules is None:
                 yield opened_as(_named_as_causal(_asking(peer, stored), model))

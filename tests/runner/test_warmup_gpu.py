@@ -40,6 +40,7 @@ needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is 
 
 VOCABULARY = 5000  # more than one part for the sampling kernels
 MAX_SEQS = 24
+MAX_TOKENS = 2048  # of a step
 
 #: Heads that FlashInfer supports, rows that the single-token product supports, layers with and without a window.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -153,6 +154,10 @@ def long_in_chunks(stepper: Stepper) -> None:
     stepper.generate([prompt_of(2900)], 3, chunk=700)
 
 
+def longest_in_one_step(stepper: Stepper) -> None:
+    stepper.generate([prompt_of(MAX_TOKENS)], 3, chunk=MAX_TOKENS)
+
+
 def many(stepper: Stepper) -> None:
     stepper.generate([prompt_of(7 + 3 * index) for index in range(MAX_SEQS)], 4)
 
@@ -199,6 +204,7 @@ REQUESTS: list[Callable[[Stepper], None]] = [
     short,
     a_single_token,
     long_in_chunks,
+    longest_in_one_step,
     many,
     prompts_among_others,
     every_way_to_sample,
@@ -207,7 +213,7 @@ REQUESTS: list[Callable[[Stepper], None]] = [
 ]
 
 
-def build(checkpoint: Path, version: str, backend: str, graphs: bool) -> RunnerV1 | RunnerV2:
+def build(checkpoint: Path, version: str, backend: str, graphs: bool, measured: bool) -> RunnerV1 | RunnerV2:
     config = node_config(
         checkpoint,
         runner=version,
@@ -217,14 +223,15 @@ def build(checkpoint: Path, version: str, backend: str, graphs: bool) -> RunnerV
         num_blocks=1024,
         max_model_len=4000,
         max_num_seqs=MAX_SEQS,
-        max_batch_tokens=2048,
+        max_batch_tokens=MAX_TOKENS,
     )
-    config = msgspec.structs.replace(config, cuda_graphs=graphs)
+    config = msgspec.structs.replace(config, cuda_graphs=graphs, measure_kv_memory=measured, gpu_memory_utilization=0.1)
     model_runner = runner.build(config, lambda stage, fraction: None)
     assert isinstance(model_runner, RunnerV1 | RunnerV2)
     return model_runner
 
 
+@pytest.mark.parametrize("measured", [False, True], ids=["given-cache", "measured-cache"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("version", "backend", "graphs"),
@@ -238,11 +245,11 @@ def build(checkpoint: Path, version: str, backend: str, graphs: bool) -> RunnerV
     ],
 )
 def test_no_request_compiles_anything(
-    version: str, backend: str, graphs: bool, model: str, checkpoints: dict[str, Path]
+    version: str, backend: str, graphs: bool, model: str, measured: bool, checkpoints: dict[str, Path]
 ) -> None:
     forget_compiled()
     with watched() as at_start:
-        model_runner = build(checkpoints[model], version, backend, graphs)
+        model_runner = build(checkpoints[model], version, backend, graphs, measured)
     assert at_start.kernels, "the hooks see no compilation"
     assert not model_runner._cache.tensor.any(), "warm-up left KV behind"
     stepper = Stepper(model_runner)

@@ -74,6 +74,7 @@ class UcxLog:
 
 _log: UcxLog | None = None
 _log_lock = threading.Lock()
+_settings_lock = threading.RLock()
 
 
 def log() -> UcxLog:
@@ -88,8 +89,13 @@ def log() -> UcxLog:
 def settings(timing: PeerTiming) -> Iterator[None]:
     """Set UCX's environment variables while it starts, except those that the user has set.
 
-    They are removed afterwards: processes started later must not take them for the user's.
+    They are removed afterwards: processes started later must not take them for the user's. Other threads wait.
     """
+    with _settings_lock:
+        yield from _settings(timing)
+
+
+def _settings(timing: PeerTiming) -> Iterator[None]:
     defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF
     if cuda_driver_version():  # without its CUDA transports, UCX warns about their settings
         defaults |= READS_OVER_CUDA_IPC

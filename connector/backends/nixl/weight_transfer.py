@@ -1,7 +1,7 @@
 """Weights between nodes: a source that registers tensors, and a reader that a starting node uses while it loads.
 
 The source does nothing after its start: NIXL's progress thread answers reads, or none where the network reads memory
-by itself. A reader works on the thread that loads the model and waits for each tensor.
+by itself. A reader works on the threads that load the model, one at a time, and waits for each tensor.
 """
 
 from __future__ import annotations
