@@ -8,6 +8,7 @@ row here. A back end is imported when it is built, and with it its libraries.
 from __future__ import annotations
 
 from importlib import import_module
+from threading import Thread
 from typing import cast
 
 from connector.setup import BackEnd, ConnectorSetup
@@ -50,11 +51,11 @@ def build(name: str, setup: ConnectorSetup) -> KVConnector:
     return load(name)(setup)
 
 
-def start_early(device_id: int, timing: PeerTiming = DEFAULT_TIMING) -> None:
-    """Begin to start NIXL on a thread, for a rank on this GPU that will use it. Once per process."""
+def start_early(device_id: int, timing: PeerTiming = DEFAULT_TIMING) -> Thread:
+    """Begin to start NIXL, for a rank that will use it on this GPU. Join the thread before using the GPU."""
     from connector.backends.nixl import early_start
 
-    early_start.start(device_id, timing)
+    return early_start.start(device_id, timing)
 
 
 def offer_weights(memory: OfferedMemory, timing: PeerTiming = DEFAULT_TIMING) -> WeightSource:

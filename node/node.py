@@ -22,6 +22,7 @@ from typing import Any
 
 import grpc
 
+from node import request_checks
 from node.context import NodeContext, Role
 from node.drain import ShutdownSignals, drain
 from node.health import Health, State
@@ -126,7 +127,9 @@ class Node:
 
     async def _load(self) -> None:
         started = time.monotonic()
-        self._context.set_config(await self._start_engine(self._context.config))
+        starting = self._start_engine(self._context.config)
+        config, _ = await asyncio.gather(starting, asyncio.to_thread(request_checks.prepare))
+        self._context.set_config(config)
         _log.info("engine ready after %.1f s", time.monotonic() - started)
         await self._enter(State.CONNECTING)
         await self._role.connect()

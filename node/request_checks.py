@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-import numpy as np
-
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.grammar import check_size
@@ -55,7 +53,14 @@ def check_skip(skip_tokens: int, num_tokens: int, block_size: int) -> None:
         )
 
 
+def prepare() -> None:
+    """Import numpy for the checks of requests: it takes 0.2 s, and the engine loads meanwhile."""
+    import numpy as np  # noqa: F401
+
+
 def _largest(token_ids: bytes) -> int:
+    import numpy as np
+
     return int(np.frombuffer(token_ids, "<u4").max())
 
 

@@ -19,7 +19,6 @@ from pdserve.flags.shared import DAY
 from pdserve.metrics import MetricSet
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from prefill_node.leases import LeaseState
-from prefill_node.pooling_service import PoolingService
 from prefill_node.prefill_service import PrefillService
 from prefill_node.prefills import Prefills
 
@@ -76,6 +75,8 @@ class PrefillRole:
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         if node.config.pooling is not None:
+            from prefill_node.pooling_service import PoolingService  # imports numpy, which takes 0.2 s
+
             pooling = PoolingService(node, node.config.pooling)
             pb_grpc.add_PoolingNodeServicer_to_server(pooling, server)
             return pooling

@@ -1,6 +1,6 @@
 """Model runners: they hold the weights, KV cache and sequences of one rank, and execute steps.
 
-``build`` is the only entry. It imports torch when it is called, and not for a simulated node.
+``build`` is the entry. It imports torch when it is called, or ``prepare`` before it, and not for a simulated node.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import gc
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.model.model_config import TRANSFORMERS
@@ -29,7 +29,16 @@ def build(config: NodeConfig, progress: Progress, rendezvous: Rendezvous = "", r
     its "host:port". ``reader`` reads tensors of the same checkpoint from a peer. Raises CheckpointError, CapacityError,
     and NodeError if ranks do not join.
     """
+    prepare(config)
     return FACTORIES[config.decision.runner](config, progress, rendezvous, reader)
+
+
+def prepare(config: NodeConfig) -> None:
+    """Import what ``build`` needs. This takes seconds, and uses no device."""
+    module = _MODULES[config.decision.runner]
+    if module not in sys.modules:
+        with contextlib.nullcontext() if config.decision.runner == "simulated" else _importing_torch(config):
+            import_module(module)
 
 
 def _build_simulated(config: NodeConfig, progress: Progress, rendezvous: Rendezvous, reader: Reader) -> ModelRunner:
@@ -39,20 +48,16 @@ def _build_simulated(config: NodeConfig, progress: Progress, rendezvous: Rendezv
 
 
 def _build_v1(config: NodeConfig, progress: Progress, rendezvous: Rendezvous, reader: Reader) -> ModelRunner:
-    with _importing_torch(config):
-        from runner.distributed.parallel_state import ParallelState
-        from runner.v1.runner import RunnerV1
+    from runner.distributed.parallel_state import ParallelState
+    from runner.v1.runner import RunnerV1
 
-    _import_attention(config)
     return RunnerV1(config, ParallelState(config.position, config.device, rendezvous), progress, reader)
 
 
 def _build_v2(config: NodeConfig, progress: Progress, rendezvous: Rendezvous, reader: Reader) -> ModelRunner:
-    with _importing_torch(config):
-        from runner.distributed.parallel_state import ParallelState
-        from runner.v2.runner import RunnerV2
+    from runner.distributed.parallel_state import ParallelState
+    from runner.v2.runner import RunnerV2
 
-    _import_attention(config)
     return RunnerV2(config, ParallelState(config.position, config.device, rendezvous), progress, reader)
 
 
@@ -62,6 +67,7 @@ FACTORIES: dict[str, Callable[[NodeConfig, Progress, Rendezvous, Reader], ModelR
     "V2": _build_v2,
     "simulated": _build_simulated,
 }
+_MODULES = {"V1": "runner.v1.runner", "V2": "runner.v2.runner", "simulated": "runner.simulated"}
 
 
 @contextlib.contextmanager
@@ -82,25 +88,6 @@ def _importing_torch(config: NodeConfig) -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
-
-
-def _import_attention(config: NodeConfig) -> None:
-    """Begin to import FlashInfer on a thread, which takes 0.9 s, while weights load. An error is met again later.
-
-    Meanwhile threads that read weights wait for the GIL 0.1 ms at most, in place of 5 ms.
-    """
-
-    def run() -> None:
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)
-        try:
-            with contextlib.suppress(ImportError):
-                import runner.attention.paged_flashinfer  # noqa: F401
-        finally:
-            sys.setswitchinterval(usual)
-
-    if config.attention_backend == "flashinfer":
-        threading.Thread(target=run, name="import", daemon=True).start()
 
 
 def _limit_thread_spinning(config: NodeConfig) -> None:

@@ -17,7 +17,7 @@ from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import DigestOrder, KVRegion, StepOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
-from runner.attention.build import build_backend
+from runner.attention.build import build_backend, import_early
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.kv_cache import KVCache
@@ -66,19 +66,23 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._closed = False
         self._kept = frozenset(self.__dict__) | {"_kept"}
         layout = config.kv_layout
+        if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
+            progress("compiling kernels", -1.0)
+            importing = import_early(config.attention_backend)
+            with torch.inference_mode():
+                self._model.decoder.run_products(*product_sizes(config))
+            importing.join()
         if config.measure_kv_memory:
             progress("measuring memory", -1.0)
             layout = layout_that_fits(config, parallel, self._try_layout)
         self._allocate(config, layout)
-        if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
+        if self._device.type == "cuda":
             progress("compiling kernels", -1.0)
             reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
             if not config.measure_kv_memory:  # otherwise they have just run
                 run_largest_steps(self, config)
             run_small_steps(self, config)
             run_mixed_steps(self, config)
-            with torch.inference_mode():
-                self._model.decoder.run_products(*product_sizes(config))
             self._capture_graphs(config, progress)
             self._cache.clear()
 

@@ -53,10 +53,14 @@ def build_rank(
     import runner
     from connector.setup import ConnectorSetup
 
-    back_end = connector.load(config.kv_connector if agent else "none")  # an unknown one fails before weights load
+    nixl = None
     if config.device.kind == "cuda" and _uses_nixl(config, agent):
-        connector.start_early(config.device.index, config.peer_timing)
+        nixl = connector.start_early(config.device.index, config.peer_timing)
+    back_end = connector.load(config.kv_connector if agent else "none")  # an unknown one fails before weights load
     reader = None if peer is None else connector.weight_reader(peer, config.peer_timing)
+    runner.prepare(config)
+    if nixl is not None:
+        nixl.join()
     model_runner = runner.build(config, progress, rendezvous, reader)
     progress("registering KV cache", -1.0)
     kv_connector = back_end(ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs))

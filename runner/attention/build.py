@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from contextlib import suppress
+from importlib import import_module
+
 from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
+
+
+def import_early(name: str) -> threading.Thread:
+    """Begin to import a back end on a thread: FlashInfer takes 0.9 s. ``build_backend`` meets an error again.
+
+    Meanwhile other threads get the GIL within 0.1 ms, in place of 5 ms.
+    """
+
+    def run() -> None:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        try:
+            with suppress(ImportError):
+                import_module(f"runner.attention.paged_{name}")
+        finally:
+            sys.setswitchinterval(usual)
+
+    thread = threading.Thread(target=run, name="import", daemon=True)
+    thread.start()
+    return thread
 
 
 def build_backend(

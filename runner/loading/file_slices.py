@@ -25,8 +25,8 @@ from pdserve.weights.change import FileState
 from runner.loading.stored_dtypes import TORCH_DTYPES
 
 _MAX_THREADS = 8
-_READ = 8 << 20  # bytes of one thread at a time
-_STAGING = 32 << 20  # bytes of pinned memory, twice: one half is filled while the other one is copied
+_READ = 4 << 20  # bytes of one thread at a time
+_STAGING = 64 << 20  # bytes of pinned memory, twice: one half is filled while the other one is copied
 
 
 class OpenFile(NamedTuple):

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 4  # one digests about 11 GB/s
 _STAGING_FRACTION = 1 / 4  # of the free memory, at most
-_PIECE = 16 << 20  # bytes of pinned memory, twice per thread: one half is digested while the other one is filled
+PIECE_BYTES = 16 << 20  # bytes of pinned memory, twice per thread: one half is digested while the other one is filled
 _ALIGNMENT = 512  # bytes
 _MAX_CORRUPT = 4  # tensors, then a peer is not asked again
 
@@ -178,13 +178,13 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._buffers = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def of(self, flat: Tensor) -> Iterator[memoryview]:
         """Yield the pieces of ``flat`` [bytes] uint8; each is valid until the next one."""
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
-        pieces = flat.split(_PIECE)
+        pieces = flat.split(PIECE_BYTES)
         self._start(0, pieces)
         for index, piece in enumerate(pieces):
             self._start(index + 1, pieces)

@@ -34,21 +34,15 @@ class CudaGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         gc.collect()
-        torch.cuda.empty_cache()
         for done, descriptor in enumerate(descriptors):
             on_progress(done / len(descriptors))
             prepare(descriptor)
             forward(descriptor)  # compiles and allocates whatever the first use needs
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # torch.cuda.graph would empty the allocator's cache before each capture, and the next size fill it again.
             # Only this thread's calls may break the capture: a thread of NCCL queries the device now and then.
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    forward(descriptor)
-                finally:
-                    graph.capture_end()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                forward(descriptor)
             self._graphs[descriptor] = graph
 
     def replay(self, descriptor: BatchDescriptor) -> None:

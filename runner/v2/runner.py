@@ -75,7 +75,6 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         torch.cuda.empty_cache()
         before = process_memory(self._device)
         self._forward.capture(lambda fraction: None, most=2)
-        torch.cuda.empty_cache()
         # Further graphs fit into the memory pool of these two and add only their nodes; as much again is plenty.
         return (process_memory(self._device) - before) * 2
 
