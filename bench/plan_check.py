@@ -30,7 +30,7 @@ from cli.plan.costs import Costs, Shape, load_costs
 from cli.plan.node_load import LoadLimits, NodeLoad, Slo
 from cli.plan.queues import percentile
 from cli.plan.workload import Workload, workload_of
-from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
+from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, StepTokens
 from pdserve.model.model_config import load_model_config
 
 WORKLOADS = (
@@ -46,6 +46,9 @@ def simulated_costs(model: Path, slower: float) -> Costs:
     """Return the costs of pdserve/config/simulated_costs.py in the format of ``pdserve plan``."""
     sim = SimulatedCosts()
 
+    def prompt(tokens: int) -> float:
+        return sim.seconds(StepTokens(prompt_tokens=tokens, prompt_context=tokens * tokens / 2))
+
     def ms(seconds: float) -> float:
         return 1e3 * slower * seconds
 
@@ -56,7 +59,8 @@ def simulated_costs(model: Path, slower: float) -> Costs:
         commit="",
         command="",
         shape=Shape.of(load_model_config(model)),
-        prefill_ms=tuple((n, ms(sim.step + n * sim.prompt_token)) for n in (0, 8192)),
+        prefill_ms=tuple((n, ms(prompt(n))) for n in (16, 512, 2048, 8192)),
+        context_ns=1e9 * slower * sim.decode_context,
         decode_ms=tuple((n, ms(sim.step + n * sim.decode)) for n in (1, 256)),
         kv_tokens=KV_TOKENS,
         first_token_ms=2.0,

@@ -94,6 +94,7 @@ def running_fleet(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
         token_bytes = make_long_model(model)
         costs, times = SimulatedCosts(), args.shrink
         sim = f"prompt-token={costs.prompt_token * times},read-token={costs.read_token * times}"
+        sim += f",prompt-context={costs.prompt_context * times**2},decode-context={costs.decode_context * times}"
         flags = ["--engine", "simulated", "--sim-costs", sim, "--block-size", "16", "--dtype", "bfloat16"]
         flags += ["--kv-cache-memory", str(KV_TOKENS // times * token_bytes)]
         flags += ["--max-batch-tokens", str(8192 // times), "--max-waiting", "4096", "--peer-timeout", "30"]

@@ -1,28 +1,32 @@
-"""Cost model of a request: where its prompt is computed, and where it decodes. Pure. Routers choose nodes by it.
+"""Predicts what a request costs on the nodes of a fleet. Pure. Routers choose nodes by it; docs/fleet.md explains it.
 
-A cost is in seconds before first tokens: of this request, and of others that it delays. Seconds between later tokens
-count for ``_DELAY_WEIGHT`` of that. The same functions hold for prefill nodes, decode nodes, and nodes that are both:
+The objective, summed over requests, is TTFT / T_ttft + mean time per output token / T_itl. All costs are in seconds of
+TTFT. A second that a stream of L tokens waits between two of them adds 1 / L to its mean, so it costs
+T_ttft / (T_itl · L) = ``DELAY_WEIGHT`` seconds of TTFT. The costs are the same for nodes of all roles:
 
-    prompt    the node's backlog and the prompt, longer beside decodes  +  the delay of each sequence that decodes there
-    decode    the sequence's steps, longer by the node's share of prompts  +  the delay of its sequences and prompts
-    handoff   a round trip and a read, if these are two nodes
+    prompt    its own wait  +  the streams that it delays  +  the later prompts that it delays
+    decode    its own steps  +  what it adds to the steps of the streams beside it  +  the prompts that it delays
+    handoff   from P's first token to the KV on D
 """
 
 from __future__ import annotations
 
 import msgspec
 
+TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
+ITL_OBJECTIVE = 0.02  # seconds: T_itl
+OUTPUT_TOKENS = 200  # assumed length of an answer: L
+DELAY_WEIGHT = TTFT_OBJECTIVE / (ITL_OBJECTIVE * OUTPUT_TOKENS)
+
 HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 HANDOFF_SECONDS = 3e-3  # from P's first token to confirmed KV, without the read of the last part
-_OUTPUT_TOKENS = 100  # assumed length of an answer
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
-_DELAY_WEIGHT = 0.12  # of a second between later tokens, against one before a first token
-_QUEUE_WEIGHT = 100.0  # delayed prompts per second of backlog, those that are still to come included
-_MOST_PROMPT_SHARE = 0.8  # of time: a share near 1 would make costs infinite
-_LEAST_LEFT = 0.1  # of time, left to prompts by sequences that decode
+_MOST_SHARE = 0.9  # of time, spent on prompts: a prediction of more would make costs infinite
+_DELAYED = 0.5  # of a prompt's time, by which it delays a later one on average: that may choose another node
 
-AUTO_ITL_STEPS = 9.2  # default ITL target, in decode steps of one sequence; engine/scheduler/itl_target.py says why
-_LEAST_ITL_STEPS = 2.5  # the same in decode steps of all sequences, if that is longer
+#: A step with prompts takes at most so many decode steps of one sequence. A prompt then takes 9 / 8 of its time alone.
+AUTO_ITL_STEPS = 9.0
+_LEAST_ITL_STEPS = 2.0  # the same in decode steps of all sequences: prompts get half of the time at least
 
 
 class LinearCost(msgspec.Struct, frozen=True, array_like=True):
@@ -76,7 +80,7 @@ class RequestLoad(msgspec.Struct, frozen=True):
 
 
 def auto_itl_target(one: float, all_: float) -> float:
-    """Return the default ITL target, given the time of a step that decodes one sequence, or all of them."""
+    """Return the default ITL target, given the seconds of a step that decodes one sequence, or all of them."""
     return max(AUTO_ITL_STEPS * one, _LEAST_ITL_STEPS * all_)
 
 
@@ -90,18 +94,18 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
 
 
 def prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
-    """Cost of a prompt on a node: from its arrival to its first token, and the delay of sequences that decode there."""
-    line, decodes = costs.prompt, load.decoding
-    if not decodes:
-        return (line.base if load.backlog else 0.0) + line.at(load.backlog + uncached_tokens)
-    own, queued = line.slope * uncached_tokens, line.slope * load.backlog
-    steps_in_flight = 2.0 * costs.decode.at(decodes)
-    return steps_in_flight + (queued + own) / _left(load, costs, decodes) + _DELAY_WEIGHT * decodes * own
+    """Cost of a prompt on a node: its own wait, and the delay of streams and later prompts there.
 
-
-def local_prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
-    """``prompt_cost`` on a node that only decodes: the next request that is handed to it waits for the prompt."""
-    return prompt_cost(load, costs, uncached_tokens) + costs.prompt.slope * uncached_tokens
+    Prompts that arrive while the queue drains take ``prompt_share`` of that time, so as many seconds of them wait.
+    """
+    decodes, slope = load.decoding, costs.prompt.slope
+    own, queued = slope * uncached_tokens, slope * load.backlog
+    step = costs.decode.at(decodes) if decodes else costs.prompt.base
+    executing = load.itl_target if load.backlog and decodes else (2.0 if load.backlog else 0.0) * step
+    rest_of_step = max(executing, step) / 2.0
+    slower = _slower_prompts(load, costs, decodes)
+    behind = _DELAYED * min(load.prompt_share, _MOST_SHARE) * queued
+    return rest_of_step + step + (queued + own + behind) * slower + DELAY_WEIGHT * decodes * own
 
 
 def remote_prompt_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, uncached_tokens: int) -> float:
@@ -114,44 +118,60 @@ def handoff_cost(costs: StepCosts, uncached_tokens: int) -> float:
     return HANDOFF_SECONDS + costs.read.at(uncached_tokens)
 
 
-def decode_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int) -> float:
-    """Cost of one more sequence that decodes on a node: what it adds to ``decodes_cost``, and a wait for KV blocks."""
-    decodes, line = load.to_decode, costs.decode
-    rest = 1.0 - min(load.prompt_share, _MOST_PROMPT_SHARE)
-    added = _DELAY_WEIGHT * _OUTPUT_TOKENS * (line.base + line.slope * (2 * decodes + 1)) / (rest * rest)
-    if load.backlog and not decodes:  # further sequences hardly add to the delay
-        added += _queue_delay(load, costs, 1)
-    used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-    return added * (1.0 + used) + _block_wait(load, prompt_tokens)
+def decode_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, prompt_share: float) -> float:
+    """Cost of one more stream on a node that spends ``prompt_share`` of its time on prompts."""
+    decodes = load.to_decode
+
+    def cost(count: int) -> float:
+        return decodes_cost(load, costs, count, OUTPUT_TOKENS, prompt_share)
+
+    return cost(decodes + 1) - cost(decodes) + _block_wait(load, prompt_tokens)
 
 
-def decodes_cost(load: RequestLoad, costs: StepCosts, decodes: int, num_tokens: int) -> float:
-    """Cost of ``num_tokens`` more of each of ``decodes`` sequences: their steps, and the delay of queued prompts.
-
-    The share of prompts counts twice: prompts delay each step, and each step delays prompts.
-    """
-    rest = 1.0 - min(load.prompt_share, _MOST_PROMPT_SHARE)
-    steps = num_tokens * costs.decode.at(decodes) / (rest * rest)
-    return _DELAY_WEIGHT * decodes * steps + _queue_delay(load, costs, decodes)
-
-
-def _queue_delay(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
-    """Delay of the prompts that wait on a node, by the sequences that decode there."""
+def decodes_cost(load: RequestLoad, costs: StepCosts, decodes: int, num_tokens: int, prompt_share: float) -> float:
+    """Cost of ``num_tokens`` more of each of ``decodes`` streams: their time, and the delay of prompts meanwhile."""
     if not decodes:
         return 0.0
-    queued = costs.prompt.slope * load.backlog
-    return _QUEUE_WEIGHT * queued * queued * (1.0 / _left(load, costs, decodes) - 1.0)
+    share = min(prompt_share, _MOST_SHARE)
+    seconds = num_tokens * time_per_token(costs.decode, decodes, share)
+    prompts = seconds * share / (1.0 - share)  # seconds of them, each behind 1 / (1 - share) as many
+    return DELAY_WEIGHT * decodes * seconds + prompts * (_slower_prompts(load, costs, decodes) - 1.0)
 
 
-def _left(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
-    """Return the share of a node's time that sequences which decode leave to prompts.
+def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> float:
+    """Return the seconds between tokens of streams on a node that spends ``prompt_share`` of its time on prompts."""
+    return decode.at(decodes) / (1.0 - min(prompt_share, _MOST_SHARE))
 
-    A step with prompts takes the ITL target, and every second step only decodes.
+
+def settled_shares(prompt_work: float, streams: int, nodes: int, decode: LinearCost) -> list[float]:
+    """Return the share of prompts on each of ``nodes`` once requests have settled: the first nodes have most of them.
+
+    ``prompt_work`` is the sum of the shares now. Either every node has the same share, or the first ones compute
+    prompts only, as far as they suffice: what makes the time per token of ``streams`` shorter.
     """
-    if not load.itl_target:
+    even = prompt_work / nodes
+    best, found = time_per_token(decode, streams / nodes, even), [even] * nodes
+    for leaning in {max(1, int(prompt_work)), max(1, int(prompt_work) + 1)}:
+        others = nodes - leaning
+        if others <= 0:
+            continue
+        own = min(prompt_work / leaning, _MOST_SHARE)
+        rest = (prompt_work - leaning * own) / others
+        if (seconds := time_per_token(decode, streams / others, rest)) < best:
+            best, found = seconds, [own] * leaning + [rest] * others
+    return found
+
+
+def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
+    """Return how many times as long prompts take beside streams: 1 … 2.
+
+    A step with prompts takes the ITL target, and its decodes do their part of it, at most half.
+    """
+    if not (load.itl_target and decodes):
         return 1.0
     step = costs.decode.at(decodes)
-    return max((load.itl_target - step) / (load.itl_target + step), _LEAST_LEFT)
+    longest = max(load.itl_target, _LEAST_ITL_STEPS * step)
+    return longest / (longest - step) if step else 1.0
 
 
 def _block_wait(load: RequestLoad, num_tokens: int) -> float:

@@ -24,6 +24,7 @@ from pdserve.checkpoint.simulated_weights import simulated_digest
 from pdserve.checkpoint.weight_patch import read_patch
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_same_model
+from pdserve.config.simulated_costs import SimulatedSteps
 from pdserve.pausing import Pausing, completed
 from pdserve.protocols import PendingDigests
 from pdserve.records import (
@@ -66,7 +67,8 @@ class SimulatedRunner:
 
     def __init__(self, config: NodeConfig) -> None:
         assert config.costs is not None
-        self._config, self._costs = config, config.costs
+        self._config = config
+        self._steps = SimulatedSteps(config.costs)
         self.kv_layout = config.kv_layout
         self.kv_region = KVRegion(0, self.kv_layout.total_bytes, "cpu", 0)
         self._vocab_size = config.model.vocab_size
@@ -95,7 +97,7 @@ class SimulatedRunner:
         samples = list(chain.from_iterable(runs))
         logprobs = {index: found for index, (_, found) in enumerate(samples) if found is not None}
         token_ids = tuple(token_id for token_id, _ in samples)
-        self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan)
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._steps.seconds(plan)
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
         output = StepOutput(
             plan.step, token_ids=token_ids, decode_counts=counts, logprobs=logprobs, prompt_logprobs=scored

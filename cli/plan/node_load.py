@@ -23,7 +23,7 @@ from pdserve.request_cost import AUTO_ITL_STEPS, auto_itl_target
 _FULL = 0.01  # accepted share of time in which a decode node is full, so that new requests wait
 _RARE = 1e-7  # batch sizes with a smaller share of the busy time are ignored
 _JOINING_STEPS = 2.5  # steps until a joining sequence has its token: half of one, one in flight, its own
-_BESIDE_DECODES = (AUTO_ITL_STEPS + 1.0) / (AUTO_ITL_STEPS - 1.0)  # times the duration of a prompt alone
+_BESIDE_DECODES = AUTO_ITL_STEPS / (AUTO_ITL_STEPS - 1.0)  # times the duration of a prompt alone
 _REPORTED = (50, 99)  # percentiles to report beside the SLO
 
 
@@ -148,7 +148,7 @@ class NodeLoad:
     def _leaning(self, rate: float, nodes: int, leaning: float) -> PlannedRole:
         """Model ``nodes`` of which ``leaning`` compute prompts; one does both if that is no whole number."""
         decoding, part = nodes - leaning, leaning % 1.0
-        long_gaps = part / (AUTO_ITL_STEPS + 1.0)
+        long_gaps = part / AUTO_ITL_STEPS
         share = (1.0 - part) / decoding * long_gaps / (1.0 - part + 2.0 * long_gaps)
 
         def longer(batch: int) -> Sequence[tuple[float, float]]:

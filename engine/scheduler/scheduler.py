@@ -35,7 +35,7 @@ from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.itl_target import ItlTarget
+from engine.scheduler.itl_target import OVERDUE, ItlTarget
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
@@ -160,6 +160,7 @@ class Scheduler:
             return
         self.connector.finish_load(sequence)
         sequence.request.mode = Mode.LOCAL
+        sequence.request.waits_since = self._clock()
         self._kv.received(sequence)
         self._live.run(sequence)
         if not self._choices.take_from_peer(sequence, outputs):
@@ -349,10 +350,11 @@ class Scheduler:
             self._preempt(self._live.least_urgent)
             runnable = self._in_flight.select(self._live.running.values())
         self._prompts = []
+        waited = self._longest_wait(runnable)
         self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
             self._add_decodes(builder, self._decode_ahead(runnable))
-        prompts = self._limit_prompts(builder, runnable)
+        prompts = self._limit_prompts(builder, runnable, waited)
         if runnable.prompts and self._live.waiting:
             running = {sequence.request.client for sequence in runnable.prompts}
             self._admit(
@@ -372,7 +374,16 @@ class Scheduler:
             self._kv.grow_for_drafts(sequences, self._max_drafts)
         builder.add_decodes(sequences)
 
-    def _limit_prompts(self, builder: StepBuilder, runnable: RunnableSequences) -> Collection[Sequence]:
+    def _longest_wait(self, runnable: RunnableSequences) -> float | None:
+        """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
+        waits_since = [
+            each.request.waits_since for each in chain(runnable.decodes, runnable.prompts) if each.joins_after_handoff
+        ]
+        return self._clock() + self._busy - min(waits_since) + HANDOFF_SECONDS if waits_since else None
+
+    def _limit_prompts(
+        self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None
+    ) -> Collection[Sequence]:
         """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them.
 
         Without a limit the oldest one comes first. With one, those that end soon use what the oldest one leaves.
@@ -381,12 +392,8 @@ class Scheduler:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
         builder.budget = self._itl_target.budget(
-            self._num_plans,
             decoding=decoding,
-            decodes=len(runnable.decodes),
-            prompts=len(runnable.prompts),
-            waiting=len(self._live.waiting),
-            joins=any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts)),
+            waited=waited,
             arrival_in=self._arrival_in(),
         )
         if builder.budget is None or not runnable.prompts:
@@ -396,9 +403,12 @@ class Scheduler:
         return *sorted(others, key=lambda each: each.missing), oldest
 
     def _arrival_in(self) -> float | None:
-        """Return the seconds from the start of the planned step until the next stream joins; None if none is near."""
-        first = min(self.connector.arrivals, default=None)
-        return None if first is None else first - self._clock() - self._busy
+        """Return the seconds from the start of the planned step until the next stream joins; None if none is near.
+
+        Streams that are long overdue do not count.
+        """
+        begin = self._clock() + self._busy
+        return min((at - begin for at in self.connector.arrivals if at > begin - OVERDUE), default=None)
 
     def _decode_ahead(self, runnable: RunnableSequences) -> tuple[Sequence, ...]:
         """Return the sequences that decode for their peers in this step, beside prompts, too.

@@ -326,7 +326,7 @@ def _choose_itl_target(options: NodeOptions, choices: list[str]) -> float | None
     if options.itl_target is not None:
         return options.itl_target / 1e3
     steps = f"{AUTO_ITL_STEPS:g} times the measured decode step of one sequence"
-    choices.append(f"itl_target=auto: {steps}, so that prompts beside decodes take at most 1.35 times as long")
+    choices.append(f"itl_target=auto: {steps}, so that prompts beside few decodes take 9/8 of their time")
     return None
 
 

@@ -1,4 +1,7 @@
-"""The cost model of simulated nodes (``--engine simulated``): how long their steps and reads take."""
+"""The cost model of simulated nodes (``--engine simulated``): how long their steps and reads take.
+
+bench/engine_steps.py measures the same costs on a card; tests/support/fleet_simulation.py uses them without processes.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,45 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.records import StepPlan
 
+_HIDDEN_SHARE = 0.23  # of what prompts add to a step; measured beside decodes on an H100
 KV_TOKENS = 800_000  # default size of the KV cache in tokens: that of an 8B model on an H200
+
+
+class StepTokens(msgspec.Struct, frozen=True):
+    """What a step computes. Drafts count as prompt tokens."""
+
+    decodes: int = 0
+    decode_context: int = 0  # tokens in the KV caches of the decoding sequences, added up
+    prompt_tokens: int = 0
+    prompt_context: float = 0.0  # tokens that the prompt tokens attend to, added up
 
 
 class SimulatedCosts(msgspec.Struct, frozen=True):
     """Costs in seconds. The defaults describe an 8B model in bf16 on an H200 that reads KV over NVLink.
 
-    A step takes ``step`` + ``prompt_token`` per prompt token and draft + ``decode`` per decoding sequence. A read takes
-    ``read`` + ``read_token`` per token of its blocks. So decoding 1, 32, 128 and 256 sequences takes 4.8, 5.4, 7.4 and
-    9.9 ms per step, a prompt of 512, 2,048 and 8,192 tokens 17, 54 and 201 ms, and reading the last one 6.7 ms. Neither
-    the context length nor the model's config changes the costs.
+    A step takes ``step`` + ``decode`` per decoding sequence + ``decode_context`` per token of their contexts. Prompts
+    add ``prompt_token`` per token or draft + ``prompt_context`` per pair of a token and one that it attends to. The
+    read of the weights hides 23 % of that, at most ``hidden``. A read takes ``read`` + ``read_token`` per token of its
+    blocks. So decoding 1, 32, 128 and 256 sequences with short contexts takes 4.8, 5.4, 7.4 and 9.9 ms per step, a
+    prompt of 512, 2,048 and 8,192 tokens 14, 48 and 201 ms, and reading the last one 6.7 ms.
     """
 
     step: float = 4.8e-3
-    prompt_token: float = 24e-6
+    prompt_token: float = 22.5e-6
     decode: float = 20e-6
     read: float = 1e-3
     read_token: float = 0.7e-6
+    hidden: float = 3.6e-3
+    prompt_context: float = 0.45e-9
+    decode_context: float = 34.5e-9
 
-    def of_step(self, plan: StepPlan) -> float:
+    def seconds(self, step: StepTokens) -> float:
         """Return the seconds of a step; 0 for an empty one."""
-        if not plan.scheduled:
+        if not (step.decodes or step.prompt_tokens):
             return 0.0
-        chunk_tokens = plan.num_prompt_tokens + plan.num_drafts
-        return self.step + chunk_tokens * self.prompt_token + plan.num_decodes * self.decode
+        prompts = step.prompt_tokens * self.prompt_token + step.prompt_context * self.prompt_context
+        decodes = step.decodes * self.decode + step.decode_context * self.decode_context
+        return self.step + decodes + prompts - min(self.hidden, _HIDDEN_SHARE * prompts)
 
     def of_read(self, num_tokens: int) -> float:
         return self.read + num_tokens * self.read_token
@@ -41,6 +59,37 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """Return the text that ``--sim-costs`` accepts."""
         return ",".join(f"{_flag(name)}={getattr(self, name):g}" for name in self.__struct_fields__)
+
+
+class SimulatedSteps:
+    """The seconds of a node's steps, from their plans in order."""
+
+    def __init__(self, costs: SimulatedCosts) -> None:
+        self._costs = costs
+        self._tokens: dict[int, int] = {}  # with KV, by sequence
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Return the seconds of the next step."""
+        return self._costs.seconds(self._add(plan))
+
+    def _add(self, plan: StepPlan) -> StepTokens:
+        tokens, decodes = self._tokens, plan.num_decodes
+        for seq in plan.finished:
+            tokens.pop(seq, None)
+        for new in plan.new:
+            tokens[new.seq] = new.num_computed
+        decode_context = 0
+        for item in plan.scheduled[:decodes]:  # as if no draft were accepted
+            tokens[item.seq] = context = tokens.get(item.seq, 0) + 1
+            decode_context += context
+        prompt_tokens, prompt_context = plan.num_drafts, 0.0
+        for item in plan.prompts:
+            count = item.num_tokens
+            prompt_tokens += count
+            context = tokens.get(item.seq, 0)
+            prompt_context += count * (context + count / 2)
+            tokens[item.seq] = context + count
+        return StepTokens(decodes, decode_context, prompt_tokens, prompt_context)
 
 
 def choose_costs(changes: Iterable[str], speed: float) -> SimulatedCosts:

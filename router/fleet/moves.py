@@ -1,21 +1,21 @@
 """Which streams move between nodes that decode. Pure: routers with the same reports agree without talking.
 
-Streams leave a node that leans to prefill, and balance decodes, by the costs of pdserve/request_cost.py. The way back
-would cost more than it saves, so streams do not go back and forth.
+Streams leave a node that leans to prefill, and balance decodes, by the costs of pdserve/request_cost.py. A stream
+pauses while it moves. So it moves only where its pause is no longer than the gap that prompts may cause anyway: between
+nodes without many prompts. The way back would cost more than it saves, so streams do not go back and forth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pdserve import request_cost as cost
 from pdserve.request_cost import StepCosts
-from router.fleet.policy import FleetSnapshot, NodeView, filled, typical_costs
+from router.fleet.policy import FleetSnapshot, NodeView, filled, prompt_shares, typical_costs
 
-_TOKENS = 50  # assumed rest of an answer
-_MOVE_SECONDS = 2e-3  # cost of a move: a pause of 13 ms between two tokens
-_CERTAIN = 0.8  # of what a move saves: the rest of an answer may be short, and reports are old
-_OVERLOADED = 0.3  # seconds of prompts that wait on a node which no stream moves to
+_TOKENS = cost.OUTPUT_TOKENS // 2  # assumed rest of an answer
+_CONTEXT = 2000  # tokens of KV that a move reads, assumed
 _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
 
 
@@ -27,6 +27,31 @@ class Move(NamedTuple):
     streams: int
 
 
+class _Node(NamedTuple):
+    """A node, its costs, and the share of its time that it will spend on prompts."""
+
+    view: NodeView
+    costs: StepCosts
+    prompt_share: float
+
+    def saved(self, count: int) -> float:
+        """Return what ``count`` streams fewer save on the node."""
+        load, decodes = self.view.load, self.view.load.to_decode
+
+        def seconds(number: int) -> float:
+            return cost.decodes_cost(load, self.costs, max(0, number), _TOKENS, self.prompt_share)
+
+        return seconds(decodes) - seconds(decodes - count)
+
+    @property
+    def step(self) -> float:
+        """Seconds of its present steps."""
+        load = self.view.load
+        decode = self.costs.decode.at(load.decoding)
+        prompts = self.costs.prompt.slope * load.backlog
+        return min(decode + prompts, max(load.itl_target, decode)) if load.itl_target else decode + prompts
+
+
 def moves(snapshot: FleetSnapshot) -> list[Move]:
     """Return the moves that save more than they cost; a node takes part in one at most.
 
@@ -34,35 +59,33 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
     """
     nodes = snapshot.usable("decode")
     typical = snapshot.typical or typical_costs(nodes)
-    ranked = sorted(nodes, key=lambda node: (_saved(node, _costs(node, typical), 1), node.node_id))
-    found: list[Move] = []
+    shares: Mapping[str, float] = prompt_shares(snapshot, typical)
+    found = [_Node(node, filled(node.costs, typical), shares[node.node_id]) for node in nodes]
+    ranked = sorted(found, key=lambda node: (node.saved(1), node.view.node_id))
+    chosen: list[Move] = []
     while len(ranked) > 1:
         source = ranked.pop()
-        if source.prefills and (target := ranked.pop(0)).reads_from(source):
-            count = _best_count(source, target, typical)
-            own = round(count * source.in_flight / max(1, source.load.requests))
-            found += [Move(source.node_id, target.node_id, own)] if own else []
-    return found
+        if source.view.prefills and source.view.load.decoding:
+            target = ranked.pop(0)
+            if target.view.reads_from(source.view) and (count := _best_count(source, target)):
+                own = round(count * source.view.in_flight / max(1, source.view.load.requests))
+                chosen += [Move(source.view.node_id, target.view.node_id, own)] if own else []
+    return chosen
 
 
-def _best_count(source: NodeView, target: NodeView, typical: StepCosts) -> int:
-    from_costs, to_costs = _costs(source, typical), _costs(target, typical)
-    best, most = 0, 0.0
-    if to_costs.prompt.at(target.load.backlog) > _OVERLOADED:
+def _best_count(source: _Node, target: _Node) -> int:
+    """Return how many streams to move; 0 where the pause of one would be too long."""
+    pause = pause_seconds(source, target)
+    if pause > max(source.view.load.itl_target, target.view.load.itl_target):
         return 0
-    for count in {min(count, source.load.decoding) for count in _COUNTS}:
-        saved = _CERTAIN * _saved(source, from_costs, count) + _saved(target, to_costs, -count) - count * _MOVE_SECONDS
+    best, most = 0, 0.0
+    for count in {min(count, source.view.load.decoding) for count in _COUNTS}:
+        saved = source.saved(count) + target.saved(-count) - cost.DELAY_WEIGHT * count * pause
         if saved > most:
             best, most = count, saved
     return best
 
 
-def _costs(node: NodeView, typical: StepCosts) -> StepCosts:
-    return filled(node.costs, typical)
-
-
-def _saved(node: NodeView, costs: StepCosts, count: int) -> float:
-    """Return what ``count`` streams fewer save on a node."""
-    load, decodes = node.load, node.load.to_decode
-    fewer = max(0, decodes - count)
-    return cost.decodes_cost(load, costs, decodes, _TOKENS) - cost.decodes_cost(load, costs, fewer, _TOKENS)
+def pause_seconds(source: _Node, target: _Node) -> float:
+    """Predict the pause of a stream: half a step and a whole one on its node, the handoff, a step of the other node."""
+    return 1.5 * source.step + cost.handoff_cost(target.costs, _CONTEXT) + target.step

@@ -124,21 +124,40 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_costs([*decodes, *prefills])
     ranked = _rank_prefills(prefills, request, typical, snapshot.counter)
+    shares = prompt_shares(snapshot, typical)
     candidates: list[_Candidate] = []
     for decode in decodes:
         load, costs = decode.load, filled(decode.costs, typical)
         uncached = request.uncached(decode.node_id)
-        decoding = cost.decode_cost(load, costs, request.num_tokens)
+        decoding = cost.decode_cost(load, costs, request.num_tokens, shares[decode.node_id])
         peer = next((prefill for prefill in ranked if decode.reads_from(prefill.node)), None)
         if peer is None or not decode.hands_off_all:
-            prompt_cost = cost.prompt_cost if decode.prefills else cost.local_prompt_cost
-            candidates.append(_Candidate(decoding + prompt_cost(load, costs, uncached), decode))
+            candidates.append(_Candidate(decoding + cost.prompt_cost(load, costs, uncached), decode))
         if peer is not None:
             seconds = decoding + peer.seconds + cost.handoff_cost(costs, uncached)
             candidates.append(_Candidate(seconds, decode, peer.node))
     cheapest = _cheapest(candidates)
     best = cheapest[snapshot.counter % len(cheapest)]
     return Placement(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
+
+
+def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, float]:
+    """Predict the share of time that each node that decodes will spend on prompts, by node id.
+
+    Prompts settle on prefill nodes, then on nodes of both roles in the order of their ids, which all routers know. The
+    shares of fleets without nodes of both roles are those reported.
+    """
+    decodes = snapshot.usable("decode")
+    elastic = sorted(node.node_id for node in decodes if node.role == BOTH)
+    if len(elastic) < 2:
+        return {node.node_id: node.load.prompt_share for node in decodes}
+    fixed = [node for node in snapshot.usable("prefill") if node.role != BOTH]
+    work = sum(node.load.prompt_share for node in (*fixed, *decodes))
+    work = max(0.0, work - len(fixed))
+    streams = sum(node.load.to_decode for node in decodes)
+    others = [node.node_id for node in decodes if node.role != BOTH]
+    shares = cost.settled_shares(work, streams, len(decodes), typical.decode)
+    return dict(zip([*elastic, *others], shares, strict=True))
 
 
 def pooling_node(

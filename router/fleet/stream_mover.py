@@ -18,8 +18,8 @@ from router.fleet.policy import BOTH, FleetSnapshot, Placement
 logger = logging.getLogger(__name__)
 
 MOVE_INTERVAL = 0.5  # seconds between two decisions
-_DISTANCE = 0.03  # seconds between two streams of one node
-_MOST = 32  # streams of one node per decision
+MOVE_DISTANCE = 0.03  # seconds between two streams of one node
+MOST_STREAMS = 32  # streams of one node per decision
 
 
 class StreamMover:
@@ -51,10 +51,13 @@ class StreamMover:
         if not any(node.role == BOTH for node in snapshot.nodes):
             return
         pending = [
-            (Placement(move.target, move.source), deque(self._fleet.movable(move.source)[: min(move.streams, _MOST)]))
+            (
+                Placement(move.target, move.source),
+                deque(self._fleet.movable(move.source)[: min(move.streams, MOST_STREAMS)]),
+            )
             for move in self._decide(snapshot)
         ]
         while pending := [(placement, streams) for placement, streams in pending if streams]:
             for placement, streams in pending:
                 streams.popleft().move(placement)
-            await asyncio.sleep(_DISTANCE)
+            await asyncio.sleep(MOVE_DISTANCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from cli.explain import as_text, describe
@@ -14,9 +15,10 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.config.simulated_costs import SimulatedCosts, choose_costs
+from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps, StepTokens, choose_costs
 from pdserve.errors import ConfigError
-from pdserve.records import ScheduledSequence, StepPlan
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
+from pdserve.sampling_params import SamplingParams
 
 
 def simulated(environ: dict[str, str] | None = None, **asked: Any) -> NodeConfig:
@@ -48,19 +50,37 @@ def test_simulated_nodes_are_compatible_only_with_each_other() -> None:
 
 def test_simulated_costs_are_set_by_name_and_divided_by_speed() -> None:
     costs = choose_costs(["prompt-token=0.5", "read=2"], 4.0)
-    assert costs == SimulatedCosts(4.8e-3 / 4, 0.125, 20e-6 / 4, 0.5, 0.7e-6 / 4)
-    assert choose_costs([], float("inf")) == SimulatedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+    usual = SimulatedCosts()
+    assert costs == msgspec.structs.replace(
+        SimulatedCosts(*(value / 4 for value in msgspec.structs.astuple(usual))), prompt_token=0.125, read=0.5
+    )
+    assert set(msgspec.structs.astuple(choose_costs([], float("inf")))) == {0.0}
     assert choose_costs(str(costs).split(","), 1.0) == costs
 
 
 def test_step_cost_counts_prompt_tokens_drafts_and_decodes() -> None:
-    costs = SimulatedCosts(1.0, 0.1, 0.01, 5.0, 0.5)
+    costs = SimulatedCosts(1.0, 0.1, 0.01, 5.0, 0.5, hidden=0.0, prompt_context=1e-3, decode_context=1e-4)
+    steps = SimulatedSteps(costs)
+    new = tuple(NewSequence(seq, bytes(4), 1, 0, (), SamplingParams(max_tokens=9)) for seq in (1, 2, 3))
+    first = StepPlan(1, new=new, scheduled=(ScheduledSequence(1, 40, 1), ScheduledSequence(3, 10, 1)))
+    assert steps.seconds(first) == pytest.approx(1.0 + 5.0 + 1e-3 * (40 * 20 + 10 * 5))
     decodes = ScheduledSequence.decode(1), ScheduledSequence.decode(3)
-    plan = StepPlan(1, scheduled=(*decodes, ScheduledSequence(2, 30, 0)), num_decodes=2)
-    assert costs.of_step(plan) == pytest.approx(1.0 + 3.0 + 0.02)
-    drafted = StepPlan(1, scheduled=(ScheduledSequence.decode(1, num_drafts=3),), num_decodes=1)
-    assert costs.of_step(drafted) == pytest.approx(1.0 + 0.3 + 0.01)
-    assert costs.of_step(StepPlan(1)) == 0.0
+    plan = StepPlan(2, scheduled=(*decodes, ScheduledSequence(2, 30, 0)), num_decodes=2)
+    assert steps.seconds(plan) == pytest.approx(1.0 + 3.0 + 0.02 + 1e-3 * 30 * 15 + 1e-4 * (41 + 11))
+    drafted = StepPlan(3, scheduled=(ScheduledSequence.decode(1, num_drafts=3),), num_decodes=1)
+    assert steps.seconds(drafted) == pytest.approx(1.0 + 0.3 + 0.01 + 1e-4 * 42)
+    assert steps.seconds(StepPlan(4)) == 0.0
+
+
+def test_read_of_the_weights_hides_a_part_of_prompts() -> None:
+    costs = SimulatedCosts(hidden=1e-3)
+    short, long = (costs.seconds(StepTokens(8, 0, tokens)) - costs.seconds(StepTokens(8)) for tokens in (16, 8000))
+    assert short < 16 * costs.prompt_token
+    assert long == pytest.approx(8000 * costs.prompt_token - 1e-3)
+
+
+def test_read_cost_counts_tokens() -> None:
+    costs = SimulatedCosts(read=5.0, read_token=0.5)
     assert costs.of_read(4) == 7.0
 
 

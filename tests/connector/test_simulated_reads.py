@@ -17,7 +17,7 @@ from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResul
 LAYOUT = KVLayout(
     num_blocks=100, block_size=16, kernel_block_size=16, num_layers=2, spec=FullAttentionSpec(2, 8, "bfloat16")
 )
-FREE = SimulatedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+FREE = SimulatedCosts(read=0.0, read_token=0.0)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toy import reference, reference_ranks
 from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
 
-from pdserve.config.simulated_costs import SimulatedCosts
+from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
 from pdserve.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams
@@ -50,7 +50,7 @@ def test_local_requests_are_exact_under_preemption(
         *depth,
         itl_target=itl_target,
         layered=layered,
-        seconds=costs.of_step,
+        seconds=SimulatedSteps(costs).seconds,
     )
     expected, ranks = {}, {}
     for rid, (length, max_tokens, n, shared, stop_at, priority, scored) in enumerate(requests):

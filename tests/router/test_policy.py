@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
-from pdserve.request_cost import LinearCost, RequestLoad, StepCosts
+from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
 from router.fleet.policy import (
     POLICIES,
     FleetSnapshot,
@@ -21,6 +21,7 @@ from router.fleet.policy import (
     PolicyRequest,
     least_loaded,
     prefix_aware,
+    prompt_shares,
     round_robin,
 )
 
@@ -92,7 +93,7 @@ def test_prompt_goes_to_the_longest_cached_prefix() -> None:
 
 
 def test_long_queue_outweighs_a_cached_prefix() -> None:
-    nodes = (decode("d0"), prefill("p0"), prefill("p1", backlog=8000))
+    nodes = (decode("d0", requests=9, decoding=9), prefill("p0"), prefill("p1", backlog=8000))
     assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"p1": 3200})) == Placement("d0", "p0")
 
 
@@ -124,9 +125,9 @@ def test_idle_node_of_both_roles_serves_a_request_alone() -> None:
 
 
 def test_prompt_goes_to_the_node_that_decodes_least_and_decodes_to_the_one_that_prefills_least() -> None:
-    leaning = {"requests": 30, "decoding": 30}, {"requests": 3, "for_peers": 3, "backlog": 2000, "prompt_share": 0.7}
+    leaning = {"requests": 3, "for_peers": 3, "backlog": 2000, "prompt_share": 0.7}, {"requests": 30, "decoding": 30}
     nodes = (both("b0", **leaning[0]), both("b1", **leaning[1]))
-    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("b0", "b1")
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("b1", "b0")
 
 
 def test_queue_of_the_prefill_node_is_weighed_against_the_sequences_of_the_decode_node() -> None:
@@ -134,7 +135,7 @@ def test_queue_of_the_prefill_node_is_weighed_against_the_sequences_of_the_decod
         busy = decode("d0", requests=decoding, decoding=decoding, itl_target=0.05)
         return prefix_aware(FleetSnapshot("m", (busy, prefill("p0", backlog=backlog))), PolicyRequest(2000))
 
-    for decoding, enough in ((2, 4_000), (20, 10_000), (60, 24_000)):
+    for decoding, enough in ((2, 500), (20, 6_000), (60, 18_000)):
         assert chosen(decoding, 0) == chosen(decoding, enough // 2) == Placement("d0", "p0")
         assert chosen(decoding, enough) == Placement("d0", None)
 
@@ -143,11 +144,39 @@ def test_nodes_of_all_roles_share_a_load() -> None:
     """The prompt goes where it delays nothing, and decodes where no prompts are."""
     nodes = (
         decode("d0", requests=9, decoding=9),
-        prefill("p0", backlog=30_000),
-        both("b0", requests=9, decoding=9, prompt_share=0.5),
-        both("b1", requests=1, for_peers=1, prompt_share=0.8),
+        prefill("p0", backlog=30_000, prompt_share=1.0),
+        both("b0", requests=1, for_peers=1, prompt_share=0.8),
+        both("b1", requests=9, decoding=9, prompt_share=0.5),
     )
-    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("d0", "b1")
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("d0", "b0")
+
+
+def test_streams_avoid_the_nodes_on_which_prompts_will_settle() -> None:
+    """The first nodes by id, though all of them have the same share now; all nodes if streams are many."""
+    few = tuple(both(f"b{number}", requests=20, decoding=20, prompt_share=0.3) for number in range(2))
+    assert prompt_shares(FleetSnapshot("m", few), COSTS) == {"b0": pytest.approx(0.6), "b1": pytest.approx(0.0)}
+    assert prefix_aware(FleetSnapshot("m", few), ASK).decode == "b1"
+    many = tuple(both(f"b{number}", requests=250, decoding=250, prompt_share=0.05) for number in range(2))
+    assert prompt_shares(FleetSnapshot("m", many), COSTS) == {"b0": pytest.approx(0.05), "b1": pytest.approx(0.05)}
+
+
+@given(
+    shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12),
+    streams=st.integers(0, 3000),
+    base=st.floats(1e-3, 0.1),
+    slope=st.floats(0.0, 1e-3),
+)
+def test_settled_shares_keep_the_work_and_never_decode_slower(
+    shares: list[float], streams: int, base: float, slope: float
+) -> None:
+    decode, nodes = LinearCost(base, slope), len(shares)
+    found = settled_shares(sum(shares), streams, nodes, decode)
+    assert len(found) == nodes
+    assert sum(found) == pytest.approx(sum(shares))
+    assert found == sorted(found, reverse=True) or min(found) == pytest.approx(max(found))
+    even = time_per_token(decode, streams / nodes, sum(shares) / nodes)
+    decoding = sum(share == found[-1] for share in found)
+    assert time_per_token(decode, streams / decoding, found[-1]) <= even * (1.0 + 1e-9)
 
 
 def test_full_decode_node_is_avoided() -> None:
@@ -157,7 +186,7 @@ def test_full_decode_node_is_avoided() -> None:
 
 def test_slow_node_gets_fewer_requests() -> None:
     slow = StepCosts(prompt=LinearCost(5e-3, 100e-6), decode=COSTS.decode, read=COSTS.read)
-    nodes = (decode("d0"), prefill("p0", costs=slow), prefill("p1", backlog=3000))
+    nodes = (decode("d0", requests=9, decoding=9), prefill("p0", costs=slow), prefill("p1", backlog=3000))
     assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("d0", "p1")
 
 
@@ -166,13 +195,14 @@ def test_slow_read_throughput_is_tried_again_after_a_while() -> None:
     slow = LinearCost(0.0, 2e-3)
     for age, prefill_node in ((0.0, None), (120.0, "p0")):
         costs = msgspec.structs.replace(COSTS, read=slow.aged(age))
-        assert prefix_aware(FleetSnapshot("m", (decode("d0", costs=costs), prefill("p0"))), ASK).prefill == prefill_node
+        nodes = (decode("d0", costs=costs, requests=9, decoding=9), prefill("p0"))
+        assert prefix_aware(FleetSnapshot("m", nodes), ASK).prefill == prefill_node
 
 
 def test_unmeasured_costs_default_to_the_mean() -> None:
     slow = StepCosts(prompt=LinearCost(5e-3, 1e-3), decode=COSTS.decode, read=COSTS.read)
     nodes = (
-        decode("d0", costs=StepCosts()),
+        decode("d0", costs=StepCosts(), requests=9, decoding=9),
         prefill("p0", costs=slow),
         prefill("p1", costs=StepCosts()),
     )
