@@ -22,19 +22,14 @@ from fleet import Fleet, start_elastic
 from fleet_simulation import Simulation
 from plan_check import replay
 from replay import make_long_model
-from simulated_node import KV_TOKENS, Job, NodeCosts
+from simulated_node import Job
 
 from cli.plan.queues import percentile
 from cli.plan.workload import Workload, workload_of
-from pdserve.request_cost import TYPICAL, LinearCost, StepCosts
+from pdserve.config.simulated_costs import KV_TOKENS, choose_costs
 
 SHARES = (50, 90)
 GAP_SHARES = (90, 99)
-
-
-def scaled(costs: StepCosts, times: float) -> StepCosts:
-    lines = (LinearCost(times * line.base, times * line.slope) for line in (costs.prompt, costs.decode, costs.read))
-    return StepCosts(*lines)
 
 
 class Results(NamedTuple):
@@ -49,7 +44,8 @@ class Results(NamedTuple):
 def simulated(roles: Sequence[str], workload: Workload, rate: float, times: float) -> Results:
     at = accumulate(gap / rate for gap in workload.gaps)
     jobs = [Job(*values) for values in zip(at, workload.prompts, workload.outputs, strict=True)]
-    simulation = Simulation(roles, costs=NodeCosts(scaled(TYPICAL, times), context=0.0))  # engines ignore contexts, too
+    costs = choose_costs([], 1.0 / times)
+    simulation = Simulation(roles, costs=costs, kv_tokens=KV_TOKENS, idle_step=0.0, device="simulated")
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
     per_token, longest = [job.per_token for job in decoded], [job.longest_gap for job in decoded]

@@ -1,11 +1,10 @@
 """Elastic fleets beside fixed splits, simulated (tests/support/fleet_simulation.py) with the router's real policy.
 
-    PYTHONPATH=.:tests/support python bench/elastic_shift.py shift --nodes 2 8 64
-    PYTHONPATH=.:tests/support python bench/elastic_shift.py load --rates 8 16 24 32
+    PYTHONPATH=.:tests/support python bench/elastic_shift.py --nodes 2 8
 
-``shift``: a burst of long prompts with short outputs, then one of short prompts with long outputs, on the same fleet,
-compared with every split into prefill and decode nodes. ``load``: two nodes, lognormal lengths, 2,000 tokens in and 200
-out on average, as a prefill and a decode node, as two decode nodes that requests use in turn, and elastic.
+A burst of long prompts with short outputs, then one of short prompts with long outputs, on the same fleet, compared
+with every split into prefill and decode nodes. 64 nodes take an hour of CPU time; ``--seconds 4`` is a fifth of that.
+bench/simulated_goodput.py has constant loads.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from fleet_simulation import BURSTS, Figures, Shift, Simulation, poisson, shift, split
-
-from router.fleet.policy import Policy, prefix_aware, round_robin
+from fleet_simulation import BURSTS, Figures, Shift, shift, split
 
 
 def splits(nodes: int, seconds: float) -> dict[int, Shift]:
@@ -66,40 +63,15 @@ def cells(figures: Figures) -> Iterator[str]:
     yield f"{figures.duration:.2f}"
 
 
-def print_load(rate: float, seconds: float, itl_target: float | None) -> None:
-    fleets: dict[str, tuple[list[str], Policy]] = {
-        "1P1D": (["prefill", "decode"], prefix_aware),
-        "two D in turn": (["decode"] * 2, round_robin),
-        "elastic": (["both"] * 2, prefix_aware),
-    }
-    for name, (roles, policy) in fleets.items():
-        jobs = poisson(rate, seconds, 2000, 200, seed=round(rate))
-        simulation = Simulation(roles, policy, itl_target=itl_target)
-        simulation.run(jobs)
-        share = simulation.handoffs / len(jobs)
-        print(
-            f"| {rate:g} | {name} | {' | '.join(cells(Figures.of(jobs)))} | {share:.0%} | {simulation.moves} |",
-            flush=True,
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shift", "load"])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 64])
-    parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0, 24.0, 32.0], help="requests/s")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each burst or rate")
-    parser.add_argument("--itl-target", type=float, metavar="MS", help="of all nodes; default: automatic")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each burst")
     args = parser.parse_args(argv)
     figures = "requests/s | tokens/s | TTFT p50 / p90 / p99, ms | per token, ms | longest gap, ms | mean duration, s"
-    if args.what == "shift":
-        print(f"| nodes | burst | fleet | {figures} | duration | requests/s |\n{'|---' * 11}|")
-        for nodes in args.nodes:
-            print_shift(nodes, args.seconds)
-    else:
-        print(f"| requests/s | fleet | {figures} | handoffs | moves |\n{'|---' * 10}|")
-        for rate in args.rates:
-            print_load(rate, args.seconds, None if args.itl_target is None else args.itl_target / 1e3)
+    print(f"| nodes | burst | fleet | {figures} | duration | requests/s |\n{'|---' * 11}|")
+    for nodes in args.nodes:
+        print_shift(nodes, args.seconds)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pdserve import request_cost as cost
 from pdserve.request_cost import StepCosts
 from router.fleet.policy import FleetSnapshot, NodeView, filled, prompt_shares, typical_costs
 
-_TOKENS = cost.OUTPUT_TOKENS // 2  # assumed rest of an answer
+_TOKENS = cost.OUTPUT_TOKENS // 4  # of an answer, for which a move saves: half of its rest, as loads change meanwhile
+_LEAST = 0.01  # seconds of TTFT that a decision must save: one prompt alone makes a share of 5 % for a second
 _CONTEXT = 2000  # tokens of KV that a move reads, assumed
 _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
 
@@ -78,7 +79,7 @@ def _best_count(source: _Node, target: _Node) -> int:
     pause = pause_seconds(source, target)
     if pause > max(source.view.load.itl_target, target.view.load.itl_target):
         return 0
-    best, most = 0, 0.0
+    best, most = 0, _LEAST
     for count in {min(count, source.view.load.decoding) for count in _COUNTS}:
         saved = source.saved(count) + target.saved(-count) - cost.DELAY_WEIGHT * count * pause
         if saved > most:

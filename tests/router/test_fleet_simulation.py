@@ -11,10 +11,10 @@ from simulated_node import Job
 NEAR = 1.15  # times the result of the best fixed split
 
 
-@pytest.mark.parametrize(("nodes", "splits"), [(2, (0, 1)), (8, (0, 1, 5, 6, 7))])
+@pytest.mark.parametrize(("nodes", "splits"), [(2, (0, 1)), (8, (0, 1, 6))])
 def test_each_burst_is_served_nearly_as_by_the_best_fixed_split(nodes: int, splits: tuple[int, ...]) -> None:
-    elastic = shift(["both"] * nodes, 10.0)
-    fixed = [shift(split(prefill, nodes), 10.0) for prefill in splits]
+    elastic = shift(["both"] * nodes, 6.0)
+    fixed = [shift(split(prefill, nodes), 6.0) for prefill in splits]
     for phase in range(len(BURSTS)):
         found = elastic.phases[phase]
         assert found.duration <= NEAR * min(each.phases[phase].duration for each in fixed)
@@ -28,7 +28,7 @@ def leaning(simulation: Simulation, since: int) -> list[set[int]]:
 
 @pytest.mark.parametrize("routers", [1, 2])
 def test_roles_stay_under_constant_load(routers: int) -> None:
-    simulation, jobs = Simulation(["both"] * 8, routers=routers), poisson(80.0, 30.0, 2000, 200)
+    simulation, jobs = Simulation(["both"] * 8, routers=routers), poisson(80.0, 20.0, 2000, 200)
     simulation.run(jobs)
     changes = [len(before ^ after) for before, after in pairwise(leaning(simulation, since=5))]
     assert sum(changes) <= 0.1 * 8 * len(changes)

@@ -12,21 +12,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from simulated_node import BLOCK, Events, Job, NodeCosts, SimulatedNode
+from simulated_node import BLOCK, Delays, Events, Job, SimulatedNode
 
 from cli.plan.queues import percentile
-from pdserve.request_cost import RequestLoad
+from pdserve.request_cost import RequestLoad, StepCosts
 from router.fleet.moves import Move, moves
 from router.fleet.node_client import PAUSE, REPORTED
 from router.fleet.policy import FleetSnapshot, NodeView, Policy, PolicyRequest, prefix_aware
-from router.fleet.stream_mover import MOVE_INTERVAL
+from router.fleet.stream_mover import MOST_STREAMS, MOVE_DISTANCE, MOVE_INTERVAL
 
 MODEL = "m"
+_STUCK = 600.0  # simulated seconds after the last arrival: then nothing ends any more
 
 Moves = Callable[[FleetSnapshot], Sequence[Move]]
+
+
+def no_moves(snapshot: FleetSnapshot) -> Sequence[Move]:
+    return ()
 
 
 @dataclass
@@ -51,40 +56,50 @@ class Simulation:
         roles: Sequence[str],
         policy: Policy = prefix_aware,
         find_moves: Moves = moves,
-        itl_target: float | None = None,
         routers: int = 1,
-        costs: NodeCosts = NodeCosts(),  # noqa: B008
+        **node: Any,
     ) -> None:
-        self.handoffs = self.moves = 0
+        """``node``: options of SimulatedNode."""
+        self.handoffs = 0
+        self.moves = 0
         self.shares: list[list[float]] = []  # of time spent on prompts, of each node, by second
         self._events = Events()
-        self._policy, self._find_moves = policy, find_moves
+        self._policy = policy
+        self._find_moves = find_moves
+        names = [f"n{number:02}" for number in range(len(roles))]
         self._nodes = {
-            name: SimulatedNode(self._events, name, role, itl_target, costs, self._ended)
-            for name, role in ((f"n{number:02}", role) for number, role in enumerate(roles))
+            name: SimulatedNode(self._events, name, role, self, **node) for name, role in zip(names, roles, strict=True)
         }
+        self._delays = node.get("delays", Delays())
         self._peers = frozenset(self._nodes)
-        self._reports: dict[str, RequestLoad] = {}
+        self._reports: dict[str, tuple[RequestLoad, StepCosts]] = {}
         self._routers = [_Router(number, number, {name: deque() for name in self._nodes}) for number in range(routers)]
         self._left = 0
-        self._typical = costs.lines
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Serve jobs until all have ended."""
         self._left = len(jobs)
         for number, job in enumerate(jobs):
+            job.number = number
             job.router = number % len(self._routers)
             self._events.after(job.at, partial(self._place, job))
         for number, node in enumerate(self._nodes.values()):
             self._reports[node.name] = node.report()
             self._events.after(PAUSE * number / len(self._nodes), partial(self._report, node))
-        for router in self._routers:
-            self._events.after(MOVE_INTERVAL, partial(self._move, router))
+        if "both" in [node.role for node in self._nodes.values()]:
+            for router in self._routers:
+                self._events.after(MOVE_INTERVAL, partial(self._move, router))
         self._events.after(1.0, self._observe)
+        limit = max(job.at for job in jobs) + _STUCK
         while self._left:
             self._events.next()
+            assert self._events.now < limit, f"{self._left} jobs do not end"
 
-    def _ended(self, job: Job) -> None:
+    def on_first_token(self, job: Job, handed_off_by: SimulatedNode | None) -> None:
+        if handed_off_by is not None:
+            self._routers[job.router].in_flight[handed_off_by.name] -= 1
+
+    def on_end(self, job: Job) -> None:
         assert job.node is not None
         self._routers[job.router].in_flight[job.node.name] -= 1
         self._left -= 1
@@ -106,11 +121,11 @@ class Simulation:
 
     def _snapshot(self, router: _Router) -> FleetSnapshot:
         views = tuple(router.views.get(name) or self._view(router, node) for name, node in self._nodes.items())
-        return FleetSnapshot(MODEL, views, router.counter, self._typical)
+        return FleetSnapshot(MODEL, views, router.counter)
 
     def _view(self, router: _Router, node: SimulatedNode) -> NodeView:
         """See NodeClient.view."""
-        load, sent = self._reports[node.name], router.sent[node.name]
+        (load, costs), sent = self._reports[node.name], router.sent[node.name]
         load = msgspec.structs.replace(
             load,
             requests=load.requests + len(sent),
@@ -126,7 +141,7 @@ class Simulation:
             connected_peers=self._peers,
             in_flight=router.in_flight[node.name],
             load=load,
-            costs=node.costs,
+            costs=costs,
         )
         router.views[node.name] = view
         return view
@@ -135,27 +150,34 @@ class Simulation:
         router = self._routers[job.router]
         choice = self._policy(self._snapshot(router), PolicyRequest(job.prompt))
         router.counter += 1
-        decode, prefill = self._nodes[choice.decode], self._nodes[choice.prefill or choice.decode]
-        self._sent(router, decode, 0 if choice.prefill else job.prompt, job.prompt)
-        if choice.prefill:
+        decode = self._nodes[choice.decode]
+        prefill = self._nodes[choice.prefill] if choice.prefill else None
+        self._sent(router, decode, 0 if prefill else job.prompt, job.prompt)
+        if prefill:
             self.handoffs += 1
             self._sent(router, prefill, job.prompt, job.prompt, for_peer=True)
-        router.in_flight[decode.name] += 1
-        decode.expect(job)
-        prefill.prefill(job)
+        self._events.after(self._delays.request, partial(decode.serve, job, prefill))
 
     def _sent(self, router: _Router, node: SimulatedNode, uncached: int, tokens: int, for_peer: bool = False) -> None:
+        router.in_flight[node.name] += 1
         router.sent[node.name].append((self._events.now, uncached, tokens, for_peer))
         router.views.pop(node.name, None)
 
     def _move(self, router: _Router) -> None:
+        """See StreamMover."""
         for source, target, number in self._find_moves(self._snapshot(router)):
-            for job in self._nodes[source].movable(router.number)[:number]:
-                self._nodes[source].move(job, self._nodes[target])
-                self._sent(router, self._nodes[target], 0, job.prompt + job.decoded)
-                router.in_flight.update({source: -1, target: 1})
-                self.moves += 1
+            for order in range(min(number, MOST_STREAMS)):
+                self._events.after(order * MOVE_DISTANCE, partial(self._move_one, router, source, target))
         self._events.after(MOVE_INTERVAL, partial(self._move, router))
+
+    def _move_one(self, router: _Router, source: str, target: str) -> None:
+        node = self._nodes[source]
+        if jobs := node.movable(router.number):
+            job = jobs[0]
+            self._sent(router, self._nodes[target], 0, job.prompt + job.tokens)
+            router.in_flight[source] -= 1
+            node.move(job, self._nodes[target])
+            self.moves += 1
 
 
 # ---------------------------------------------------------------- loads and figures

@@ -1,37 +1,65 @@
-"""A node of tests/support/fleet_simulation.py: it executes steps, each with the costs of an 8B model on an H200.
+"""A node of tests/support/fleet_simulation.py: the real scheduler, in virtual time.
 
-A step is planned while the one before it executes, so an arrival waits for two steps. If anything decodes, every second
-step computes prompts and takes the ITL target, and sequences join in steps without (engine/scheduler/itl_target.py).
+The scheduler plans each step, pdserve/config/simulated_costs.py says how long it takes, and the scheduler takes its
+results. So chunks, pauses, admission, preemption, the prefix cache and measured costs are those of the product. Only
+the step loop, the messages and the state machine of handoffs are modelled:
+
+    plan of step k+1 ──┐ 1 ms before step k ends, or with its beginning if it has no prompts
+    device    ▐ step k ▌ step k+1 ▌         commands and ended reads take effect at once
+
+    P   ▌last chunk▐ ─ first token, last blocks ─► D  reads ─► asks P whether the lease stood ─► joins the next step
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Protocol
 
-import msgspec
-
-from engine.scheduler.itl_target import ARRIVAL, BURST, MANY_PROMPTS, PAUSE
+from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_builder import FULL_STEP, TILE
 from node.reports import PromptShare
-from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, StepCosts, auto_itl_target
+from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
+from pdserve.ipc.messages import (
+    Cancel,
+    FreeLease,
+    HandoffEnds,
+    KVConfirmed,
+    LastChunk,
+    Leased,
+    Mode,
+    PrefillLocally,
+    StartRead,
+    Submit,
+    ToEngine,
+)
+from pdserve.records import NO_STEP, KVConnectorOutput, KVRead, ModelRunnerOutput, ReadResult, StepOutput, StepPlan
+from pdserve.request_cost import RequestLoad, StepCosts
+from pdserve.sampling_params import SamplingParams
 
 BLOCK = 16  # tokens
-KV_TOKENS = 800_000  # of a node
-_MAX_SEQS = 256  # sequences of a node
-_FULL_STEP = 2048  # prompt tokens of a step without decodes
-_TYPICAL_CONTEXT = 2000  # tokens
-_FIRST_TOKEN = 2.5e-3  # seconds that a handoff adds to the first token
+MAX_SEQS = 256  # sequences of a node
+MAX_BATCH_TOKENS = 8192
+DECODE_AHEAD = 3  # tokens after the first that P samples at most
+MIN_LEFT, REST = 16, 5.0  # tokens, seconds: see router/generation
+LEAD = 1e-3  # seconds before the end of a step at which the next one is planned
 
-
-class NodeCosts(NamedTuple):
-    """Seconds: of steps and reads, and of a step per token of context of its decodes (cli/plan/measured)."""
-
-    lines: StepCosts = TYPICAL
-    context: float = 34.5e-9
+#: An 8B model in bf16 on an H100 that reads KV over NVLink; the room for KV in tokens.
+H100 = SimulatedCosts(
+    step=6.2e-3,
+    decode=11e-6,
+    decode_context=43.6e-9,
+    prompt_token=22.5e-6,
+    prompt_context=0.45e-9,
+    hidden=3.9e-3,
+)
+H100_IDLE_STEP = 5.4e-3  # seconds of a decode step of one sequence: kernels for a single row
+H100_KV_TOKENS = 444_848
 
 
 class Events:
@@ -39,15 +67,26 @@ class Events:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (self.now + seconds, next(self._order), what))
+    def at(self, when: float, what: Callable[[], object]) -> None:
+        heapq.heappush(self._heap, (max(when, self.now), next(self._order), what))
+
+    def after(self, seconds: float, what: Callable[[], object]) -> None:
+        self.at(self.now + seconds, what)
 
     def next(self) -> None:
         self.now, _, what = heapq.heappop(self._heap)
         what()
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Seconds of what is not a step or a read; a node's frontend counts as a part of the node."""
+
+    request: float = 4e-3  # from the client's request to the node that decodes
+    message: float = 0.6e-3  # from node to node
 
 
 @dataclass(eq=False, slots=True)
@@ -57,16 +96,17 @@ class Job:
     at: float
     prompt: int  # tokens
     output: int  # tokens
+    number: int = 0  # unique: no two jobs share a prefix
     router: int = 0
     node: SimulatedNode | None = None  # where it decodes
-    computed: int = 0  # prompt tokens in planned steps
+    rid: int = 0  # there
+    tokens: int = 0  # sampled so far
     first: float = 0.0  # time of the first token
-    last: float = 0.0  # time of the last token before it joined its present node
+    second_gap: float = 0.0
+    last: float = 0.0  # time of the latest token
     end: float = 0.0
     longest_gap: float = 0.0
-    decoded: int = 0  # tokens after the first one, before it joined its present node
-    joined: int = 0  # number of its node's decode step that produced its first token there
-    due: int = 0  # number of its node's decode step that produces its last token
+    moved_at: float = -1e9
 
     @property
     def ttft(self) -> float:
@@ -76,244 +116,372 @@ class Job:
     def per_token(self) -> float:
         return (self.end - self.first) / max(1, self.output - 1)
 
+    def add_token(self, now: float) -> None:
+        self.tokens += 1
+        if self.tokens == 1:
+            self.first = now
+        else:
+            gap = now - self.last
+            if self.tokens == 2:
+                self.second_gap = gap
+            if gap > self.longest_gap:
+                self.longest_gap = gap
+        self.last = now
 
-@dataclass(slots=True)
-class _Step:
-    seconds: float
-    prompt_seconds: float
-    decodes: int
-    prompts_done: list[Job]
-    joined: list[Job]  # sequences whose first token on this node this step produces
-    ended: list[Job]
+
+@dataclass(eq=False, slots=True)
+class _Handoff:
+    """A prompt at P for D."""
+
+    job: Job
+    source: SimulatedNode
+    target: SimulatedNode
+    resumes: bool  # a move: the client has the tokens so far
+    rid: int  # on D
+    peer_rid: int = 0  # on P
+    num_tokens: int = 0
+    announced: int = 0
+    reads: int = 0  # in flight
+    outputs: list[int] = field(default_factory=list)
+    peer_tokens: int = 0  # sampled by P
+    decodes_ahead: bool = True  # or will
+    deferred: Callable[[], None] | None = None  # until the next token of P, or the end of decode-ahead
+    over: bool = False
+
+    def add_peer_token(self) -> None:
+        self.peer_tokens += 1
+        self.decodes_ahead = not self.resumes and self.peer_tokens < min(1 + DECODE_AHEAD, self.job.output)
+        self._answer()
+
+    def end_ahead(self) -> None:
+        self.decodes_ahead = False
+        self._answer()
+
+    def _answer(self) -> None:
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            deferred()
+
+
+class Client(Protocol):
+    """Receives what becomes of jobs."""
+
+    def on_first_token(self, job: Job, handed_off_by: SimulatedNode | None) -> None: ...
+
+    def on_end(self, job: Job) -> None: ...
+
+
+_rids = count(1)
+_TOKEN = (1).to_bytes(4, "little")  # of every output
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class SimulatedNode:
-    """``target`` is the ITL target in seconds, None: automatic, 0: none. ``on_end`` receives each ended job."""
+    """``target`` is the ITL target in seconds, None: automatic, 0: none."""
 
     def __init__(
         self,
         events: Events,
         name: str,
         role: str,
-        target: float | None,
-        costs: NodeCosts,
-        on_end: Callable[[Job], None],
+        client: Client,
+        *,
+        target: float | None = None,
+        costs: SimulatedCosts = H100,
+        kv_tokens: int = H100_KV_TOKENS,
+        idle_step: float = H100_IDLE_STEP,
+        device: str = "cuda",
+        delays: Delays = Delays(),
     ) -> None:
-        self.name, self.role = name, role
-        self._costs, self._lines = costs, costs.lines
-        self.decoding: set[Job] = set()
-        self._events, self._itl_target, self._on_end = events, target, on_end
-        self._prompts: deque[Job] = deque()  # not completely planned
-        self._joining: list[Job] = []  # with KV here, in no step yet
-        self._due: list[tuple[int, int, Job]] = []  # a heap by the number of the last step
-        self._order = count()
-        self._steps: deque[_Step] = deque()  # the executing one, and the planned one
-        self._gaps: list[float] = []  # seconds of each decode step, by its number
-        self._planned = 0  # decode steps
-        self._owed = -BURST * PAUSE  # seconds of steps without prompts; see ItlTarget
-        self._expected = 0  # requests that decode here later
-        self._arriving = 0  # of these, those whose last chunk a peer computes, or that move
-        self._for_peers = 0
-        self._kv = 0  # tokens
-        self._context = 0  # tokens, of the sequences that decode
-        self._prompt_seconds = 0.0
+        self.name = name
+        self.role = role
+        self._events = events
+        self._client = client
+        self._costs = costs
+        self._delays = delays
+        self.scheduler = Scheduler(
+            num_blocks=kv_tokens // BLOCK,
+            block_size=BLOCK,
+            max_num_seqs=MAX_SEQS,
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            full_step=FULL_STEP[device],
+            tile=TILE[device],
+            max_waiting=1 << 30,
+            itl_target=target,
+            idle_step=idle_step,
+            connector=PeerConnectorScheduler,
+            clock=lambda: events.now,
+        )
+        self._jobs: dict[int, Job] = {}  # that decode here, by rid
+        self._handoffs: dict[int, _Handoff] = {}  # by rid, on D and on P
+        self._steps = SimulatedSteps(costs)
         self._share = PromptShare(0.0)
+        self._reads_until = 0.0
+        self._executing: StepPlan | None = None
+        self._step_seconds = 0.0
+        self._ends_at = 0.0  # of the executing step
+        self._planned: StepPlan | None = None  # the step after it
 
     # ------------------------------------------------------------ requests
 
-    def expect(self, job: Job) -> None:
-        job.node = self
-        self._expected += 1
+    def serve(self, job: Job, peer: SimulatedNode | None, resume: int = 0) -> None:
+        """Decode a job. ``peer`` computes its prompt, if any, or its KV after ``resume`` tokens of output."""
+        job.node, job.rid = self, next(_rids)
+        self._jobs[job.rid] = job
+        if peer is not None:
+            self._handoffs[job.rid] = _Handoff(job, peer, self, resume > 0, job.rid)
+        submit = Submit(
+            rid=job.rid,
+            token_ids=_prompt(job),
+            sampling=SamplingParams(max_tokens=job.output, temperature=0.0),
+            mode=Mode.LOCAL if peer is None else Mode.HANDOFF,
+            resume={0: _TOKEN * resume} if resume else {},
+        )
+        self.obey(submit)
 
-    def arrives(self) -> None:
-        """See ItlTarget."""
-        self._arriving += 1
-
-    def prefill(self, job: Job) -> None:
-        self._for_peers += job.node is not self
-        self._prompts.append(job)
-        self._wake()
-
-    def join(self, job: Job, tokens: int) -> None:
-        """Decode a job whose KV has been read."""
-        self._expected -= 1
-        self._arriving -= 1
-        self._kv += tokens
-        self._joining.append(job)
-        self._wake()
+    def _prefill(self, handoff: _Handoff, cached: int) -> None:
+        """Compute the prompt of a handoff for its D."""
+        job = handoff.job
+        handoff.peer_rid = next(_rids)
+        token_ids = _prompt(job) + (_TOKEN * (job.tokens - 1) if handoff.resumes else b"")
+        handoff.num_tokens = len(token_ids) // 4
+        self._handoffs[handoff.peer_rid] = handoff
+        submit = Submit(
+            rid=handoff.peer_rid,
+            token_ids=token_ids,
+            sampling=_ONE_TOKEN if handoff.resumes else SamplingParams(max_tokens=job.output, temperature=0.0),
+            mode=Mode.LEASE,
+            skip_tokens=cached,
+            decode_ahead=DECODE_AHEAD,
+            urgent=handoff.resumes,
+        )
+        self.obey(submit)
 
     def movable(self, router: int) -> list[Job]:
-        done = len(self._gaps)
-        jobs = [each for each in self.decoding if each.router == router and each.joined < done and each.due > done + 2]
-        return sorted(jobs, key=lambda job: (job.decoded + done - job.joined, job.at))
+        """See PromptRun.movable_tokens."""
+        now = self._events.now
+
+        def may_move(job: Job) -> bool:
+            decodes = job.router == router and job.tokens > 0 and job.rid not in self._handoffs
+            return decodes and job.output - job.tokens >= MIN_LEFT and now > job.moved_at + REST
+
+        jobs = filter(may_move, self._jobs.values())
+        return sorted(jobs, key=lambda job: (job.prompt + job.tokens, job.at))
 
     def move(self, job: Job, target: SimulatedNode) -> None:
-        """Hand a decoding job over to another node."""
-        done = len(self._gaps)  # tokens of steps in flight are dropped
-        self._account(job, done)
-        self.decoding.discard(job)
-        job.last = self._events.now
-        context = job.prompt + job.decoded
-        self._context -= context + self._planned - done
-        self._kv -= context
-        target.expect(job)
-        target.arrives()
-        self._events.after(HANDOFF_SECONDS + self._lines.read.at(context), lambda: target.join(job, context))
+        """Hand a decoding job over to another node; tokens of steps in flight are dropped."""
+        del self._jobs[job.rid]
+        job.moved_at = self._events.now
+        self._events.after(self._delays.message, partial(self.obey, Cancel(job.rid)))
+        self._events.after(self._delays.message, partial(target.serve, job, self, job.tokens))
 
     # ------------------------------------------------------------ reports
 
     @property
-    def costs(self) -> StepCosts:
-        """The costs as the node measures them: decodes have the contexts of its sequences."""
-        context = self._context / len(self.decoding) if self.decoding else _TYPICAL_CONTEXT
-        line = self._lines.decode
-        decode = LinearCost(line.base, line.slope + self._costs.context * context)
-        return msgspec.structs.replace(self._lines, decode=decode)
-
-    @property
-    def itl_target(self) -> float:
-        if self._itl_target is not None:
-            return self._itl_target
-        decode = self.costs.decode
-        return auto_itl_target(decode.at(1), decode.at(max(1, len(self.decoding))))
-
-    @property
     def prompt_share(self) -> float:
-        return self._share.update(self._prompt_seconds, self._events.now)
+        return self._share.update(self.scheduler.totals.prompt_seconds, self._events.now)
 
-    def report(self) -> RequestLoad:
-        decoding = len(self.decoding) + len(self._joining)
-        return RequestLoad(
-            requests=decoding + self._expected + self._for_peers,
-            backlog=sum(job.prompt - job.computed for job in self._prompts),
-            free_blocks=max(0, KV_TOKENS - self._kv) // BLOCK,
-            total_blocks=KV_TOKENS // BLOCK,
-            decoding=decoding,
-            for_peers=self._for_peers,
+    def report(self) -> tuple[RequestLoad, StepCosts]:
+        """See NodeClient."""
+        status = self.scheduler.status()
+        load = RequestLoad(
+            requests=status.waiting + status.running + status.reading,
+            waiting=status.waiting,
+            backlog=status.backlog,
+            free_blocks=status.free,
+            total_blocks=status.total,
+            block_size=BLOCK,
+            decoding=status.decoding,
+            for_peers=status.for_peers,
             prompt_share=self.prompt_share,
-            itl_target=self.itl_target,
+            itl_target=status.itl_target,
         )
+        return load, status.costs
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ step loop
 
-    def _wake(self) -> None:
-        if len(self._steps) < 2 and (step := self._plan()) is not None:
-            self._steps.append(step)
-            if len(self._steps) == 1:
-                self._start(step)
+    def obey(self, command: ToEngine) -> None:
+        scheduler = self.scheduler
+        match command:
+            case Submit():
+                scheduler.submit(command)
+            case StartRead():
+                scheduler.connector.start_read(command)
+            case HandoffEnds(rid, seconds):
+                scheduler.handoff_ends(rid, seconds)
+            case KVConfirmed(rid, outputs):
+                scheduler.kv_confirmed(rid, outputs)
+            case PrefillLocally(rid, outputs):
+                scheduler.prefill_locally(rid, outputs)
+            case Cancel(rid):
+                scheduler.cancel(rid)
+            case FreeLease(rid):
+                scheduler.free_lease(rid)
+        self._advance()
 
-    def _start(self, step: _Step) -> None:
-        self._events.after(step.seconds, self._end_step)
-        self._wake()
+    def _advance(self) -> None:
+        """Reserve blocks and begin reads at once; begin a step if the device is idle."""
+        scheduler = self.scheduler
+        scheduler.reserve()
+        self._post_reads(scheduler.connector.take_orders().reads)
+        self._emit()
+        if self._executing is None and not scheduler.idle:
+            self._plan()
 
-    def _plan(self) -> _Step | None:
-        joined, self._joining = self._joining, []
-        decodes = len(self.decoding) + len(joined)
-        self._context += sum(job.prompt + job.decoded for job in joined)
-        base = self._lines.decode.at(decodes) + self._costs.context * self._context
-        done, tokens = self._plan_prompts(self._room(decodes, base, bool(joined)))
-        added = max(0.0, self._lines.prompt.at(tokens) - self._lines.decode.base) if tokens else 0.0
-        if tokens and decodes:
-            self._owed += added * PAUSE
-        elif decodes:
-            self._owed = max(-BURST * PAUSE, self._owed - base)
-        if not decodes and not tokens:
-            return None
-        self._context += decodes
-        self._planned += decodes > 0
-        for job in joined:
-            job.joined, job.due = self._planned, self._planned + job.output - 2 - job.decoded
-            self.decoding.add(job)
-            heapq.heappush(self._due, (job.due, next(self._order), job))
-        ended = list(self._take_due())
-        self._joining += [job for job in done if job.node is self and job.output > 1]
-        self._expected -= sum(job.node is self for job in done)
-        return _Step(base + added, added if decodes else base + added, decodes, done, joined, ended)
+    def _post_reads(self, reads: Iterable[KVRead]) -> None:
+        for read in reads:
+            seconds = self._costs.of_read(len(read.local_blocks) * BLOCK)
+            self._reads_until = max(self._reads_until, self._events.now) + seconds
+            result = ReadResult(read.read_id, "", 1, len(read.local_blocks), seconds)
+            self._events.at(self._reads_until, partial(self._end_read, result))
 
-    def _room(self, decodes: int, seconds: float, joins: bool) -> int:
-        """Return the prompt tokens that fit into a step whose decodes alone take ``seconds``."""
-        if not decodes or self._itl_target == 0.0:
-            return _FULL_STEP
-        waiting = sum(not job.computed for job in self._prompts)
-        if len(self._prompts) >= MANY_PROMPTS:
-            self._owed = min(self._owed, 0.0)
-        if (joins and waiting <= decodes) or self._owed >= seconds:
-            return 0
-        hidden = self._lines.decode.base - self._lines.prompt.base  # the read of the weights
-        share = ARRIVAL if self._arriving and len(self._prompts) < 2 * MANY_PROMPTS else 1.0
-        return int((max(self.itl_target - seconds, seconds) * share + hidden) / self._lines.prompt.slope)
+    def _end_read(self, result: ReadResult) -> None:
+        output = ModelRunnerOutput(StepOutput(NO_STEP), KVConnectorOutput((result,)))
+        self.scheduler.connector.update(output)
+        self._advance()
 
-    def _plan_prompts(self, room: int) -> tuple[list[Job], int]:
-        done, tokens = list[Job](), 0
-        while self._prompts and tokens < room:
-            job = self._prompts[0]
-            if not job.computed:
-                if self._kv + job.prompt > KV_TOKENS or len(self.decoding) + len(done) >= _MAX_SEQS:
-                    break
-                self._kv += job.prompt
-            part = min(room - tokens, job.prompt - job.computed)
-            job.computed += part
-            tokens += part
-            if job.computed == job.prompt:
-                done.append(self._prompts.popleft())
-                if job.node is not None and job.node is not self:
-                    job.node.arrives()
-        return done, tokens
+    def _plan(self) -> None:
+        busy = 0.0 if self._executing is None else self._ends_at - self._events.now
+        plan = self.scheduler.plan(busy)
+        self._emit()
+        if plan.scheduled:
+            self._planned = plan
+            if self._executing is None:
+                self._begin()
+        else:
+            self._steps.seconds(plan)
+        self.scheduler.prepare()
 
-    def _take_due(self) -> Iterator[Job]:
-        while self._due and self._due[0][0] <= self._planned:
-            due, _, job = heapq.heappop(self._due)
-            if job.due == due and job in self.decoding:  # else it has moved
-                self.decoding.discard(job)
-                self._context -= job.prompt + job.output - 1
-                yield job
+    def _begin(self) -> None:
+        plan, self._planned = self._planned, None
+        assert plan is not None
+        self._executing = plan
+        self._step_seconds = seconds = self._steps.seconds(plan)
+        self._ends_at = self._events.now + seconds
+        self._events.after(max(0.0, seconds - LEAD) if plan.num_prompt_tokens else 0.0, self._plan)
+        self._events.after(seconds, self._end_step)
 
     def _end_step(self) -> None:
-        step, now = self._steps.popleft(), self._events.now
-        if step.decodes:
-            self._gaps.append(step.seconds)
-            self._kv += step.decodes
-        self._prompt_seconds += step.prompt_seconds
-        for job in step.joined:
-            job.longest_gap = max(job.longest_gap, now - job.last)
-        for job in step.ended:
-            self._account(job, job.due)
-            self._kv -= job.prompt + job.output - 1
-            self._end(job, now)
-        for job in step.prompts_done:
-            self._first_token(job)
-        if self._steps:
-            self._start(self._steps[0])
+        plan, self._executing = self._executing, None
+        assert plan is not None
+        tokens = (1,) * sum(item.num_samples for item in plan.scheduled)
+        self.scheduler.apply(plan, ModelRunnerOutput(StepOutput(plan.step, tokens)), self._step_seconds)
+        if self._planned is not None:
+            self._begin()
+        self._emit()
+        self._advance()
+
+    # ------------------------------------------------------------ events of the engine
+
+    def _emit(self) -> None:
+        batch = self.scheduler.take_events()
+        if batch is None:
+            return
+        for refused in batch.refused:
+            self._on_refused(self._handoffs.pop(refused.rid))
+        for ended in batch.last_chunks:
+            self._on_last_chunk(ended)
+        for rid in batch.outputs.rids:
+            self._on_token(rid)
+        for ahead in batch.decode_ahead_ended:
+            self._handoffs[ahead.rid].end_ahead()
+        for reserved in batch.reserved:
+            handoff = self._handoffs[reserved.rid]
+            self._events.after(self._delays.message, partial(handoff.source._prefill, handoff, reserved.cached_tokens))
+        for leased in batch.leased:
+            handoff = self._handoffs[leased.rid]
+            self._events.after(self._delays.message, partial(handoff.target._on_part, handoff, leased))
+        for read in batch.reads:
+            self._on_read(self._handoffs[read.rid])
+
+    def _on_token(self, rid: int) -> None:
+        handoff = self._handoffs.get(rid)
+        if handoff is not None and rid == handoff.peer_rid:
+            handoff.add_peer_token()
+            if not handoff.resumes:
+                self._events.after(self._delays.message, partial(handoff.target._on_peer_token, handoff))
+            return
+        job = self._jobs.get(rid)
+        if job is None:  # it has moved
+            return
+        job.add_token(self._events.now)
+        if job.tokens == 1:
+            self._client.on_first_token(job, None)
+        if job.tokens == job.output:
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        del self._jobs[job.rid]
+        job.end = self._events.now
+        self._client.on_end(job)
+
+    # ------------------------------------------------------------ handoffs
+
+    def _on_last_chunk(self, event: LastChunk) -> None:
+        """On P: tell D."""
+        handoff = self._handoffs[event.rid]
+        command = HandoffEnds(handoff.rid, event.seconds)
+        self._events.after(self._delays.message, partial(handoff.target.obey, command))
+
+    def _on_refused(self, handoff: _Handoff) -> None:
+        """On P: it has no room, so D computes the prompt."""
+        handoff.over = True
+        target = handoff.target
+        target._handoffs.pop(handoff.rid)
+        self._events.after(self._delays.message, partial(target.obey, PrefillLocally(handoff.rid)))
+
+    def _on_part(self, handoff: _Handoff, part: Leased) -> None:
+        """On D: P has announced blocks."""
+        if handoff.over:
+            return
+        handoff.announced = part.num_tokens
+        handoff.reads += 1
+        self.obey(StartRead(handoff.rid, "", part.block_ids, part.num_tokens))
+
+    def _on_peer_token(self, handoff: _Handoff) -> None:
+        """On D: P has sampled a token."""
+        if handoff.over:
+            return
+        job = handoff.job
+        handoff.outputs.append(1)
+        job.add_token(self._events.now)
+        if job.tokens == 1:
+            self._client.on_first_token(job, handoff.source)
+        if job.tokens == job.output:
+            handoff.over = True
+            self._events.after(self._delays.message, partial(handoff.source._release, handoff))
+            self._end(job)
+            self.obey(Cancel(handoff.rid))
+
+    def _on_read(self, handoff: _Handoff) -> None:
+        handoff.reads -= 1
+        if not (handoff.over or handoff.reads) and handoff.announced == handoff.num_tokens:
+            self._events.after(self._delays.message, partial(handoff.source._ask_release, handoff))
+
+    def _ask_release(self, handoff: _Handoff) -> None:
+        """On P: D has read all. See Prefill.after_step."""
+
+        def answer() -> None:
+            self._release(handoff)
+            self._events.after(self._delays.message, partial(handoff.target._confirm, handoff))
+
+        if handoff.decodes_ahead and not self.scheduler.status().backlog:
+            handoff.deferred = answer
         else:
-            self._wake()
+            answer()
 
-    def _account(self, job: Job, until: int) -> None:
-        """Add what the job has decoded here until that step."""
-        job.longest_gap = max(job.longest_gap, max(self._gaps[job.joined : until], default=0.0))
-        job.decoded += until - job.joined + 1
+    def _release(self, handoff: _Handoff) -> None:
+        """On P: D has read all."""
+        self.obey(FreeLease(handoff.peer_rid))
+        self._handoffs.pop(handoff.peer_rid, None)
 
-    def _first_token(self, job: Job) -> None:
-        target = job.node
-        assert target is not None
-        job.first = job.last = self._events.now + _FIRST_TOKEN * (target is not self)
-        if target is not self:
-            self._for_peers -= 1
-            rest = HANDOFF_SECONDS + self._lines.read.at(min(job.prompt, _FULL_STEP))
-            self._events.after(rest, lambda: self._hand_over(job, target))
-        elif job.output == 1:
-            self._kv -= job.prompt
-            self._end(job, job.first)
+    def _confirm(self, handoff: _Handoff) -> None:
+        """On D: the lease stood."""
+        if not handoff.over:
+            handoff.over = True
+            del self._handoffs[handoff.rid]
+            self.obey(KVConfirmed(handoff.rid, (tuple(handoff.outputs),)))
 
-    def _hand_over(self, job: Job, target: SimulatedNode) -> None:
-        self._kv -= job.prompt
-        if job.output > 1:
-            target.join(job, job.prompt)
-        else:
-            target._expected -= 1
-            target._arriving -= 1
-            self._end(job, job.first)
-        self._wake()
 
-    def _end(self, job: Job, at: float) -> None:
-        job.end = at
-        self._on_end(job)
+def _prompt(job: Job) -> bytes:
+    return array("I", (job.number,)).tobytes() * job.prompt

@@ -1,0 +1,135 @@
+"""The loads of bench/goodput_fleets.py on simulated fleets: the real scheduler, policy and moves, modelled H100s.
+
+    PYTHONPATH=.:tests/support python bench/simulated_goodput.py --rates 8,16,24,32 --also 20:512:512 --seed 5
+    PYTHONPATH=.:tests/support python bench/simulated_goodput.py --rates 16,24 --seconds 15 --repeat 4
+
+The flags of loads are those of bench/goodput_fleets.py, and so are the requests. A fleet is ``1p1d``, ``2d``, another
+pair of numbers, ``elastic`` (as many nodes as the first fleet), or ``turn``: nodes that requests use one after the
+other. ``--repeat`` takes further seeds; figures are means over them. ``--by-rate`` takes the requests of a client that
+draws lognormal lengths (means of 2,000 and 200 tokens, sigma 0.8) from a seed of 100 · rate + 7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import re
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from statistics import fmean
+from typing import NamedTuple
+
+from fleet_simulation import Simulation, no_moves, split
+from loads import add_load_flags, make_loads
+from simulated_node import Job
+
+from cli.bench.http_load import percentiles
+from router.fleet.moves import moves
+from router.fleet.policy import prefix_aware, round_robin
+
+TTFT, PER_TOKEN = 0.5, 0.02  # objectives in seconds
+SHARES = ("p50", "p90", "p99")
+
+
+class Results(NamedTuple):
+    """Of one run, in ms; ``good`` and ``handoffs`` are percentages."""
+
+    ttft: dict[str, float]
+    per_token: dict[str, float]
+    second: dict[str, float]  # from the first to the second token
+    longest_gap: dict[str, float]
+    tokens: float  # per second
+    good: float
+    handoffs: float
+    moves: float
+
+
+def roles_of(fleet: str, nodes: int) -> list[str]:
+    if match := re.fullmatch(r"(?:(\d+)p)?(\d+)d", fleet):
+        prefill = int(match[1] or 0)
+        return split(prefill, prefill + int(match[2]))
+    return ["both"] * nodes
+
+
+def run(fleet: str, nodes: int, jobs: list[Job]) -> Results:
+    in_turn = fleet == "turn"
+    roles = ["decode"] * nodes if in_turn else roles_of(fleet, nodes)
+    simulation = Simulation(roles, round_robin if in_turn else prefix_aware, no_moves if in_turn else moves)
+    simulation.run(jobs)
+    decoded = [job for job in jobs if job.output > 1]
+    good = sum(job.ttft <= TTFT and job.per_token <= PER_TOKEN for job in jobs)
+    return Results(
+        percentiles(job.ttft for job in jobs),
+        percentiles(job.per_token for job in decoded),
+        percentiles(job.second_gap for job in decoded),
+        percentiles(job.longest_gap for job in decoded),
+        sum(job.output for job in jobs) / max(job.end for job in jobs),
+        100 * good / len(jobs),
+        100 * simulation.handoffs / len(jobs),
+        simulation.moves,
+    )
+
+
+def loads_of(args: argparse.Namespace) -> dict[str, list[list[Job]]]:
+    """Return the jobs of each repetition by the name of the load."""
+    found: dict[str, list[list[Job]]] = {}
+    for seed in range(args.seed, args.seed + args.repeat):
+        args.seed = seed
+        for load in make_loads(args) if not args.by_rate else []:
+            jobs = [Job(request.at, len(request.prompt), request.num_tokens) for request in load.requests]
+            found.setdefault(load.name, []).append(jobs)
+    for rate in args.rates if args.by_rate else []:
+        found[f"{rate:g}"] = [jobs_by_rate(rate, args.seconds)]
+    return found
+
+
+def jobs_by_rate(rate: float, seconds: float) -> list[Job]:
+    rng, at, jobs = random.Random(int(rate * 100) + 7), 0.0, list[Job]()
+
+    def length(mean: float) -> int:
+        return max(16, int(rng.lognormvariate(math.log(mean) - 0.32, 0.8)))
+
+    while at < seconds:
+        at += rng.expovariate(rate)
+        prompt, output = min(length(2000), 12_000), min(length(200), 1_000)
+        for _ in range(prompt):  # token ids
+            rng.randrange(300, 100_000)
+        jobs.append(Job(at, prompt, output))
+    return jobs
+
+
+def row(name: str, fleet: str, found: Sequence[Results]) -> str:
+    cells = [
+        " / ".join(f"{fmean(getattr(each, field)[share] for each in found):.3g}" for share in SHARES)
+        for field in ("ttft", "per_token", "second", "longest_gap")
+    ]
+    rest = f"{fmean(each.tokens for each in found):,.0f}", f"{fmean(each.good for each in found):.0f} %"
+    last = f"{fmean(each.handoffs for each in found):.0f} %", f"{fmean(each.moves for each in found):.0f}"
+    return f"| {name} | {fleet} | {' | '.join((*cells, *rest, *last))} |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fleets", nargs="+", default=["2d", "1p1d", "elastic"], metavar="FLEET")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="seeds, from --seed on")
+    parser.add_argument("--by-rate", action="store_true", help="requests of the separate client")
+    add_load_flags(parser)
+    args = parser.parse_args(argv)
+    nodes = len(roles_of(args.fleets[0], 2))
+    columns = "TTFT, ms | per token | first to second | longest gap | tokens/s | good | handoffs | moves"
+    print(f"| requests/s | fleet | {columns} |")
+    print("|---" * 10 + "|")
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        rows = [
+            (name, fleet, [pool.submit(run, fleet, nodes, jobs) for jobs in repeated])
+            for name, repeated in loads_of(args).items()
+            for fleet in args.fleets
+        ]
+        for name, fleet, futures in rows:
+            print(row(name, fleet, [future.result() for future in futures]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
