@@ -1,6 +1,7 @@
 """The loads of bench/goodput_fleets.py on simulated fleets: the real scheduler, policy and moves, modelled H100s.
 
-    PYTHONPATH=.:tests/support python bench/simulated_goodput.py --rates 8,16,24,32 --also 20:512:512 --seed 5
+    PYTHONPATH=.:tests/support python bench/simulated_goodput.py --rates 8,16,24,32 --seed 5 \
+        --also 20:mean=512,sigma=0.8:mean=512,sigma=0.8
     PYTHONPATH=.:tests/support python bench/simulated_goodput.py --rates 16,24 --seconds 15 --repeat 4
 
 The flags of loads are those of bench/goodput_fleets.py, and so are the requests. A fleet is ``1p1d``, ``2d``, another

@@ -10,12 +10,14 @@ that only decodes:
 Prompts take S / (S - d) times as long as alone. The default S is 9 d of a single sequence, or 2 d of all where that is
 longer: prompts then take 9 / 8 of the time beside few sequences, and get half of the time beside many.
 
-A sequence that comes by a handoff waits between two of its tokens, too. P says when the last chunk of its prompt ends:
+A sequence that comes by a handoff has such a gap, too: it waits for a step, and then takes part in one. P says when the
+last chunk of its prompt ends, so D knows when it will come. It waits for half of a chunk at most, and the step in which
+it joins is shorter by its wait:
 
     on P      ▐last chunk▌ first token
-    on D      ┃ ends at the arrival ───┃ S less the wait ───┃     so this gap is S as well
+    on D      ┃─────────────── half a chunk ┃ S less the wait ┃     so this gap is S as well
 
-A sequence that is overdue keeps steps short for ``OVERDUE`` seconds. A stream of an idle node has no such limits.
+The expectation may be wrong by half a chunk then. A sequence that is overdue is waited for ``OVERDUE`` seconds.
 
 Decodes for peers (decode-ahead) are not protected: their peers take over soon.
 """
@@ -28,9 +30,6 @@ from engine.request import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
 from pdserve.request_cost import LinearCost, auto_itl_target
 
-LATE = (
-    4e-3  # seconds by which a step ends after an expected arrival: messages and reads vary, and plans are made before
-)
 OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 _MANY = 10**9  # tokens
 
@@ -74,9 +73,9 @@ class ItlTarget:
     ) -> ChunkBudget | None:
         """Return the limit of prompts in a step; None: no limit.
 
-        ``decoding`` sequences of the node decode. ``waited``: seconds since the last token of a sequence that takes
-        part in a step for the first time, after a handoff, until this step begins; the longest one. ``arrival_in``:
-        seconds from the start of the step until a sequence will join; None: unknown.
+        ``decoding`` sequences of the node decode. ``waited``: the longest time, in seconds, from the last token of a
+        sequence that joins in this step until the step; None: none joins. ``arrival_in``: seconds from the start of the
+        step until the next one will come; None: unknown.
         """
         if not decoding or self._seconds == 0.0:
             return None
@@ -86,10 +85,11 @@ class ItlTarget:
         if self._meter.measures_decodes and not seconds:
             return None
         cost = cost or ChunkCost(LinearCost(seconds / self._first_chunk))
+        longest = seconds
         if waited is not None:
-            seconds = max(seconds - waited, 0.0)
+            seconds = max(longest - waited, 0.0)
         if arrival_in is not None:
-            seconds = min(seconds, max(arrival_in + LATE - decode, 0.0))
+            seconds = min(seconds, max(arrival_in + longest / 2 - decode, 0.0))
         return ChunkBudget(seconds, cost, self._block_size)
 
 

@@ -18,7 +18,7 @@ from toy_node import Node, ToyRank, WholeLaunches
 
 from engine.executor.idle_step import measure_idle_step
 from engine.request import Request, Sequence
-from engine.scheduler.itl_target import LATE, ItlTarget
+from engine.scheduler.itl_target import ItlTarget
 from engine.step_cost_meter import StepCostMeter
 from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps, StepTokens
 from pdserve.hashing import BlockHashes, root_hash
@@ -284,11 +284,11 @@ def test_chunks_are_shorter_while_a_handoff_ends(end: Cancel | PrefillLocally) -
     node.submit(9, [9] * 6, SamplingParams(max_tokens=30), Mode.HANDOFF, client=1)
     long_chunks(node, model)  # measures what they cost
     usual = long_chunks(node, model)
-    node.obey(HandoffEnds(9, 3 * DECODE))
+    node.obey(HandoffEnds(9, DECODE))
     node.obey(HandoffEnds(8, 0.0))  # unknown
     short = long_chunks(node, model)
     seconds = AUTO_ITL_STEPS * DECODE - DECODE
-    assert max(short) * COSTS.prompt_token <= 1.05 * (2 * DECODE + HANDOFF_SECONDS + LATE) < 0.95 * seconds
+    assert max(short) * COSTS.prompt_token <= 1.05 * (seconds / 2 + HANDOFF_SECONDS) < 0.95 * seconds
     assert min(usual) * COSTS.prompt_token >= 0.95 * seconds
     node.obey(end)
     node.step()
@@ -358,7 +358,7 @@ def test_no_limit_is_above_the_target_and_prompts_always_advance(
     if waited is not None:
         assert added <= 1.02 * max(longest - waited, 0.0) + 16 * 25e-6
     if arrival_in is not None:
-        assert decode + added <= 1.02 * max(arrival_in + LATE, decode) + 16 * 25e-6
+        assert decode + added <= 1.02 * max(arrival_in + longest / 2, decode) + 16 * 25e-6
 
 
 @pytest.mark.parametrize("number", range(100))
