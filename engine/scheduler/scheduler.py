@@ -391,6 +391,7 @@ class Scheduler:
         if not runnable.prompts and self._head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
+        decoding = decoding or bool(self._live.loading)  # a stream that comes must not wait for a whole step
         builder.budget = self._itl_target.budget(
             decoding=decoding,
             waited=waited,

@@ -7,6 +7,7 @@ nodes without many prompts. The way back would cost more than it saves, so strea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -46,11 +47,13 @@ class _Node(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds of its present steps."""
+        """Seconds of a step, with the prompts that wait now, or those that usually do."""
         load = self.view.load
         decode = self.costs.decode.at(load.decoding)
-        prompts = self.costs.prompt.slope * load.backlog
-        return min(decode + prompts, max(load.itl_target, decode)) if load.itl_target else decode + prompts
+        most = max(load.itl_target - decode, decode) if load.itl_target else math.inf
+        waiting = min(self.costs.prompt.slope * load.backlog, most)
+        usual = min(load.prompt_share, 1.0) * most if load.itl_target else 0.0
+        return decode + max(waiting, usual)
 
 
 def moves(snapshot: FleetSnapshot) -> list[Move]:

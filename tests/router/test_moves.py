@@ -32,13 +32,14 @@ def found(*nodes: NodeView) -> list[Move]:
 
 
 def test_streams_leave_a_node_that_leans_to_prefill() -> None:
-    (move,) = found(node("a", 8, prompt_share=0.7), node("b", 30))
+    (move,) = found(node("a", 8, prompt_share=0.3), node("b", 2))
     assert move == Move("a", "b", 8)
 
 
 def test_no_stream_moves_where_its_pause_would_be_longer_than_the_gap_that_prompts_cause() -> None:
-    assert not found(node("a", 8, prompt_share=0.7, backlog=4000), node("b", 30))
-    assert not found(node("a", 8, prompt_share=0.7), node("b", 30, backlog=4000))
+    assert not found(node("a", 8, prompt_share=0.7), node("b", 2))
+    assert not found(node("a", 8, prompt_share=0.3, backlog=4000), node("b", 2))
+    assert not found(node("a", 8, prompt_share=0.3), node("b", 2, backlog=4000))
 
 
 def test_decodes_are_balanced() -> None:
@@ -55,14 +56,14 @@ def test_nothing_moves_at_low_load_or_in_balance() -> None:
 
 
 def test_each_router_moves_its_share() -> None:
-    target = node("b", 30)
-    assert found(node("a", 8, 0.7, own=2), target) == [Move("a", "b", 2)]
-    assert not found(node("a", 8, 0.7, own=0), target)
+    target = node("b", 2)
+    assert found(node("a", 8, 0.3, own=2), target) == [Move("a", "b", 2)]
+    assert not found(node("a", 8, 0.3, own=0), target)
 
 
 def test_streams_move_only_between_nodes_that_read_from_each_other() -> None:
-    stranger = msgspec.structs.replace(node("b", 30), compat_hash="k")
-    assert not found(node("a", 8, prompt_share=0.7), stranger)
+    stranger = msgspec.structs.replace(node("b", 2), compat_hash="k")
+    assert not found(node("a", 8, prompt_share=0.3), stranger)
 
 
 nodes = st.builds(node, st.just("x"), st.integers(0, 250), st.floats(0, 1), backlog=st.integers(0, 20_000))
