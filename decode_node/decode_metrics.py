@@ -79,6 +79,12 @@ class DecodeMetrics:
         self.recomputed_tokens = metrics.counter(
             "pdserve_handoff_recomputed_tokens", "Prompt tokens of recomputes whose KV was not on this node."
         )
+        self.pulled_tokens = metrics.counter(
+            "pdserve_pulled_tokens", "Tokens of moved streams whose KV was read from the prefix cache of a peer."
+        )
+        self.pull_misses = metrics.counter(
+            "pdserve_pull_misses", "Pulls that found nothing in the peer's prefix cache; this node computed all tokens."
+        )
         self.exposed = metrics.histogram(
             "pdserve_handoff_exposed_seconds", "From the first token to confirmed KV.", _BOUNDS
         )

@@ -12,7 +12,8 @@ from prometheus_client.metrics_core import Metric
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.decode_service import DecodeService
-from decode_node.handoff_driver import FailurePolicy, Handoffs
+from decode_node.handoff_driver import Handoffs
+from decode_node.handoff_policy import FailurePolicy, HandoffPolicy
 from decode_node.prefill_peers import PrefillPeers
 from node.context import NodeContext
 from node.drain import Drainable
@@ -98,13 +99,9 @@ class DecodeRole:
             sources=self._settings.prefill,
             required_transport=self._settings.require_transport,
         )
-        handoffs = Handoffs(
-            node,
-            self._peers,
-            self._metrics,
-            min_tokens=self._settings.handoff_min_tokens,
-            failure_policy=FailurePolicy(self._settings.failure_policy),
-        )
+        failure_policy = FailurePolicy(self._settings.failure_policy)
+        policy = HandoffPolicy(self._metrics, self._settings.handoff_min_tokens, failure_policy)
+        handoffs = Handoffs(node, self._peers, self._metrics, policy)
         service = DecodeService(node, handoffs)
         pb_grpc.add_DecodeNodeServicer_to_server(service, server)
         return service

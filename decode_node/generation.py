@@ -58,7 +58,7 @@ class NodeGeneration:
         self.number = message.request  # the router's
         self.trace = trace
         self.token_ids = token_ids
-        self.handoff_tokens = _handoff_tokens(token_ids, resume)
+        self.handoff_tokens = _handoff_tokens(token_ids, resume, message.pull)
         self.sampling = sampling
         self.resume = dict(resume)
         self.error: PdserveError | None = None
@@ -83,7 +83,7 @@ class NodeGeneration:
     @property
     def prefill_sampling(self) -> SamplingParams:
         """Sampling parameters for P. A resumed request has its tokens, and drops the one that P must sample."""
-        return self.sampling.for_kv() if self.resume else self.sampling
+        return self.sampling.for_kv() if self.resume or self.message.pull else self.sampling
 
     @property
     def ended(self) -> bool:
@@ -123,6 +123,7 @@ class NodeGeneration:
             tracestate=span.tracestate,
             client=request.client,
             urgent=bool(self.resume),
+            cached_only=request.pull,
         )
 
     def emit_peer_token(
@@ -244,13 +245,14 @@ class NodeGeneration:
         self._on_end(self)
 
 
-def _handoff_tokens(token_ids: bytes, resume: Mapping[int, bytes]) -> bytes:
+def _handoff_tokens(token_ids: bytes, resume: Mapping[int, bytes], pull: bool) -> bytes:
     """Return the tokens whose KV comes from P: the prompt, or all but the last one of a single resumed choice.
 
-    As ``Sequence.load_len`` in engine/request.py.
+    As ``Sequence.load_len`` in engine/request.py. In a pull of a new prompt, D samples the first token, so it computes
+    the last one of the prompt.
     """
     if len(resume) != 1:
-        return token_ids
+        return token_ids[:-TOKEN_BYTES] if pull and not resume else token_ids
     (output,) = resume.values()
     return token_ids + output[:-TOKEN_BYTES]
 

@@ -9,6 +9,8 @@ request that P has answered, less a margin. D reads nothing beyond it. D extends
 left, or at once if less than a third of a lease is left. If next to nothing is left, D reads only after the answer.
 D computes no token from a read before P has confirmed that the lease stood. With checksums, D's engine compares the
 digests of what it read meanwhile, and no token comes from a read before that, either.
+
+In a pull, P computes and samples nothing: its last part may end before the last tokens, and Finished follows.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class ReadFailed(PeerError):
     """The connector's connection to the peer cannot be relied on."""
 
 
+class NothingCached(PdserveError):
+    """P has no KV to pull, and holds nothing."""
+
+
 class Phase(StrEnum):
     WAITING = "waiting"
     READING = "reading"
@@ -63,7 +69,15 @@ class Handoff:
     """One prompt at one prefill node, from the request to P until its KV is confirmed or given up."""
 
     def __init__(
-        self, rid: int, number: int, num_tokens: int, *, peer: Peer, timing: PeerTiming, sent_at: float
+        self,
+        rid: int,
+        number: int,
+        num_tokens: int,
+        *,
+        peer: Peer,
+        timing: PeerTiming,
+        sent_at: float,
+        pull: bool = False,
     ) -> None:
         """``number`` is the prompt's on the stream to P; ``sent_at`` is when the prompt was sent, or earlier."""
         self.number = number
@@ -74,8 +88,9 @@ class Handoff:
         self._rid = rid
         self._peer = peer
         self._timing = timing
-        self._num_tokens = num_tokens
-        self._refused = False  # P failed the prompt before its first part, and holds nothing
+        self._num_tokens = num_tokens  # that P announces; a pull ends with fewer if P has no more
+        self._pull = pull
+        self._refused = False  # P ended the prompt before its first part, and holds nothing
         self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
         self._num_reads = 0  # in flight
@@ -121,9 +136,9 @@ class Handoff:
         return [self._release()] if needed else []
 
     def add_first_tokens(self, tokens: Sequence[int]) -> None:
-        """Record P's first token of each choice. Raises PeerError on a repetition."""
-        if self.outputs:
-            raise PeerError(f"{self._peer.node_id} sent first tokens twice")
+        """Record P's first token of each choice. Raises PeerError on a repetition, and in a pull."""
+        if self.outputs or self._pull:
+            raise PeerError(f"{self._peer.node_id} sent first tokens {'of a pull' if self._pull else 'twice'}")
         self.outputs = tuple((token,) for token in tokens)
 
     def add_next_token(self, token: int, max_tokens: int) -> int:
@@ -173,24 +188,24 @@ class Handoff:
                 self._stood = True
                 self._answer_due = inf
             case "finished" if not self._complete:
-                raise PeerError(f"{self._peer.node_id} ended a prompt without leasing its blocks")
+                self._on_early_end()
             case "failed" if not self._complete or (self.phase is Phase.CONFIRMING and not self._stood):
                 self._refused = not self.announced
                 raise failure_from_pb(event.failed, self._peer.node_id)
 
     def _on_part(self, part: pb.KVReady, now: float) -> None:
         peer = self._peer.node_id
-        if not part.block_ids or part.num_tokens <= self.announced:
-            what = f"{len(part.block_ids)} blocks up to token {part.num_tokens}"
-            raise PeerError(f"{peer} announced {what}, after those up to {self.announced}")
         if self._complete:
             raise PeerError(f"{peer} announced blocks after the last ones of a prompt")
+        if not part.block_ids or not self.announced < part.num_tokens <= self._num_tokens:
+            what = f"{len(part.block_ids)} blocks up to token {part.num_tokens} of {self._num_tokens}"
+            raise PeerError(f"{peer} announced {what}, after those up to {self.announced}")
         if self.phase is Phase.WAITING:
             self.phase = Phase.READING
             self._lease_seconds = part.lease_ms / 1000
             self._move_limit(self.limit, self._lease_seconds, now)
         self.announced = part.num_tokens
-        if self._complete and not self.outputs:
+        if self._complete and not self.outputs and not self._pull:
             raise PeerError(f"{peer} announced a whole prompt without first tokens")
         read = StartRead(
             rid=self._rid,
@@ -200,6 +215,15 @@ class Handoff:
             digests=tuple(part.digests),
         )
         self._to_read.append(read)
+
+    def _on_early_end(self) -> None:
+        """P announces no more than it has so far."""
+        if not self._pull:
+            raise PeerError(f"{self._peer.node_id} ended a prompt without leasing its blocks")
+        if not self.announced:
+            self._refused = True
+            raise NothingCached(f"{self._peer.node_id} has none of its KV cached")
+        self._num_tokens = self.announced
 
     def _on_answer_timeout(self, now: float) -> None:
         """Extend again before the limit; an unanswered Release ends the handoff."""
@@ -229,7 +253,7 @@ class Handoff:
     def _next_actions(self, now: float) -> list[Action]:
         if self._stood and not self._num_unchecked:
             self.phase = Phase.CONFIRMED
-            return [KVConfirmed(self._rid, self.outputs)]
+            return [KVConfirmed(self._rid, self.announced, self.outputs)]
         if self.phase is not Phase.READING:
             return []
         if self._complete and not self._num_reads and not self._to_read:

@@ -6,8 +6,9 @@ reserved ─► worth it? ─► prefill at P ─► first tokens ─► last pa
                ▼             ▼                                      ▼ failed     ▼
          prefill on D   ◄────┴──────────────────────────────────────┴────────────┘   (recompute; or an error)
 
-P is the prefill node. If it drains before it has announced a part, another P gets the prompt. If all choices end with
-the tokens that P samples, the request is over, and the handoff is abandoned.
+P is the prefill node. In a pull it computes nothing, and its last part may end before the prompt. If P drains before it
+has announced a part, another P gets the prompt. If all choices end with the tokens that P samples, the request is over,
+and the handoff is abandoned.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from math import inf
 from typing import TypeVar
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import HandoffEvent, NodeGeneration
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, NothingCached, ReadFailed
+from decode_node.handoff_policy import HandoffPolicy
 from decode_node.prefill_peer import PrefillPeer
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefill_stream import PrefillStream
@@ -31,74 +32,40 @@ from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerEr
 from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, Reserved, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.request_cost import worth_handoff
 from pdserve.rpc.protobuf import logprobs_from_pb
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class FailurePolicy(StrEnum):
-    """Treatment of a request whose handoff fails."""
-
-    RECOMPUTE = "recompute"  # D prefills it from its token ids
-    FAIL = "fail"
-
-
 class Handoffs:
-    """All handoffs of D: which prompts are handed off, and what follows a failed handoff."""
+    """All handoffs of D."""
 
-    def __init__(
-        self,
-        node: NodeContext,
-        peers: PrefillPeers,
-        metrics: DecodeMetrics,
-        *,
-        min_tokens: int,
-        failure_policy: FailurePolicy,
-    ) -> None:
-        """Prompts that lack KV of fewer than ``min_tokens`` tokens are prefilled on D."""
+    def __init__(self, node: NodeContext, peers: PrefillPeers, metrics: DecodeMetrics, policy: HandoffPolicy) -> None:
         self.node = node
         self.peers = peers
         self.metrics = metrics
-        self._min_tokens = min_tokens
-        self._failure_policy = failure_policy
+        self.policy = policy
 
     def submit(self, generation: NodeGeneration, prefill_node: str) -> None:
         """Send a request to the engine: with a handoff from the named node, or without."""
         if not prefill_node:
             self.metrics.local_prefills.inc()
-        if not prefill_node or not self.choose_handoff(generation, generation.num_handoff_tokens):
+        if not prefill_node or not self.policy.choose_handoff(
+            generation.num_handoff_tokens, generation.sampling.prompt_logprobs
+        ):
             generation.submit_local()
             return
         try:
             peer = self.peers.get(prefill_node)
         except PdserveError as exc:
-            if self.recompute_after(exc, generation.num_handoff_tokens):
+            if self.policy.recompute_after(exc, generation.num_handoff_tokens):
                 generation.submit_local()
             else:
                 generation.fail(exc)
             return
         driver = HandoffDriver(self, generation, peer)
         generation.submit_handoff(driver.on_engine_event, driver.abandon)
-
-    def choose_handoff(self, generation: NodeGeneration, uncached_tokens: int) -> bool:
-        """Return whether to hand off so many tokens; if not, count a local prefill."""
-        worth = worth_handoff(uncached_tokens, generation.sampling.prompt_logprobs, self._min_tokens)
-        if not worth:
-            self.metrics.local_prefills.inc()
-        return worth
-
-    def recompute_after(self, error: PdserveError, uncached_tokens: int) -> bool:
-        """Count a failed or refused handoff; return whether the failure policy is to prefill its prompt on D."""
-        refused = isinstance(error, Overloaded)
-        (self.metrics.handoff_refusals if refused else self.metrics.handoff_failures).inc()
-        if self._failure_policy is FailurePolicy.FAIL or isinstance(error, PrefillCrashed):
-            return False  # the prompt that ended P's engine may end this one, too
-        if not refused:
-            self.metrics.recomputes.inc()
-            self.metrics.recomputed_tokens.inc(uncached_tokens)
-        return True
 
 
 class HandoffDriver:
@@ -160,7 +127,7 @@ class HandoffDriver:
         generation = self._generation
         generation.trace.on_reserved()
         self._uncached_tokens = generation.num_handoff_tokens - cached_tokens
-        if not self._handoffs.choose_handoff(generation, self._uncached_tokens):
+        if not self._handoffs.policy.choose_handoff(self._uncached_tokens, generation.sampling.prompt_logprobs):
             self._engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return
@@ -187,7 +154,10 @@ class HandoffDriver:
             peer=stream.peer,
             timing=self._handoffs.node.config.peer_timing,
             sent_at=now,
+            pull=generation.message.pull,
         )
+        if generation.message.pull:  # the answer comes at once
+            self._engine.send(HandoffEnds(generation.rid, 0.0))
 
     def _advance(self, event: Event) -> None:
         handoff = self._handoff
@@ -221,6 +191,7 @@ class HandoffDriver:
                 case KVConfirmed():
                     self._engine.send(action)
                     self._ended = True
+                    self._count_pulled(action.num_tokens)
                     trace.on_confirmed()
                 case _:
                     stream.send(action)
@@ -237,7 +208,8 @@ class HandoffDriver:
         handoffs, generation = self._handoffs, self._generation
         generation.trace.on_handoff_failed(error)
         announced = self._handoff is not None and self._handoff.announced
-        if isinstance(error, Draining) and not announced and (other := handoffs.peers.other()) is not None:
+        pull = generation.message.pull  # another P has nothing of it
+        if isinstance(error, Draining) and not (announced or pull) and (other := handoffs.peers.other()) is not None:
             generation.trace.restart()
             self._guard(self._prefill_at, other)
             return
@@ -246,13 +218,13 @@ class HandoffDriver:
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):
             self._peer.check()
-        if not handoffs.recompute_after(error, self._uncached_tokens):
+        if not handoffs.policy.recompute_after(error, self._uncached_tokens):
             # Other errors between nodes are not the client's fault.
             passed_on = isinstance(error, Overloaded | PrefillCrashed)
             generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
             return
         generation.trace.restart()
-        level = logging.INFO if isinstance(error, Overloaded) else logging.WARNING
+        level = logging.INFO if isinstance(error, Overloaded | NothingCached) else logging.WARNING
         fields = generation.trace.log_fields
         _log.log(level, "request %s is prefilled on this node: %s", self._name, error, extra=fields)
         outputs = self._handoff.outputs if self._handoff is not None else ()
@@ -296,6 +268,11 @@ class HandoffDriver:
             Sample(token.token_id, logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None)
             for token in tokens
         )
+
+    def _count_pulled(self, num_tokens: int) -> None:
+        if self._generation.message.pull:
+            cached = self._generation.num_handoff_tokens - self._uncached_tokens
+            self._handoffs.metrics.pulled_tokens.inc(num_tokens - cached)
 
     def _free_if_ended(self) -> None:
         if self._generation.ended:

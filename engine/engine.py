@@ -91,12 +91,14 @@ class Engine:
             match command:
                 case messages.Submit():
                     scheduler.submit(command)
+                case messages.LeaseCached():
+                    scheduler.connector.lease_cached(command)
                 case messages.StartRead():
                     scheduler.connector.start_read(command)
                 case messages.HandoffEnds(rid, seconds):
                     scheduler.handoff_ends(rid, seconds)
-                case messages.KVConfirmed(rid, outputs):
-                    scheduler.kv_confirmed(rid, outputs)
+                case messages.KVConfirmed(rid, num_tokens, outputs):
+                    scheduler.kv_confirmed(rid, num_tokens, outputs)
                 case messages.PrefillLocally(rid, outputs):
                     scheduler.prefill_locally(rid, outputs)
                 case messages.Cancel(rid):

@@ -157,9 +157,14 @@ class Sequence:
         return self.num_launched > self.num_computed
 
     @property
+    def continues_output(self) -> bool:
+        """Whether its next step continues an output: at most a block of tokens lacks KV, as after a pull."""
+        return self.num_outputs > 0 and self.missing <= self.hashes.block_size
+
+    @property
     def joins_after_handoff(self) -> bool:
         """Whether its first step on this node continues an answer."""
-        return not self.last_step and self.num_launched >= self.prompt_len
+        return not self.last_step and (self.num_launched >= self.prompt_len or self.continues_output)
 
     @property
     def can_decode_ahead(self) -> bool:
@@ -266,10 +271,10 @@ class Sequence:
         self.blocks += blocks
         self.capacity = len(self.blocks) * block_size
 
-    def loaded(self) -> None:
-        """All KV of its load is here."""
-        self.num_computed = self.load_len
-        self.num_launched = self.load_len
+    def loaded(self, num_tokens: int) -> None:
+        """All KV of its load is here: that of the first ``num_tokens`` tokens, at most ``load_len``."""
+        self.num_computed = num_tokens
+        self.num_launched = num_tokens
 
     def cached(self, next_full: int) -> None:
         """Its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""

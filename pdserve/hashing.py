@@ -51,22 +51,22 @@ class BlockHashes:
     """The hashes of a growing token list, computed when they are needed. The chain begins with ``root`` (root_hash)."""
 
     def __init__(self, block_size: int, root: bytes, hashes: Collection[bytes] = ()) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._chain = [root, *hashes]
 
     def upto(self, token_ids: array[int], num_tokens: int) -> list[bytes]:
         """Return the hashes of the full blocks within the first ``num_tokens`` tokens."""
-        count = num_tokens // self._block_size
+        count = num_tokens // self.block_size
         self._extend(token_ids, count)
         return self._chain[1 : count + 1]
 
     def one_by_one(self, token_ids: array[int], num_tokens: int) -> Iterator[bytes]:
         """Yield the same hashes; each is computed when it is taken."""
-        for index in range(1, num_tokens // self._block_size + 1):
+        for index in range(1, num_tokens // self.block_size + 1):
             self._extend(token_ids, index)
             yield self._chain[index]
 
     def _extend(self, token_ids: array[int], count: int) -> None:
-        chain, size = self._chain, self._block_size
+        chain, size = self._chain, self.block_size
         for index in range(len(chain) - 1, count):
             chain.append(hash_block_tokens(chain[-1], token_ids[index * size : (index + 1) * size]))

@@ -105,7 +105,6 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
         prefill = Prefill(
             LeaseId(self._number, request.request),
             self._prefills,
-            num_tokens=num_tokens,
             trace=self._begin_trace(request, num_tokens),
             send=self._send,
         )

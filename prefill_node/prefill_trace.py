@@ -51,6 +51,15 @@ class PrefillTrace:
             extra = request_fields(self.request_id, self._span.trace_id, **fields, **parts)
             _log.info(text, self.request_id, self._num_tokens, cached_tokens, queued, now - begun, extra=extra)
 
+    def on_pulled(self, cached_tokens: int) -> None:
+        """The KV of ``cached_tokens`` tokens was found in the prefix cache, and is all that the peer gets."""
+        self._span.set({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
+        if self._log:
+            fields = {"prompt_tokens": self._num_tokens, "cached_tokens": cached_tokens}
+            extra = request_fields(self.request_id, self._span.trace_id, **fields)
+            text = "request %s: KV of %d of %d tokens is cached for a pull"
+            _log.info(text, self.request_id, cached_tokens, self._num_tokens, extra=extra)
+
     def on_failed(self, error: PdserveError) -> None:
         self._span.child("prefill", start=self._arrived_at).end()
         self._span.fail(error)

@@ -1,5 +1,7 @@
 """The prompts of decode nodes on P: each one is an object, from its arrival until its lease ends.
 
+A pull is complete as soon as it arrives, with the blocks that the prefix cache has.
+
     arrives ─► computed, part by part ─► complete ─► decodes ahead ─┐
        │            │                       │                       ▼
        └────────────┴── fails, cancelled ───┴──► only its lease ──► its lease ends: its blocks are free
@@ -24,6 +26,7 @@ from pdserve.ipc.messages import (
     DecodeAheadEnded,
     FreeLease,
     LastChunk,
+    LeaseCached,
     Leased,
     Mode,
     Prefilled,
@@ -44,14 +47,13 @@ _MAX_STEP_SECONDS = 0.05  # of a step that only decodes
 
 
 class Prefill(Lease):
-    """A prompt of ``num_tokens`` in the engine, with its lease. ``send`` gets its events for D."""
+    """A prompt in the engine, with its lease. ``send`` gets its events for D."""
 
     def __init__(
         self,
         lease: LeaseId,
         prefills: Prefills,
         *,
-        num_tokens: int,
         trace: PrefillTrace,
         send: Callable[[pb.PrefillEvent], None],
     ) -> None:
@@ -60,10 +62,10 @@ class Prefill(Lease):
         self.cancelled = False  # only its lease remains
         self.rid = prefills.engine.open(self)
         self._prefills = prefills
-        self._num_tokens = num_tokens
         self._send_event = send
         self._samples: list[pb.SampledToken] = []  # by choice, until the last part
         self._prefilled = Prefilled(self.rid, 0, 0.0)
+        self._pull = False
         self._decodes_ahead = True  # or will, until the engine reports the end
         self._deferred: Callable[[], None] | None = None  # until the step in flight has ended
         self._timer: asyncio.TimerHandle | None = None
@@ -72,10 +74,24 @@ class Prefill(Lease):
     def submit(
         self, request: pb.PrefillRequest, *, token_ids: bytes, sampling: SamplingParams, decode_ahead: int
     ) -> None:
-        """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first."""
+        """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first.
+
+        If it is a pull, have the engine lease what is cached instead.
+        """
         if request.timeout_ms:
             seconds = request.timeout_ms / 1000
             self._timer = asyncio.get_running_loop().call_later(seconds, self._on_deadline, seconds)
+        if request.cached_only:
+            self._decodes_ahead = False
+            self._pull = True
+            pull = LeaseCached(
+                rid=self.rid,
+                token_ids=token_ids,
+                cache_salt=request.cache_salt,
+                skip_tokens=request.skip_tokens,
+            )
+            self._prefills.engine.send(pull)
+            return
         submit = Submit(
             rid=self.rid,
             token_ids=token_ids,
@@ -140,7 +156,9 @@ class Prefill(Lease):
             case DecodeAheadEnded():
                 self._decodes_ahead = False
                 self._run_deferred()
-            case Leased() if self._prefills.announce(self, event.num_tokens == self._num_tokens):
+            case Leased(block_ids=()):
+                self._on_nothing_cached()
+            case Leased() if self._prefills.announce(self, event.last):
                 self._on_part(event)
             case Refused():
                 error = error_of(event)
@@ -161,14 +179,12 @@ class Prefill(Lease):
     def _on_part(self, part: Leased) -> None:
         """Announce blocks. The first token of each choice comes with the last part."""
         self.trace.on_part(part.num_tokens, len(part.block_ids))
-        done = self._prefilled
         if self.complete:
             self._stop_timer()
-            self.trace.on_computed(done.queued, done.cached_tokens)
-            first = pb.FirstTokens(
-                choices=self._samples, cached_tokens=done.cached_tokens, queued_ms=done.queued * 1000
-            )
-            self._send(first_tokens=first)
+            if self._pull:
+                self.trace.on_pulled(part.num_tokens)
+            else:
+                self._on_computed()
         ready = pb.KVReady(
             lease_ms=int(self._prefills.table.seconds * 1000),
             block_ids=part.block_ids,
@@ -178,6 +194,19 @@ class Prefill(Lease):
         self._send(kv_ready=ready)
         if self.complete:
             self._send(finished=pb.Finished())
+
+    def _on_computed(self) -> None:
+        done = self._prefilled
+        self.trace.on_computed(done.queued, done.cached_tokens)
+        first = pb.FirstTokens(choices=self._samples, cached_tokens=done.cached_tokens, queued_ms=done.queued * 1000)
+        self._send(first_tokens=first)
+
+    def _on_nothing_cached(self) -> None:
+        """End a pull without blocks: nothing was promised."""
+        self.trace.on_pulled(0)
+        self.cancel()
+        self._send(finished=pb.Finished())
+        self._prefills.on_change()
 
     # ------------------------------------------------------------ parts of these
 

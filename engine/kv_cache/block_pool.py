@@ -80,14 +80,11 @@ class BlockPool:
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a holder to blocks that ``match`` found."""
         for block in blocks:
-            if self._use[block] is Use.FREE:
-                del self._evictable[block]
             self._add_user(block, Use.HELD)
 
     def lease(self, blocks: Iterable[int]) -> None:
-        """Add a lease to held blocks: a peer may read them, also after their holders have dropped them."""
+        """Add a lease to held or cached blocks: a peer may read them, also after their holders have dropped them."""
         for block in blocks:
-            assert self._use[block] is not Use.FREE
             self._add_user(block, Use.LEASED)
 
     def move(self, blocks: Iterable[int], source: Use, target: Use) -> None:
@@ -137,6 +134,9 @@ class BlockPool:
         self.events.remove(block_hash)
 
     def _add_user(self, block: int, use: Use) -> None:
+        """Add a user to a block that is in use or cached."""
+        if self._use[block] is Use.FREE:
+            del self._evictable[block]
         self._users[use][block] += 1
         if use > self._use[block]:
             self._set_use(block, use)

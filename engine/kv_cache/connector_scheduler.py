@@ -19,10 +19,13 @@ sequence continues and may add to the last block. The two claims are independent
 
     sequence   held ─────────────────────────┤ ended
     peer             leased ─────────────────────────┤ free_lease
+
+In a pull, a peer reads blocks of the prefix cache. They are leased at once, and no sequence takes part.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -32,7 +35,8 @@ import msgspec
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit
-from pdserve.ipc.messages import Batch, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
+from pdserve.hashing import BlockHashes, root_hash
+from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
 
@@ -86,8 +90,8 @@ class KVConnectorScheduler:
         """Return the rids whose reads were ordered since the last call."""
         return ()
 
-    def finish_load(self, sequence: Sequence) -> None:
-        """End a load whose KV has been read in full and confirmed."""
+    def finish_load(self, sequence: Sequence, num_tokens: int) -> None:
+        """End a load whose KV, of the first ``num_tokens`` tokens, has been read and confirmed."""
         raise AssertionError("the end of a load that never began")
 
     def abandon_load(self, sequence: Sequence) -> Collection[int]:
@@ -122,6 +126,9 @@ class KVConnectorScheduler:
 
     def computed(self, sequence: Sequence) -> None:
         """More of a prompt has been computed: keep the blocks that a peer may read, beyond the end of the sequence."""
+
+    def lease_cached(self, message: LeaseCached) -> None:
+        """Lease the cached blocks of a prompt to a peer, and announce them."""
 
     def free_lease(self, rid: int) -> None:
         """Stop keeping the blocks of a request for its peer. Unknown rids are ignored."""
@@ -164,6 +171,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     With ``checksum``, P announces a digest of each block, and D compares them with those of the blocks that it read:
 
         P   step that fills blocks ──with its output──► their digests ──► Leased, with digests ──frontend──► D
+            LeaseCached, order for the next step ──with its output──► the same
         D   read ──► digests of what was read, beside the steps in flight ──► ReadEnded, ReadChecked
 
     Digests of steps arrive in the order of their orders.
@@ -240,10 +248,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         started, self._started = self._started, []
         return started
 
-    def finish_load(self, sequence: Sequence) -> None:
+    def finish_load(self, sequence: Sequence, num_tokens: int) -> None:
         load = self._loads.pop(sequence.rid)
         assert not load.reads, "KV was confirmed before all reads had ended"
-        assert load.num_announced == self._num_blocks(sequence.load_len), "KV was confirmed before all was read"
+        assert load.num_announced == self._num_blocks(num_tokens), "KV was confirmed that was not read"
 
     def abandon_load(self, sequence: Sequence) -> Collection[int]:
         load = self._loads.pop(sequence.rid, None)
@@ -365,7 +373,26 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         lease.num_announced = end
         lease.blocks += blocks
         digests, lease.digests[: end - start] = tuple(lease.digests[: end - start]), ()
-        self._events.leased.append(Leased(sequence.rid, tuple(blocks), num_tokens, digests))
+        last = num_tokens == sequence.prompt_len
+        self._events.leased.append(Leased(sequence.rid, tuple(blocks), num_tokens, last, digests))
+
+    def lease_cached(self, message: LeaseCached) -> None:
+        token_ids = array("I", message.token_ids)
+        hashes = BlockHashes(self._block_size, root_hash(message.cache_salt))
+        cached = self._pool.match(hashes.one_by_one(token_ids, len(token_ids)))
+        skipped, num_tokens = message.skip_tokens // self._block_size, len(cached) * self._block_size
+        lease = self._leases[message.rid] = _Lease(len(cached), len(cached), blocks=cached[skipped:])
+        self._pool.lease(lease.blocks)
+
+        def announce(digests: tuple[int, ...]) -> None:
+            if self._leases.get(message.rid) is lease:  # else it has ended
+                leased = Leased(message.rid, tuple(lease.blocks), num_tokens, True, digests)
+                self._events.leased.append(leased)
+
+        if self._checksum and lease.blocks:
+            self._order_digests(tuple(lease.blocks), num_tokens, announce)
+        else:
+            announce(())
 
     def free_lease(self, rid: int) -> None:
         lease = self._leases.pop(rid, None)

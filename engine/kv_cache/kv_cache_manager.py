@@ -76,9 +76,9 @@ class KVCacheManager:
             self._pool.cache(hashes[index], sequence.blocks[index])
         sequence.cached((len(hashes) + 1) * self._block_size)
 
-    def received(self, sequence: Sequence) -> None:
-        """All KV of a load is here: cached, or read from a peer."""
-        sequence.loaded()
+    def received(self, sequence: Sequence, num_tokens: int) -> None:
+        """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens."""
+        sequence.loaded(num_tokens)
         self.cache_full_blocks(sequence)
 
     def free(self, sequence: Sequence) -> None:

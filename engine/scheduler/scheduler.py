@@ -6,7 +6,7 @@ The states of a sequence:
        ▲   │              │
        │   │ handoff      └── preempted: no free block (recomputed later, from the prefix cache where possible)
        │   ▼
-       │ loading ──StartRead…──► reading ──KVConfirmed──► running
+       │ loading ──StartRead…──► reading ──KVConfirmed──► running (after a pull it computes the rest)
        └────── PrefillLocally ──────┘
 
     waiting, running ──Pause──► paused ──Resume──► waiting: blocks are kept, unless they run out
@@ -153,17 +153,17 @@ class Scheduler:
         """The peer computes the last chunk of a load for so long. Ignored for a load that has ended."""
         self.connector.handoff_ends(rid, self._clock() + seconds + HANDOFF_SECONDS)
 
-    def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
-        """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
+    def kv_confirmed(self, rid: int, num_tokens: int, outputs: Outputs) -> None:
+        """Continue with the KV that was read, after the tokens that P has sampled: P has confirmed that it stood."""
         sequence = self._live.loading.pop(rid, None)
         if sequence is None:
             return
-        self.connector.finish_load(sequence)
+        self.connector.finish_load(sequence, num_tokens)
         sequence.request.mode = Mode.LOCAL
         sequence.request.waits_since = self._clock()
-        self._kv.received(sequence)
+        self._kv.received(sequence, num_tokens)
         self._live.run(sequence)
-        if not self._choices.take_from_peer(sequence, outputs):
+        if outputs and not self._choices.take_from_peer(sequence, outputs):
             self._live.finish(sequence)
         self._results.branch(sequence)
 
@@ -386,7 +386,8 @@ class Scheduler:
     ) -> Collection[Sequence]:
         """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them.
 
-        Without a limit the oldest one comes first. With one, those that end soon use what the oldest one leaves.
+        Those that continue an output come first. Of the others, without a limit the oldest one does; with one, those
+        that end soon use what the oldest one leaves.
         """
         if not runnable.prompts and self._head is None:
             return ()
@@ -397,11 +398,12 @@ class Scheduler:
             waited=waited,
             arrival_in=self._arrival_in(),
         )
-        if builder.budget is None or not runnable.prompts:
-            return runnable.prompts
-        oldest, *others = runnable.prompts
-        builder.budget.reserve(oldest)
-        return *sorted(others, key=lambda each: each.missing), oldest
+        outputs = [each for each in runnable.prompts if each.continues_output]
+        prompts = [each for each in runnable.prompts if not each.continues_output]
+        if builder.budget is not None and prompts:
+            builder.budget.reserve(prompts[0])
+            prompts = [*sorted(prompts[1:], key=lambda each: each.missing), prompts[0]]
+        return outputs + prompts
 
     def _arrival_in(self) -> float | None:
         """Return the seconds from the start of the planned step until the next stream joins; None if none is near.

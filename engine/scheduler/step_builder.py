@@ -24,7 +24,8 @@ class StepBuilder:
     The first prompt may use the whole budget. Others only fill the step up to ``full_step`` prompt tokens: with that
     many the device is busy, so one prompt more would not end earlier, but all prompts of the step would get their first
     tokens later. So short prompts share a step, and long ones follow each other. Half of a step is first offered to
-    waiting prompts of clients without a running one. A ``budget`` limits all prompts beside sequences that decode.
+    waiting prompts of clients without a running one. A ``budget`` limits all prompts beside sequences that decode, but
+    not the last tokens before an output continues.
     Prompts of a crowding client get a small part of a step, so that the step is not much longer for the clients that
     decode beside it.
 
@@ -81,7 +82,7 @@ class StepBuilder:
             room = min(room, self._full_step - self._prompt_tokens)
         if sequence.request.client == crowding:
             room = min(room, self._crowding_tokens)
-        return room if self.budget is None else min(room, self.budget.room(sequence))
+        return room if self.budget is None or sequence.continues_output else min(room, self.budget.room(sequence))
 
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the sequence fits into half of the step; running prompts get the other half."""

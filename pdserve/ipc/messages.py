@@ -12,7 +12,7 @@ A request with handoff on D:
                                   ◄──       reads(rid, result)                its bytes are here, not used yet
                                   ◄──       checked(rid, num_corrupt=0)       with checksums: they are as P announced
       … until every block of the prompt has been read and checked
-      KVConfirmed(outputs)        ──►                                         P confirmed the lease
+      KVConfirmed(…, outputs)     ──►                                         P confirmed the lease
                                   ◄──       outputs(rid, …)                   after the tokens that P sampled
    At any time before KVConfirmed:
       HandoffEnds                 ──►                                         P computes the last chunk: short steps
@@ -24,6 +24,9 @@ A request with handoff on D:
 On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; the last one is in the same batch as
 outputs(first tokens). While no other request needs the device, outputs(rid, …) of further tokens follow.
 FreeLease(rid) ──►
+
+A pull, on P: LeaseCached ──►   ◄── leased(rid, cached blocks), at once, or with checksums after a step.
+FreeLease(rid) ──►   On D it is a handoff whose KV ends before the last tokens; D computes these after KVConfirmed.
 """
 
 from __future__ import annotations
@@ -93,6 +96,15 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     urgent: bool = False  # LEASE: before the waiting requests of its client; a running stream waits for it
 
 
+class LeaseCached(msgspec.Struct, frozen=True, tag=True):
+    """Lease the full blocks of a prompt that the prefix cache has, and compute nothing. Answered by one Leased."""
+
+    rid: int
+    token_ids: bytes  # little-endian uint32
+    cache_salt: str
+    skip_tokens: int  # leading tokens whose KV the peer has; only later blocks are leased
+
+
 class StartRead(msgspec.Struct, frozen=True, tag=True):
     """Read P's next blocks in prompt order; the first read begins after ``Reserved.cached_tokens``.
 
@@ -114,10 +126,11 @@ class HandoffEnds(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
-    """P has confirmed that the lease was valid until the whole prompt had been read."""
+    """P has confirmed that the lease was valid until all announced blocks had been read."""
 
     rid: int
-    outputs: Outputs
+    num_tokens: int  # leading tokens with KV: all that a handoff brings, or fewer after a pull
+    outputs: Outputs  # empty after a pull: P has sampled nothing
 
 
 class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
@@ -178,6 +191,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 ToEngine = (
     Configure
     | Submit
+    | LeaseCached
     | StartRead
     | HandoffEnds
     | KVConfirmed
@@ -325,11 +339,12 @@ class ReadChecked(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True):
-    """More leased blocks of a prompt. They are the last ones if ``num_tokens`` is the prompt's length."""
+    """More leased blocks of a prompt; none if a pull finds no more than the peer has."""
 
     rid: int
     block_ids: tuple[int, ...]  # after the skipped tokens and those leased before
     num_tokens: int  # of the prompt, up to the end of these blocks
+    last: bool  # no more follow
     digests: tuple[int, ...] = ()  # of these blocks, with checksums
 
 

@@ -733,6 +733,7 @@ class Generate(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PREFILL_NODE_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -750,6 +751,8 @@ class Generate(_message.Message):
     """little-endian uint32"""
     prefill_node: _builtins.str
     """node id of the P; empty: prefill on D"""
+    pull: _builtins.bool
+    """D reads what prefill_node has cached, which computes nothing, and computes the rest itself"""
     timeout_ms: _builtins.int
     """0: none"""
     cache_salt: _builtins.str
@@ -780,6 +783,7 @@ class Generate(_message.Message):
         token_ids: _builtins.bytes = ...,
         sampling: Global___SamplingParams | None = ...,
         prefill_node: _builtins.str = ...,
+        pull: _builtins.bool = ...,
         timeout_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
@@ -792,7 +796,7 @@ class Generate(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "priority", b"priority", "pull", b"pull", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1334,6 +1338,9 @@ class PrefillRequest(_message.Message):
     """One prompt. P answers with Accepted, with KVReady while it computes, and at the end with FirstTokens, the last KVReady
     and Finished together. Failure may replace any of these. After Finished, P may decode ahead, beside other prompts, too:
     it sends next_token until D releases the lease, and D continues from the last of these tokens.
+
+    With ``cached_only``, a pull: P computes nothing. It answers with Accepted, KVReady with the full blocks that it has
+    cached, and Finished; without KVReady if it has none beyond the skipped tokens, and then holds nothing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1351,6 +1358,7 @@ class PrefillRequest(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     URGENT_FIELD_NUMBER: _builtins.int
+    CACHED_ONLY_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number of the prompt, used once on a stream"""
     request_id: _builtins.str
@@ -1373,6 +1381,7 @@ class PrefillRequest(_message.Message):
     """as in Generate"""
     urgent: _builtins.bool
     """P computes it before the waiting prompts of its client: a running stream waits for it"""
+    cached_only: _builtins.bool
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -1391,10 +1400,11 @@ class PrefillRequest(_message.Message):
         tracestate: _builtins.str = ...,
         client: _builtins.int = ...,
         urgent: _builtins.bool = ...,
+        cached_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1503,7 +1513,7 @@ class PrefillEvent(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """all blocks have been announced"""
+        """no more blocks follow: those of the whole prompt, or of a pull, have been announced"""
 
     @_builtins.property
     def next_token(self) -> Global___SampledToken:
@@ -1589,7 +1599,7 @@ class KVReady(_message.Message):
     lease_ms: _builtins.int
     """shortest time that P keeps them, from when it received the prompt; see ExtendRequest"""
     num_tokens: _builtins.int
-    """prompt tokens whose KV is ready, skipped ones included; in the last message, all"""
+    """prompt tokens whose KV is ready, skipped ones included; in the last message all, but for a pull"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

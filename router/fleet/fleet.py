@@ -183,7 +183,7 @@ class Fleet:
         return NodeCall(view, decode.stream, number, decode, prefill)
 
     def move(self, message: pb.Generate, handler: OutputHandler, to: Placement, num_tokens: int) -> NodeCall:
-        """Send a running request of ``num_tokens`` to ``to.decode``, which reads its KV from ``to.prefill``.
+        """Send a running request of ``num_tokens`` to ``to.decode``, which pulls its KV from ``to.prefill``.
 
         Raises Overloaded when that node is not ready for it.
         """
@@ -191,13 +191,13 @@ class Fleet:
         target, source = views.get(to.decode), views.get(to.prefill or "")
         if target is None or source is None or not (target.ready and source.ready and target.reads_from(source)):
             raise Overloaded(f"node {to.decode} cannot read from {to.prefill} now")
-        decode, prefill = self._nodes.find("decode", target.node_id), self._nodes.find("prefill", source.node_id)
+        decode = self._nodes.find("decode", target.node_id)
         message.prefill_node = source.node_id
+        message.pull = True
         assert decode.stream is not None, "a ready node that decodes has a stream"
         number = decode.stream.generate(message, handler)
         decode.add_request(0, num_tokens)
-        prefill.add_request(1, num_tokens, for_peer=True)
-        return NodeCall(target, decode.stream, number, decode, prefill)
+        return NodeCall(target, decode.stream, number, decode, None)
 
     def movable(self, node_id: str) -> list[OutputHandler]:
         """Return this router's requests that may leave a node, those with the least KV first."""

@@ -3,7 +3,7 @@
     runs on a D ──stream lost, NODE_FAILED, stalled, or draining──► waits for another D ──► runs there
        │   ▲                                                   │ too many failures, or no D
        │   └─ refused: any D, the first one included           ▼ accepts it in time
-       └──moved──► another D, which reads the KV from the first one         an error
+       └──moved──► another D, which pulls the KV from the first one         an error
 
 If the engine of D, or of its P, ends in a step with the prompt, the prompt is suspect (suspicion.py).
 

@@ -86,6 +86,7 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
     """All streams leave their node at once, in the middle of their answers."""
     prompts = random_prompts(3, 6, 300)
     before = [node.counter("handoff_failures") for node in fleet.both]
+    pulled, misses = pulls(fleet)
 
     async def run() -> None:
         nodes, metrics = Nodes({}, {MODEL_NAME}), RouterMetrics()
@@ -110,8 +111,16 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
 
     asyncio.run(run())
     assert [node.counter("handoff_failures") for node in fleet.both] == before
+    assert pulls(fleet)[0] > pulled
+    assert pulls(fleet)[1] == misses, "their KV was cached"
     for node in fleet.both:
         node.wait_idle()
+
+
+def pulls(fleet: Fleet) -> tuple[float, float]:
+    """Return the tokens that were pulled, and the pulls that found nothing."""
+    pulled = sum(node.counter("pulled_tokens") for node in fleet.both)
+    return pulled, sum(node.counter("pull_misses") for node in fleet.both)
 
 
 def resumed(choice: int, *token_ids: int) -> pb.ResumedChoice:
@@ -142,9 +151,10 @@ def test_forged_moves_are_refused_or_computed_and_change_no_other_stream(fleet: 
                 failure = forger.generate(prompt, greedy(OUTPUT), name, resume=resume).failure
                 assert failure is not None, case
                 assert failure.code == pb.Failure.INVALID, f"{case}: {failure}"
-        for name in names:
-            answer = forger.generate(prompt, greedy(OUTPUT), name, resume=[resumed(0, 5, 6, 7)])
-            assert answer.tokens == reference_greedy(reference, [*prompt, 5, 6, 7], OUTPUT - 3), name
+        for pull in (True, False):
+            for name in names:
+                answer = forger.generate(prompt, greedy(OUTPUT), name, resume=[resumed(0, 5, 6, 7)], pull=pull)
+                assert answer.tokens == reference_greedy(reference, [*prompt, 5, 6, 7], OUTPUT - 3), name
         for request, other in zip(running, random_prompts(6, 3, 300), strict=True):
             assert request.wait().tokens == reference_greedy(reference, other, 300)
     for node in fleet.both:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ from pdserve.ipc.messages import (
     Connect,
     Disconnect,
     FreeLease,
+    LeaseCached,
     Leased,
     Mode,
     PrefillLocally,
@@ -32,6 +34,7 @@ from pdserve.sampling_params import SamplingParams
 from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
+FINISHED = pb.PrefillEvent(finished=pb.Finished())
 Tokens = tuple[int, ...]  # the first token of each choice, or one that P decodes ahead
 StreamEvent = pb.PrefillEvent | Tokens | PeerError  # to D; the error ends the stream
 _streams = count(1_000_001)  # prompts of peers; a node may have requests of its own, too
@@ -46,20 +49,26 @@ class Job:
     mode: Mode = Mode.HANDOFF
     done: int = 0
     ahead: int = 0  # tokens that P may decode ahead
+    pull: bool = False  # D reads what P has cached, as P serves the same request
 
     @cached_property
     def resume(self) -> dict[int, list[int]]:
         """Output so far of each resumed choice; empty for a new request."""
-        return {choice: whole[: self.done] for choice, whole in enumerate(self._whole) if 0 < self.done < len(whole)}
+        return {choice: whole[: self.done] for choice, whole in enumerate(self.whole) if 0 < self.done < len(whole)}
 
     @cached_property
     def expected(self) -> list[list[int]]:
         """Tokens that D must output, by choice."""
-        return [whole[self.done :] for whole in self._whole] if self.resume else self._whole
+        return [whole[self.done :] for whole in self.whole] if self.resume else self.whole
 
     @property
     def handoff_tokens(self) -> list[int]:
-        """Tokens whose KV P computes: with a single resumed choice, those of its output but the last one, too."""
+        """Tokens whose KV P computes: with a single resumed choice, those of its output but the last one, too.
+
+        In a pull of a new prompt D computes its last one.
+        """
+        if self.pull and not self.resume:
+            return self.prompt[:-1]
         return self.prompt + next(iter(self.resume.values()))[:-1] if len(self.resume) == 1 else self.prompt
 
     @property
@@ -68,7 +77,8 @@ class Job:
         return SamplingParams(max_tokens=1) if self.resume else self.sampling
 
     @cached_property
-    def _whole(self) -> list[list[int]]:
+    def whole(self) -> list[list[int]]:
+        """The whole output, by choice."""
         sampling = self.sampling
         return [
             reference(self.prompt, choice, sampling.max_tokens, sampling.stop_token_ids) for choice in range(sampling.n)
@@ -124,6 +134,7 @@ class PrefillSide:
         self._leases: dict[int, LeaseId] = {}
         self._samples: dict[int, Tokens] = {}
         self._unleased: dict[int, Job] = {}  # until the last blocks are announced
+        self._served: dict[int, Job] = {}  # by rid; requests of P itself
 
     @property
     def epoch(self) -> str:
@@ -135,7 +146,23 @@ class PrefillSide:
         self._calls[rid], self._leases[rid] = call, call.lease
         self._samples[rid] = ()
         self._unleased[rid] = job
+        if job.pull:
+            token_ids = array("I", job.handoff_tokens).tobytes()
+            self.node.obey(LeaseCached(rid=rid, token_ids=token_ids, cache_salt="", skip_tokens=call.skip))
+            return
         self.node.submit(rid, job.handoff_tokens, job.prefill_sampling, Mode.LEASE, call.skip, decode_ahead=job.ahead)
+
+    def serve(self, job: Job) -> None:
+        """Serve the request on this node, so that its KV enters the prefix cache."""
+        rid = next(_streams)
+        self._served[rid] = job
+        self.node.submit(rid, job.prompt, job.sampling, Mode.LOCAL)
+
+    def assert_served(self) -> None:
+        """Assert that peers which read its blocks have changed no token of this node."""
+        for rid, job in self._served.items():
+            for choice, expected in enumerate(job.whole):
+                assert self.node.tokens[rid, choice] == expected, "not served"
 
     def release(self, lease: LeaseId) -> bool:
         stood, free = self.table.release(lease)
@@ -180,22 +207,25 @@ class PrefillSide:
             elif (call := self._calls.get(rid)) is not None:
                 call.events.append((token_id,))
         for leased in batch.leased:
-            self._announce(leased, now)
+            if leased.block_ids:
+                self._announce(leased, now)
+            elif (call := self._calls.get(leased.rid)) is not None:
+                call.events.append(FINISHED)
+                self.close_stream(call)
 
     def _announce(self, leased: Leased, now: float) -> None:
-        rid, job = leased.rid, self._unleased.get(leased.rid)
-        complete = job is not None and leased.num_tokens == len(job.handoff_tokens)
+        rid, job, complete = leased.rid, self._unleased.get(leased.rid), leased.last
         if not self.table.announce(self._leases[rid], complete, now):
             return
         assert job is not None, "blocks follow the last ones of a prompt"
-        samples, num_choices = self._samples[rid], job.prefill_sampling.n
+        samples, num_choices = self._samples[rid], 0 if job.pull else job.prefill_sampling.n
         if complete:
             assert len(samples) >= num_choices, "the last blocks come before the first tokens"
             del self._unleased[rid]
         call = self._calls.get(rid)
         if call is None:
             return
-        if complete:
+        if complete and not job.pull:
             call.events.append(samples[:num_choices])
         ready = pb.KVReady(
             lease_ms=int(SECONDS * 1000),
@@ -205,7 +235,7 @@ class PrefillSide:
         )
         call.events.append(pb.PrefillEvent(kv_ready=ready))
         if complete:
-            call.events += [(token,) for token in samples[num_choices:]]
+            call.events += [FINISHED, *((token,) for token in samples[num_choices:])]
 
     def _free(self, lease: LeaseId) -> None:
         rid = lease.stream
@@ -287,7 +317,15 @@ class DecodeSide:
             self.node.obey(PrefillLocally(rid))
             return
         peer = Peer("p", self.peer, ())
-        handoff = Handoff(rid, rid, len(job.handoff_tokens), peer=peer, timing=DEFAULT_TIMING, sent_at=now)
+        handoff = Handoff(
+            rid,
+            rid,
+            len(job.handoff_tokens),
+            peer=peer,
+            timing=DEFAULT_TIMING,
+            sent_at=now,
+            pull=job.pull,
+        )
         call = self.calls[rid] = Call(rid, self.peer, job, cached, handoff)
         self.sent.append(Request("prefill", call))
 

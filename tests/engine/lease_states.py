@@ -1,8 +1,8 @@
 """One handoff between the real LeaseTable and Handoff, small enough to visit every order of events.
 
-A prompt has two parts. P overwrites blocks as soon as they are free. The network may reorder, lose and repeat Extend,
-Release and their answers, which is more than one stream can do; P's other events keep their order. A hostile second
-stream, which knows the prompt's number, may send Extend and Release at any time.
+A prompt has two parts; a pull finds one of them. P overwrites blocks as soon as they are free. The network may reorder,
+lose and repeat Extend, Release and their answers, which is more than one stream can do; P's other events keep their
+order. A hostile second stream, which knows the prompt's number, may send Extend and Release at any time.
 Every function that takes a State is a possible event.
 """
 
@@ -25,12 +25,11 @@ from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
 PARTS = 2
-ALL = frozenset(range(1, PARTS + 1))
 LEASE = LeaseId(1, 1)  # of D's stream
 HOSTILE = LeaseId(2, 1)  # what the messages of the hostile stream name
 OTHER = LeaseId(3, 1)  # of another D, in P's second epoch
 
-FAILED, ENDED = -1, 0  # events of P's stream besides numbers of parts
+FAILED, ENDED, FINISHED = -1, 0, PARTS + 1  # events of P's stream besides numbers of parts
 PEER = Peer("p", "first", ())
 TIMING = PeerTiming(2 * TICK)  # an Extend is answered within a tick, a Release within two
 
@@ -45,14 +44,13 @@ class State:
     faults: int
     d_runs: bool
     make_table: Callable[[float, float], LeaseTable[Lease]] = LeaseTable
+    pull: bool = False  # P has the first part cached, and no other
     now: float = 0.0
     epoch: str = "first"
     table: LeaseTable[Lease] = field(init=False)
     computed: int | None = None  # parts of the prompt on P; None: not requested there
     leased: frozenset[int] = frozenset()  # parts
-    handoff: Handoff | None = field(
-        default_factory=lambda: Handoff(1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0)
-    )  # None: it is done
+    handoff: Handoff | None = field(init=False)  # None: it is done
     open: bool = True  # D's stream to P
     lost: bool = False  # a message to P, or one side's state
     to_p: list[Message] = field(default_factory=lambda: [("prefill", 0)])
@@ -65,6 +63,12 @@ class State:
 
     def __post_init__(self) -> None:
         self.table = self.make_table(SECONDS, GUARD)
+        self.handoff = Handoff(1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0, pull=self.pull)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that P announces."""
+        return 1 if self.pull else PARTS
 
     @property
     def d_now(self) -> float:
@@ -98,11 +102,13 @@ def grants(s: State) -> bool:
 def p_computes_a_part(s: State) -> None:
     assert s.computed is not None
     s.computed += 1
-    if s.table.announce(LEASE, s.computed == PARTS, s.now):
+    if s.table.announce(LEASE, s.computed == s.num_parts, s.now):
         s.leased |= {s.computed}
         if s.open:
             s.stream.append(s.computed)
-    if s.computed == PARTS:
+            if s.computed == s.num_parts:
+                s.stream.append(FINISHED)
+    if s.computed == s.num_parts:
         s.computed = None
 
 
@@ -187,7 +193,8 @@ def d_acts(actions: list[Action], s: State) -> None:
                 s.to_p.append(("release", 0))
             case KVConfirmed():
                 assert not s.tainted, "D uses KV that P has not computed"
-                assert s.announced == ALL
+                assert s.announced == frozenset(range(1, s.num_parts + 1))
+                assert action.num_tokens == s.num_parts
                 assert not s.reads
             case HandoffFailed():
                 s.reads = frozenset()  # later bytes land in quarantine
@@ -209,6 +216,8 @@ def d_receives(s: State) -> None:
         d_decides(PeerError("the stream has ended"), s)
     elif event == FAILED:
         d_decides(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")), s)
+    elif event == FINISHED:
+        d_decides(pb.PrefillEvent(finished=pb.Finished()), s)
     else:
         s.announced |= {event}
         if event == PARTS and s.handoff is not None:

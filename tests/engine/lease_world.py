@@ -16,7 +16,7 @@ from itertools import count
 from lease_sides import GUARD, SECONDS, Call, DecodeSide, Job, PrefillSide, Reply, Request
 from slow_connector import SlowConnector, Transfer
 from toy import ToyRunner
-from toy_node import BLOCK, Node
+from toy_node import BATCH_TOKENS, BLOCK, Node
 
 from decode_node.handoff import Phase
 from pdserve.errors import PeerError
@@ -79,6 +79,14 @@ class World:
     def submit(self, length: int, shared: bool, max_tokens: int) -> None:
         prompt = [0 if shared else next(self.prompts) % 900 + 1] * length
         self.d.submit(Job(prompt, SamplingParams(max_tokens=max_tokens), ahead=AHEAD))
+        self.check()
+
+    def move(self, length: int, max_tokens: int, done: int) -> None:
+        """Begin a request on P; after ``done`` tokens of its output, or a little earlier, it goes on on D."""
+        job = Job([next(self.prompts) % 900 + 1] * length, SamplingParams(max_tokens=max_tokens), done=done, pull=True)
+        self.p.serve(job)
+        self.step(length // BATCH_TOKENS + done)
+        self.d.submit(job)
         self.check()
 
     def step(self, both: int = 1) -> None:
@@ -275,6 +283,7 @@ class World:
         self.wait(2 * (SECONDS + GUARD))
         self.tick_p()
         self.d.assert_served()
+        self.p.assert_served()
         self.d.node.assert_all_free()
         self.p.node.assert_all_free()
 

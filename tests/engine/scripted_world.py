@@ -24,7 +24,8 @@ class ScriptedJob(Job):
     """A request to D. ``what`` happens to it ``when``: at a stage, or a number of steps after its arrival.
 
     "cancel" and "give up" come from D; "break": its reads fail from then on; "expire": P's lease ends. With digests:
-    "corrupt": later digests are announced wrong; "overwrite": P's blocks change after their announcement.
+    "corrupt": later digests are announced wrong; "overwrite": P's blocks change after their announcement. What is
+    pulled from P is served there from the beginning.
     """
 
     arrival: int = 0
@@ -88,6 +89,9 @@ class ScriptedWorld(World):
         self._corrupt: set[int] = set()  # including reads after the end of a lease
         self._num_steps = 0
         super().__init__(depth, 1.0)
+        for job in jobs:
+            if job.pull:
+                self.p.serve(job)
 
     def make_p(self) -> PrefillSide:
         return PrefillSide(self._make(0))
@@ -112,6 +116,7 @@ class ScriptedWorld(World):
         else:
             raise AssertionError("requests do not end")
         self.d.assert_served()
+        self.p.assert_served()
         self.d.node.assert_all_free()
         self.p.node.assert_all_free()
 

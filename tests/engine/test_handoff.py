@@ -64,6 +64,7 @@ def test_tokens_are_exact_with_a_fault_at_any_stage(
             st.sampled_from(["cancel", "give up", "break", "expire", "corrupt"]),
             st.sampled_from(["never", *STAGES]),
             st.sampled_from([0, 0, 1, 9]),
+            st.booleans(),
         ),
         min_size=1,
         max_size=8,
@@ -71,14 +72,21 @@ def test_tokens_are_exact_with_a_fault_at_any_stage(
 )
 @settings(max_examples=30, deadline=None)
 def test_tokens_are_exact_with_digests(
-    depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str, int]]
+    depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str, int, bool]]
 ) -> None:
-    """Also if wrong digests are announced from some stage on."""
+    """Also if wrong digests are announced from some stage on. Some are pulled, in the middle of their output."""
     jobs = [
         ScriptedJob(
-            [7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when, ahead=ahead
+            [7 if shared else rid] * length,
+            SamplingParams(max_tokens=6, n=n),
+            what=what,
+            when=when,
+            ahead=ahead,
+            pull=pull,
+            done=4 if pull else 0,
+            arrival=10 if pull else 0,
         )
-        for rid, (length, n, shared, what, when, ahead) in enumerate(requests)
+        for rid, (length, n, shared, what, when, ahead, pull) in enumerate(requests)
     ]
     world = ScriptedWorld(depth, (96, 72), jobs, checksum=True)
     world.run()
@@ -112,6 +120,7 @@ def jobs(draw: st.DrawFn) -> ScriptedJob:
         when=draw(st.integers(0, 20) | st.just("never")),
         done=draw(st.integers(0, 11)),
         ahead=draw(st.sampled_from([0, 1, 3, 20])),
+        pull=draw(st.booleans()),
     )
 
 
@@ -123,7 +132,7 @@ def test_tokens_are_exact_with_a_fault_at_any_time(
 ) -> None:
     """With arrivals, stops, preemption, shared prefixes and steps in flight on both nodes.
 
-    Some requests are new, others resume the output of another D.
+    Some requests are new, others resume the output of another D. What is pulled is cached on P in part, or no more.
     """
     world = ScriptedWorld(depth, blocks, jobs)
     world.run()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, Phase
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, NothingCached, Phase
 from pdserve.errors import Draining, PeerError
 from pdserve.ipc.messages import KVConfirmed, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
@@ -48,7 +48,7 @@ def test_kv_is_confirmed_once_its_lease_stood_and_its_digests_are_equal(order: t
     handoff = confirming(digests=[1])
     assert handoff.on(order[0], 0.4) == []
     assert handoff.active
-    assert handoff.on(order[1], 0.5) == [KVConfirmed(1, ((7,),))]
+    assert handoff.on(order[1], 0.5) == [KVConfirmed(1, 2, ((7,),))]
     assert not handoff.active
 
 
@@ -65,7 +65,7 @@ def test_the_end_of_the_stream_means_nothing_once_the_lease_stood() -> None:
     handoff = confirming(digests=[1])
     handoff.on(STOOD, 0.4)
     assert handoff.on(PeerError("the stream ended"), 0.5) == []
-    assert handoff.on(GOOD, 0.6) == [KVConfirmed(1, ((7,),))]
+    assert handoff.on(GOOD, 0.6) == [KVConfirmed(1, 2, ((7,),))]
 
 
 def failure(actions: list[Action]) -> Exception:
@@ -121,7 +121,7 @@ def test_released_before_the_release_is_ignored() -> None:
 
 def test_kv_is_confirmed_by_a_lease_that_stood() -> None:
     handoff = confirming()
-    assert handoff.on(STOOD, 0.4) == [KVConfirmed(1, ((7,),))]
+    assert handoff.on(STOOD, 0.4) == [KVConfirmed(1, 2, ((7,),))]
     assert not handoff.active
 
 
@@ -171,3 +171,49 @@ def test_a_late_answer_to_an_earlier_extend_does_not_move_the_limit() -> None:
     assert handoff.limit == limit
     handoff.on(pb.PrefillEvent(extended=pb.Extended(ask=second.ask, lease_ms=3000)), 2.0)
     assert handoff.limit > limit
+
+
+FINISHED = pb.PrefillEvent(request=9, finished=pb.Finished())
+
+
+def pulling() -> Handoff:
+    """As ``waiting``, but a pull."""
+    return Handoff(1, 9, 2, peer=PEER, timing=TIMING, sent_at=0.0, pull=True)
+
+
+@pytest.mark.parametrize("cached", [1, 2])
+@pytest.mark.parametrize("late", [False, True], ids=["", "finished late"])
+def test_pull_is_confirmed_with_the_tokens_that_p_has(cached: int, late: bool) -> None:
+    handoff, read = pulling(), ReadEnded(1, "epoch", ReadResult(1))
+    assert [type(action) for action in handoff.on(part(cached), 0.1)] == [StartRead]
+    events: list[Event] = [read, FINISHED] if late else [FINISHED, read]
+    assert [action for event in events for action in handoff.on(event, 0.2)] == [RELEASE]
+    assert handoff.on(STOOD, 0.3) == [KVConfirmed(1, cached, ())]
+
+
+def test_pull_of_nothing_releases_nothing() -> None:
+    handoff = pulling()
+    handoff.on(ACCEPTED, 0.1)
+    actions = handoff.on(FINISHED, 0.2)
+    assert isinstance(failure(actions), NothingCached)
+    assert len(actions) == 1
+    assert not handoff.active
+
+
+def test_pull_with_first_tokens_or_more_parts_is_refused() -> None:
+    handoff = pulling()
+    with pytest.raises(PeerError, match="first tokens of a pull"):
+        handoff.add_first_tokens([7])
+    handoff.on(part(1), 0.1)
+    handoff.on(FINISHED, 0.1)
+    actions = handoff.on(part(2), 0.2)
+    assert actions[:-1] == [RELEASE]
+    assert "after the last ones" in str(failure(actions))
+
+
+def test_only_a_pull_may_end_early() -> None:
+    handoff = waiting()
+    handoff.on(part(1), 0.1)
+    actions = handoff.on(FINISHED, 0.2)
+    assert actions[:-1] == [RELEASE]
+    assert "without leasing its blocks" in str(failure(actions))

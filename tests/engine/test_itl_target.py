@@ -259,7 +259,7 @@ def test_step_in_which_a_sequence_joins_after_a_handoff_is_shorter_by_its_wait()
     while not node.step().reads:
         time.sleep(0.01)  # the connector's thread reports it
     usual = min(long_chunks(node, model))
-    node.obey(KVConfirmed(9, ((1, 2, 3),)))
+    node.obey(KVConfirmed(9, 6, ((1, 2, 3),)))
     model.steps.clear()
     while not any(3 in step.chunks.values() for step in model.steps):
         node.step()

@@ -28,6 +28,10 @@ class LeaseProtocol(RuleBasedStateMachine):
     def submit(self, length: int, shared: bool, max_tokens: int) -> None:
         self.world.submit(length, shared, max_tokens)
 
+    @rule(length=st.integers(1, 30), max_tokens=st.integers(2, 12), done=st.integers(0, 8))
+    def move(self, length: int, max_tokens: int, done: int) -> None:
+        self.world.move(length, max_tokens, done)
+
     @rule(steps=st.sampled_from([1, 2, 6]))
     def step(self, steps: int) -> None:
         self.world.step(steps)

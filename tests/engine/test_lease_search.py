@@ -46,13 +46,14 @@ def _path(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> li
     return path
 
 
+@pytest.mark.parametrize("pull", [False, True])
 @pytest.mark.parametrize(
     ("num_faults", "d_runs"),
     [(1, True), (2, False), pytest.param(2, True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
-def test_no_order_of_events_and_faults_breaks_a_promise(num_faults: int, d_runs: bool) -> None:
+def test_no_order_of_events_and_faults_breaks_a_promise(num_faults: int, d_runs: bool, pull: bool) -> None:
     """With a stopped clock, D may read blocks that P has reused, but must not use them."""
-    assert search(State(num_faults, d_runs)) > 1000
+    assert search(State(num_faults, d_runs, pull=pull)) > 1000
 
 
 class SharedLeases(LeaseTable[Lease]):

@@ -25,7 +25,7 @@ from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.ipc.frames import Frames, framed
-from pdserve.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
+from pdserve.ipc.messages import Batch, FreeLease, FromEngine, LeaseCached, Mode, OutputTokens, Submit, ToEngine
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
@@ -142,6 +142,7 @@ class Node:
         self.leased: dict[
             int, tuple[int, ...]
         ] = {}  # by rid; unused with digests, which arrive when a lease may have ended
+        self._pulls: set[int] = set()  # rids
         self._leased_slots: dict[int, set[Slot]] = {}  # slots of these that must not change
 
     def submit(
@@ -165,6 +166,8 @@ class Node:
             self.leased.pop(message.rid, None)
             self._leased_slots.pop(message.rid, None)
         self.engine.handle([message])
+        if isinstance(message, LeaseCached):
+            self._pulled(message.rid)
         self._check()
 
     def step(self) -> Batch:
@@ -190,10 +193,12 @@ class Node:
             assert (ended.rid, 0) not in self.finished, "a second end"
             self.finished[ended.rid, 0] = FinishReason.LENGTH
         for leased in batch.leased:
-            self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
-            slots = [(block, offset) for block in leased.block_ids for offset in range(BLOCK)]
+            if leased.rid in self._pulls:
+                assert leased.last
+                assert self.leased.get(leased.rid, leased.block_ids) == leased.block_ids
+                continue
             unused = -leased.num_tokens % BLOCK  # at the end of the prompt: the sequence may continue there
-            self._leased_slots.setdefault(leased.rid, set()).update(slots[: len(slots) - unused])
+            self._add_leased(leased.rid, leased.block_ids, unused)
         self._check()
         return batch
 
@@ -212,6 +217,18 @@ class Node:
     def assert_all_free(self) -> None:
         status = self.scheduler.status()
         assert (status.free, status.waiting, status.reading, status.running) == (status.total, 0, 0, 0)
+
+    def _add_leased(self, rid: int, blocks: tuple[int, ...], unused: int = 0) -> None:
+        """Note leased blocks, the last of which has ``unused`` slots at its end."""
+        self.leased[rid] = self.leased.get(rid, ()) + blocks
+        slots = [(block, offset) for block in blocks for offset in range(BLOCK)]
+        self._leased_slots.setdefault(rid, set()).update(slots[: len(slots) - unused])
+
+    def _pulled(self, rid: int) -> None:
+        """Note the blocks of a pull: they are leased before they are announced."""
+        assert isinstance(self.scheduler.connector, PeerConnectorScheduler)
+        self._pulls.add(rid)
+        self._add_leased(rid, tuple(self.scheduler.connector._leases[rid].blocks))
 
     def _check(self) -> None:
         status = self.scheduler.status()

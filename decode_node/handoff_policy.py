@@ -1,0 +1,49 @@
+"""Which prompts D hands off, and what follows a failed handoff. Counts both."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from decode_node.decode_metrics import DecodeMetrics
+from decode_node.handoff import NothingCached
+from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
+from pdserve.request_cost import worth_handoff
+
+
+class FailurePolicy(StrEnum):
+    """Treatment of a request whose handoff fails."""
+
+    RECOMPUTE = "recompute"  # D prefills it from its token ids
+    FAIL = "fail"
+
+
+class HandoffPolicy:
+    def __init__(self, metrics: DecodeMetrics, min_tokens: int, failure_policy: FailurePolicy) -> None:
+        """Prompts that lack KV of fewer than ``min_tokens`` tokens are prefilled on D."""
+        self._metrics = metrics
+        self._min_tokens = min_tokens
+        self._failure_policy = failure_policy
+
+    def choose_handoff(self, uncached_tokens: int, prompt_logprobs: int) -> bool:
+        """Return whether to hand off so many tokens; if not, count a local prefill."""
+        worth = worth_handoff(uncached_tokens, prompt_logprobs, self._min_tokens)
+        if not worth:
+            self._metrics.local_prefills.inc()
+        return worth
+
+    def recompute_after(self, error: PdserveError, uncached_tokens: int) -> bool:
+        """Count a failed or refused handoff; return whether to prefill its prompt on D.
+
+        A pull that finds nothing is neither.
+        """
+        if isinstance(error, NothingCached):
+            self._metrics.pull_misses.inc()
+            return True
+        refused = isinstance(error, Overloaded)
+        (self._metrics.handoff_refusals if refused else self._metrics.handoff_failures).inc()
+        if self._failure_policy is FailurePolicy.FAIL or isinstance(error, PrefillCrashed):
+            return False  # the prompt that ended P's engine may end this one, too
+        if not refused:
+            self._metrics.recomputes.inc()
+            self._metrics.recomputed_tokens.inc(uncached_tokens)
+        return True

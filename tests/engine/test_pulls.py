@@ -1,0 +1,225 @@
+"""Pulls: D reads what P has cached of a request, P computes nothing, and D computes the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable
+
+import pytest
+from scripted_world import ScriptedJob, ScriptedWorld
+from test_itl_target import Model, add_prompts, node_with_streams
+from toy_node import BLOCK, DEPTHS, Node
+
+from pdserve.ipc.messages import (
+    FreeLease,
+    KVConfirmed,
+    LeaseCached,
+    Leased,
+    Mode,
+    PrefillLocally,
+    Shutdown,
+    StartRead,
+    Submit,
+)
+from pdserve.sampling_params import SamplingParams
+
+each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
+PROMPT = list(range(100, 130))
+PEER = 99  # rid of a pull
+
+
+def pull(prompt: list[int], skip: int = 0, salt: str = "") -> LeaseCached:
+    return LeaseCached(rid=PEER, token_ids=array("I", prompt).tobytes(), cache_salt=salt, skip_tokens=skip)
+
+
+def node_with(prompt: list[int], num_blocks: int = 64, kv_checksum: bool = False) -> Node:
+    """Return a node that has served a prompt."""
+    node = Node(num_blocks, 1, kv_checksum=kv_checksum)
+    node.submit(1, prompt, SamplingParams(max_tokens=1), Mode.LOCAL)
+    node.run()
+    return node
+
+
+# ---------------------------------------------------------------- P
+
+
+@pytest.mark.parametrize(("skip", "salt", "num_blocks"), [(0, "", 7), (8, "", 5), (28, "", 0), (0, "other", 0)])
+def test_cached_blocks_are_leased_at_once_and_nothing_is_computed(skip: int, salt: str, num_blocks: int) -> None:
+    node = node_with(PROMPT)
+    num_steps = len(node.runner.launched)
+    node.obey(pull(PROMPT, skip, salt))
+    assert node.scheduler.status().leased == num_blocks
+    (leased,) = node.step().leased
+    assert (leased.rid, len(leased.block_ids), leased.last) == (PEER, num_blocks, True)
+    assert leased.num_tokens == (28 if not salt else 0)
+    assert len(node.runner.launched) == num_steps
+    node.obey(FreeLease(PEER))
+    node.assert_all_free()
+    node.close()
+
+
+def test_leased_blocks_are_not_evicted_and_the_others_are() -> None:
+    """A prompt that needs every block waits for the lease."""
+    node = node_with(PROMPT, num_blocks=8)
+    node.obey(pull(PROMPT[:16]))
+    node.submit(2, [5] * 30, SamplingParams(max_tokens=1), Mode.LOCAL)
+    node.run()
+    assert not node.tokens[2, 0]
+    node.obey(FreeLease(PEER))
+    node.run()
+    assert node.tokens[2, 0]
+    node.obey(pull(PROMPT))
+    assert node.step().leased == [Leased(PEER, (), 0, True)]
+    node.close()
+
+
+def test_announcement_waits_for_digests() -> None:
+    node = node_with(PROMPT, kv_checksum=True)
+    node.obey(pull(PROMPT))
+    assert node.scheduler.status().leased == 7
+    parts = [leased for _ in range(3) for leased in node.step().leased]
+    assert [len(part.digests) for part in parts] == [7]
+    assert not any(plan.num_tokens for plan in node.runner.launched[-1:])
+    node.close()
+
+
+def test_pull_that_ends_before_its_digests_announces_nothing() -> None:
+    node = node_with(PROMPT, kv_checksum=True)
+    node.obey(pull(PROMPT))
+    node.obey(FreeLease(PEER))
+    assert not any(node.step().leased for _ in range(3))
+    node.assert_all_free()
+    node.close()
+
+
+def test_pull_is_answered_while_a_long_step_executes() -> None:
+    node = Node(64, 2, seconds=lambda plan: 1000.0)
+    node.submit(0, [0] * 4, SamplingParams(max_tokens=100), Mode.LOCAL)
+    node.submit(1, PROMPT, SamplingParams(max_tokens=1), Mode.LOCAL)
+    for _ in range(8):
+        node.step()  # measures what steps take
+    node.runner.busy = True
+    loop = threading.Thread(target=node.engine.run)
+    loop.start()
+    node.send(Submit(2, array("I", [2] * 10).tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL))
+    wait_until(lambda: any(plan.num_prompt_tokens for plan in node.runner.launched[-1:]))
+    num_steps = len(node.runner.launched)
+    node.send(pull(PROMPT))
+    wait_until(lambda: any(batch.leased for batch in node.received()))
+    assert len(node.runner.launched) == num_steps
+    node.runner.busy = False
+    node.send(Shutdown())
+    loop.join()
+    node.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+# ---------------------------------------------------------------- both nodes
+
+
+@each_depth
+@pytest.mark.parametrize("checksum", [False, True], ids=["", "checksum"])
+@pytest.mark.parametrize("done", [1, 3, 4, 8])
+def test_moved_stream_computes_at_most_a_block(depth: tuple[int, int], checksum: bool, done: int) -> None:
+    max_tokens = 12
+    job = ScriptedJob(PROMPT, SamplingParams(max_tokens=max_tokens), done=done, pull=True, arrival=40)
+    world = ScriptedWorld(depth, (96, 72), [job], checksum=checksum)
+    world.run()
+    assert world.p.node.runner.num_tokens == len(PROMPT) + max_tokens - 1, "P has computed its own answer only"
+    at_move = world.d.node.runner.num_tokens - (max_tokens - done - 1)  # before the first new token
+    assert at_move == (len(PROMPT) + done - 1) % BLOCK + 1
+    world.close()
+
+
+@each_depth
+@pytest.mark.parametrize("n", [1, 3])
+def test_new_prompt_is_pulled_except_for_its_last_block(depth: tuple[int, int], n: int) -> None:
+    job = ScriptedJob(PROMPT, SamplingParams(max_tokens=1, n=n), pull=True, arrival=40)
+    world = ScriptedWorld(depth, (96, 72), [job])
+    world.run()
+    assert world.d.node.runner.num_tokens == len(PROMPT) % BLOCK
+    world.close()
+
+
+@each_depth
+def test_choices_are_pulled_as_far_as_their_prompt(depth: tuple[int, int]) -> None:
+    job = ScriptedJob(PROMPT, SamplingParams(max_tokens=8, n=3), done=5, pull=True, arrival=40)
+    world = ScriptedWorld(depth, (96, 72), [job])
+    world.run()
+    assert world.d.node.rank.num_reads == 1
+    world.close()
+
+
+@each_depth
+def test_stream_that_p_has_not_cached_is_computed_on_d(depth: tuple[int, int]) -> None:
+    job = ScriptedJob(PROMPT, SamplingParams(max_tokens=12), done=4, pull=True, arrival=40)
+    world = ScriptedWorld(depth, (96, 72), [job])
+    for _ in range(39):
+        world._step()
+    world.p.node.scheduler.forget_cached()
+    num_tokens = world.p.node.runner.num_tokens
+    world.run()
+    assert world.d.node.rank.num_reads == 0
+    assert world.d.node.runner.num_tokens == len(PROMPT) + 11
+    assert world.p.node.runner.num_tokens == num_tokens
+    world.close()
+
+
+# ---------------------------------------------------------------- D
+
+
+def confirm_pull(node: Node, prompt: list[int], output: list[int], num_tokens: int) -> None:
+    """Pull the first ``num_tokens`` tokens of a stream."""
+    node.submit(9, prompt, SamplingParams(max_tokens=30), Mode.HANDOFF, client=1, resume={0: output})
+    node.step()
+    node.obey(StartRead(9, "unknown", tuple(range(num_tokens // BLOCK)), num_tokens))  # fails; its end is what matters
+    while not node.step().reads:
+        time.sleep(0.01)  # the connector's thread reports it
+    node.obey(KVConfirmed(9, num_tokens, ()))
+
+
+@pytest.mark.parametrize("output", [[1], [1, 2]], ids=["one token", "two tokens"])
+def test_prompts_pause_for_a_pulled_stream(output: list[int]) -> None:
+    """Its last block, which begins in its prompt, is computed in the next step, and no chunk of a prompt is."""
+    model = Model()
+    node = node_with_streams(model, (1, 1))
+    add_prompts(node, 3000)
+    for _ in range(8):
+        node.step()
+    confirm_pull(node, [9] * 6, output, 4)
+    model.steps.clear()
+    node.step()
+    assert list(model.steps[0].chunks.values()) == [2 + len(output)]
+    assert node.tokens[9, 0]
+    node.close()
+
+
+def test_stream_of_which_little_was_cached_is_computed_as_a_prompt() -> None:
+    model = Model()
+    node = node_with_streams(model, (1, 1))
+    add_prompts(node, 3000)
+    for _ in range(8):
+        node.step()
+    confirm_pull(node, [9] * 600, [1, 2], 4)
+    while not node.tokens[9, 0]:
+        node.step()
+    seconds = max(step.seconds for step in model.steps)
+    assert seconds <= 1.02 * node.scheduler.status().itl_target
+    node.close()
+
+
+def test_pull_without_blocks_is_given_up_as_a_handoff() -> None:
+    node = Node(64, 1)
+    node.submit(9, PROMPT, SamplingParams(max_tokens=6), Mode.HANDOFF, resume={0: [1, 2]})
+    node.step()
+    node.obey(PrefillLocally(9))
+    node.run()
+    assert len(node.tokens[9, 0]) == 4
+    node.assert_all_free()
+    node.close()
