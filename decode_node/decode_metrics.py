@@ -83,7 +83,7 @@ class DecodeMetrics:
             "pdserve_pulled_tokens", "Tokens of moved streams whose KV was read from the prefix cache of a peer."
         )
         self.pull_misses = metrics.counter(
-            "pdserve_pull_misses", "Pulls that found nothing in the peer's prefix cache; this node computed all tokens."
+            "pdserve_pull_misses", "Pulls that found nothing more in the peer's prefix cache than this node had."
         )
         self.exposed = metrics.histogram(
             "pdserve_handoff_exposed_seconds", "From the first token to confirmed KV.", _BOUNDS

@@ -10,7 +10,8 @@ left, or at once if less than a third of a lease is left. If next to nothing is 
 D computes no token from a read before P has confirmed that the lease stood. With checksums, D's engine compares the
 digests of what it read meanwhile, and no token comes from a read before that, either.
 
-In a pull, P computes and samples nothing: its last part may end before the last tokens, and Finished follows.
+In a pull, P computes and samples nothing: its last part may end before the last tokens, and Finished follows. If there
+was no part, nothing has to be confirmed.
 """
 
 from __future__ import annotations
@@ -37,10 +38,6 @@ _MAX_STALL = 3  # lengths of a lease without a read that begins or ends, after w
 
 class ReadFailed(PeerError):
     """The connector's connection to the peer cannot be relied on."""
-
-
-class NothingCached(PdserveError):
-    """P has no KV to pull, and holds nothing."""
 
 
 class Phase(StrEnum):
@@ -90,7 +87,7 @@ class Handoff:
         self._timing = timing
         self._num_tokens = num_tokens  # that P announces; a pull ends with fewer if P has no more
         self._pull = pull
-        self._refused = False  # P ended the prompt before its first part, and holds nothing
+        self._refused = False  # P failed the prompt before its first part, and holds nothing
         self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
         self._num_reads = 0  # in flight
@@ -187,8 +184,11 @@ class Handoff:
                     raise PeerError(f"the lease at {self._peer.node_id} ended before its blocks had been read")
                 self._stood = True
                 self._answer_due = inf
+            case "finished" if self._pull and not self._complete:
+                self._num_tokens = self.announced
+                self._stood = not self.announced  # then P holds nothing
             case "finished" if not self._complete:
-                self._on_early_end()
+                raise PeerError(f"{self._peer.node_id} ended a prompt without leasing its blocks")
             case "failed" if not self._complete or (self.phase is Phase.CONFIRMING and not self._stood):
                 self._refused = not self.announced
                 raise failure_from_pb(event.failed, self._peer.node_id)
@@ -215,15 +215,6 @@ class Handoff:
             digests=tuple(part.digests),
         )
         self._to_read.append(read)
-
-    def _on_early_end(self) -> None:
-        """P announces no more than it has so far."""
-        if not self._pull:
-            raise PeerError(f"{self._peer.node_id} ended a prompt without leasing its blocks")
-        if not self.announced:
-            self._refused = True
-            raise NothingCached(f"{self._peer.node_id} has none of its KV cached")
-        self._num_tokens = self.announced
 
     def _on_answer_timeout(self, now: float) -> None:
         """Extend again before the limit; an unanswered Release ends the handoff."""

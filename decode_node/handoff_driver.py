@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import HandoffEvent, NodeGeneration
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, NothingCached, ReadFailed
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
 from decode_node.handoff_policy import HandoffPolicy
 from decode_node.prefill_peer import PrefillPeer
 from decode_node.prefill_peers import PrefillPeers
@@ -224,7 +224,7 @@ class HandoffDriver:
             generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
             return
         generation.trace.restart()
-        level = logging.INFO if isinstance(error, Overloaded | NothingCached) else logging.WARNING
+        level = logging.INFO if isinstance(error, Overloaded) else logging.WARNING
         fields = generation.trace.log_fields
         _log.log(level, "request %s is prefilled on this node: %s", self._name, error, extra=fields)
         outputs = self._handoff.outputs if self._handoff is not None else ()
@@ -271,8 +271,9 @@ class HandoffDriver:
 
     def _count_pulled(self, num_tokens: int) -> None:
         if self._generation.message.pull:
-            cached = self._generation.num_handoff_tokens - self._uncached_tokens
-            self._handoffs.metrics.pulled_tokens.inc(num_tokens - cached)
+            metrics, cached = self._handoffs.metrics, self._generation.num_handoff_tokens - self._uncached_tokens
+            metrics.pulled_tokens.inc(max(0, num_tokens - cached))
+            metrics.pull_misses.inc(num_tokens <= cached)
 
     def _free_if_ended(self) -> None:
         if self._generation.ended:

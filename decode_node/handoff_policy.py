@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 from decode_node.decode_metrics import DecodeMetrics
-from decode_node.handoff import NothingCached
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
 from pdserve.request_cost import worth_handoff
 
@@ -32,13 +31,7 @@ class HandoffPolicy:
         return worth
 
     def recompute_after(self, error: PdserveError, uncached_tokens: int) -> bool:
-        """Count a failed or refused handoff; return whether to prefill its prompt on D.
-
-        A pull that finds nothing is neither.
-        """
-        if isinstance(error, NothingCached):
-            self._metrics.pull_misses.inc()
-            return True
+        """Count a failed or refused handoff; return whether to prefill its prompt on D."""
         refused = isinstance(error, Overloaded)
         (self._metrics.handoff_refusals if refused else self._metrics.handoff_failures).inc()
         if self._failure_policy is FailurePolicy.FAIL or isinstance(error, PrefillCrashed):

@@ -158,6 +158,7 @@ class Scheduler:
         sequence = self._live.loading.pop(rid, None)
         if sequence is None:
             return
+        num_tokens = max(num_tokens, sequence.num_computed)
         self.connector.finish_load(sequence, num_tokens)
         sequence.request.mode = Mode.LOCAL
         sequence.request.waits_since = self._clock()

