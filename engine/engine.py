@@ -54,7 +54,7 @@ class Engine:
         """Seconds to wait for a command before the next step; None: without limit."""
         if not self.idle:
             return 0.0
-        return _SHORTEST_WAIT if self._ranks.checks_reads else None
+        return _SHORTEST_WAIT if self._ranks.digesting else None
 
     def step(self) -> None:
         """One iteration: load KV, plan, execute, apply the step that is due, emit."""
@@ -133,19 +133,22 @@ class Engine:
             self._serve_connector()
             self._emit()
             start = time.perf_counter()
-            checks = self._ranks.checks_reads
-            commands = self._channel.receive(_SHORTEST_WAIT if checks else max(left / 4, _SHORTEST_WAIT))
+            wait = _SHORTEST_WAIT if self._ranks.digesting else max(left / 4, _SHORTEST_WAIT)
+            commands = self._channel.receive(wait)
             self._attended += time.perf_counter() - start
             self.handle(commands)
 
     def _serve_connector(self) -> None:
         """Pass orders to the connector, and its events on to the scheduler and the frontend."""
-        orders = self._scheduler.connector.take_orders()
-        if orders is not NO_ORDERS:
-            self._ranks.start_transfers(orders)
-        output = self._ranks.poll()
-        if output is not EMPTY_OUTPUT:
-            self._scheduler.connector.update(output)
+        connector = self._scheduler.connector
+        while True:
+            orders = connector.take_orders()
+            if orders is not NO_ORDERS:
+                self._ranks.start_transfers(orders)
+            output = self._ranks.poll()
+            if output is EMPTY_OUTPUT:
+                return
+            connector.update(output)  # the end of a read orders its digests
 
     def _change_weights(self, command: messages.ChangeWeights) -> None:
         while not self._pipeline.empty:

@@ -106,7 +106,6 @@ class KVRead(msgspec.Struct, frozen=True):
     epoch: str
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
-    digested_tokens: int = 0  # that the blocks hold, if digests of what was read are wanted; 0: none
 
 
 class ReadResult(msgspec.Struct, frozen=True):
@@ -121,15 +120,22 @@ class ReadResult(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
-    digests: tuple[int, ...] = ()  # of what was read, a signed 64-bit number per block, if the read asked for them
+
+
+class DigestOrder(msgspec.Struct, frozen=True):
+    """Compute a digest of each block. They hold ``num_tokens`` tokens; further slots of the last one do not count."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):
-    """Orders for the connector of every rank. They wait for no step."""
+    """Orders for every rank, about KV that no step writes. They wait for no step."""
 
     connect: tuple[Peer, ...] = ()
     disconnect: tuple[str, ...] = ()  # epochs
     reads: tuple[KVRead, ...] = ()
+    digests: tuple[tuple[int, DigestOrder], ...] = ()  # with an id that is unique in this engine
 
 
 NO_ORDERS = KVConnectorOrders()
@@ -189,13 +195,6 @@ class NewBlocks(msgspec.Struct, frozen=True):
 
     seq: int
     block_ids: tuple[int, ...]
-
-
-class DigestOrder(msgspec.Struct, frozen=True):
-    """Compute a digest of each block. They hold ``num_tokens`` tokens; further slots of the last one do not count."""
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
 
 
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
@@ -281,9 +280,10 @@ class KVConnectorOutput(msgspec.Struct, frozen=True):
     finished_recving: tuple[ReadResult, ...] = ()
     connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
+    digested: tuple[tuple[int, tuple[int, ...]], ...] = ()  # digests, one per block, by the id of their order
 
     def __bool__(self) -> bool:
-        return bool(self.finished_recving or self.connected or self.failed_peers)
+        return bool(self.finished_recving or self.connected or self.failed_peers or self.digested)
 
 
 EMPTY_CONNECTOR_OUTPUT = KVConnectorOutput()

@@ -40,10 +40,12 @@ class OutputAggregator:
         self._steps: dict[int, dict[int, StepOutput]] = {}  # by step, then rank
         self._reads: dict[int, dict[int, ReadResult]] = {}  # by read, then rank
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
+        self._digests: dict[int, dict[int, tuple[int, ...]]] = {}  # by id of the order, then rank
         self._rules: dict[str, Callable[[int, Any], None]] = {  # by field of KVConnectorOutput, for each item
             "finished_recving": self._add_result,
             "connected": self._add_connected,
             "failed_peers": self._add_failed_peer,
+            "digested": self._add_digests,
         }
         self._merged: dict[str, list[Any]] = {field: [] for field in self._rules}  # complete, not taken yet
 
@@ -57,6 +59,8 @@ class OutputAggregator:
         """Expect a report of every rank for each read and connection."""
         for read in orders.reads:
             self._reads[read.read_id] = {}
+        for number, _ in orders.digests:
+            self._digests[number] = {}
         for epoch in orders.disconnect:
             self._peers.pop(epoch, None)
         for peer in orders.connect:
@@ -85,7 +89,7 @@ class OutputAggregator:
             self._merged["finished_recving"].append(self._merge_results(results))
 
     def _merge_results(self, results: dict[int, ReadResult]) -> ReadResult:
-        """Add up sizes and digests; take the longest time and the first error."""
+        """Add up sizes; take the longest time and the first error."""
         parts = results.values()
         errors = (f"{self._parallel.position(rank)}: {part.error}" for rank, part in results.items() if part.error)
         return msgspec.structs.replace(
@@ -94,7 +98,6 @@ class OutputAggregator:
             num_bytes=sum(part.num_bytes for part in parts),
             num_descriptors=sum(part.num_descriptors for part in parts),
             seconds=max(part.seconds for part in parts),
-            digests=_sum_digests([(results[rank].digests,) for rank in self._digesting])[0],
         )
 
     def _add_connected(self, rank: int, connection: Connected) -> None:
@@ -104,6 +107,17 @@ class OutputAggregator:
         ranks[rank] = connection
         if len(ranks) == len(self._ranks):
             self._merged["connected"].append(combine([ranks[each] for each in self._ranks]))
+
+    def _add_digests(self, rank: int, found: tuple[int, tuple[int, ...]]) -> None:
+        number, digests = found
+        ranks = self._digests.get(number)
+        if ranks is None or rank in ranks:
+            return
+        ranks[rank] = digests
+        if len(ranks) == len(self._ranks):
+            del self._digests[number]
+            (total,) = _sum_digests((ranks[each],) for each in self._digesting)
+            self._merged["digested"].append((number, total))
 
     def _add_failed_peer(self, rank: int, failed: tuple[str, str]) -> None:
         epoch, reason = failed

@@ -42,8 +42,8 @@ class Executor:
         others.on_output = self._on_output
 
     @property
-    def checks_reads(self) -> bool:
-        return self._rank.checks_reads  # other ranks report theirs themselves
+    def digesting(self) -> bool:
+        return self._rank.digesting  # other ranks report theirs themselves
 
     @property
     def runner_seconds(self) -> float:

@@ -15,12 +15,9 @@ from pdserve.pausing import Pausing, complete
 from pdserve.protocols import KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
 from pdserve.records import (
     EMPTY_OUTPUT,
-    DigestOrder,
     KVConnectorOrders,
     KVConnectorOutput,
-    KVRead,
     ModelRunnerOutput,
-    ReadResult,
     StepPlan,
 )
 from pdserve.weights.change import FileStates, WeightChange
@@ -38,8 +35,8 @@ class Ranks(Protocol):
     monitors: Sequence[HeartbeatMonitor]  # of the other ranks
 
     @property
-    def checks_reads(self) -> bool:
-        """Whether digests of reads are computed, so that ``poll`` has something new soon."""
+    def digesting(self) -> bool:
+        """Whether digests are computed beside steps, so that ``poll`` has something new soon."""
 
     @property
     def runner_seconds(self) -> float:
@@ -92,8 +89,7 @@ class Rank:
         self._connector = connector
         self._in_flight: deque[PendingStep] = deque()
         self._weights = weights
-        self._digested_reads: dict[int, KVRead] = {}  # in flight, by id
-        self._digests: list[tuple[ReadResult, PendingDigests]] = []  # of reads that have ended
+        self._digests: deque[tuple[int, PendingDigests]] = deque()  # with the ids of their orders
 
     @property
     def offered_weights(self) -> RankWeights | None:
@@ -162,35 +158,26 @@ class Rank:
         for peer in orders.connect:
             self._connector.connect(peer)
         for read in orders.reads:
-            if read.digested_tokens:
-                self._digested_reads[read.read_id] = read
             self._connector.read(read)
+        for number, order in orders.digests:
+            self._digests.append((number, self._runner.digest(order)))
 
     def poll(self) -> ModelRunnerOutput:
         events = self._poll_connector()
         return ModelRunnerOutput(EMPTY_OUTPUT.step, events) if events else EMPTY_OUTPUT
 
     @property
-    def checks_reads(self) -> bool:
+    def digesting(self) -> bool:
         return bool(self._digests)
 
     def _poll_connector(self) -> KVConnectorOutput:
-        """Return the connector's events. A read whose digests are wanted ends once they are computed."""
+        """Return the connector's events, and the digests that have been computed beside steps."""
         events = self._connector.poll()
-        if not (self._digested_reads or self._digests):
-            return events
-        ended: list[ReadResult] = []
-        for result in events.finished_recving:
-            read = self._digested_reads.pop(result.read_id, None)
-            if read is None or result.error:
-                ended.append(result)
-            else:
-                order = DigestOrder(read.local_blocks, read.digested_tokens)
-                self._digests.append((result, self._runner.digest(order)))
+        digested: list[tuple[int, tuple[int, ...]]] = []
         while self._digests and self._digests[0][1].done():
-            result, digests = self._digests.pop(0)
-            ended.append(msgspec.structs.replace(result, digests=digests.result()))
-        return msgspec.structs.replace(events, finished_recving=tuple(ended))
+            number, digests = self._digests.popleft()
+            digested.append((number, digests.result()))
+        return msgspec.structs.replace(events, digested=tuple(digested)) if digested else events
 
     def announce_shutdown(self) -> None:
         """Do nothing: there are no other ranks."""

@@ -34,7 +34,7 @@ from pdserve.records import EMPTY_OUTPUT
 _log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
-_DIGEST_INTERVAL = 1e-3  # seconds between two looks whether digests of reads are there
+_DIGEST_INTERVAL = 1e-3  # seconds between two looks whether digests are there
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +90,7 @@ def _report(rank: Rank, in_flight: queue.SimpleQueue[Pending | None], leader: Le
         while True:
             pending = None
             with contextlib.suppress(queue.Empty):
-                pending = in_flight.get(timeout=_DIGEST_INTERVAL if rank.checks_reads else None)
+                pending = in_flight.get(timeout=_DIGEST_INTERVAL if rank.digesting else None)
             if pending is not None:
                 leader.send(RankOutput(pending()))
             elif (output := rank.poll()) is not EMPTY_OUTPUT:

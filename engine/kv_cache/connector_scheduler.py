@@ -29,8 +29,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-
-import msgspec
+from functools import partial
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
@@ -39,6 +38,8 @@ from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
+
+_TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 
@@ -171,17 +172,17 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     With ``checksum``, P announces a digest of each block, and D compares them with those of the blocks that it read:
 
         P   step that fills blocks ──with its output──► their digests ──► Leased, with digests ──frontend──► D
-            LeaseCached, order for the next step ──with its output──► the same
-        D   read ──► digests of what was read, beside the steps in flight ──► ReadEnded, ReadChecked
-
-    Digests of steps arrive in the order of their orders.
+            LeaseCached ──► their digests, beside steps ──► the same
+        D   ReadEnded ──► digests of what was read, beside steps ──► ReadChecked
     """
 
     def __init__(self, pool: BlockPool, events: Batch, block_size: int, *, checksum: bool = False) -> None:
         super().__init__(pool, events, block_size)
         self._checksum = checksum
-        self._digest_orders: list[DigestOrder] = []
-        self._digest_callbacks: deque[Callable[[tuple[int, ...]], object]] = deque()  # each takes a digest per block
+        self._digest_orders: list[DigestOrder] = []  # of the next step
+        self._digest_callbacks: deque[_TakeDigests] = deque()  # of steps, in their order
+        self._other_digest_orders: list[tuple[int, DigestOrder]] = []  # beside steps
+        self._other_digest_callbacks: dict[int, _TakeDigests] = {}  # by id of the order
         self._cost = LineFit(_KEEP)
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
@@ -224,8 +225,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         if problem:
             self._events.reads.append(ReadEnded(message.rid, message.epoch, ReadResult(read_id, problem)))
             return
-        tokens = message.num_tokens - load.num_announced * self._block_size if self._checksum else 0
-        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks, tokens)
+        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks)
         load.num_announced = end
         load.reads.add(order.read_id)
         self._reads[order.read_id] = _Read(message, order, load)
@@ -281,15 +281,25 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     @property
     def has_orders(self) -> bool:
-        return bool(self._connect or self._disconnect or self._orders or self._digest_orders)
+        return self._has_own_orders or bool(self._digest_orders)
+
+    @property
+    def _has_own_orders(self) -> bool:
+        return bool(self._connect or self._disconnect or self._orders or self._other_digest_orders)
 
     def take_orders(self) -> KVConnectorOrders:
-        if not (self._connect or self._disconnect or self._orders):
+        if not self._has_own_orders:
             return NO_ORDERS
-        orders = KVConnectorOrders(tuple(self._connect), tuple(self._disconnect), tuple(self._orders))
+        orders = KVConnectorOrders(
+            connect=tuple(self._connect),
+            disconnect=tuple(self._disconnect),
+            reads=tuple(self._orders),
+            digests=tuple(self._other_digest_orders),
+        )
         self._connect.clear()
         self._disconnect.clear()
         self._orders.clear()
+        self._other_digest_orders.clear()
         return orders
 
     def take_digest_orders(self) -> tuple[DigestOrder, ...]:
@@ -300,12 +310,14 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     def update(self, output: ModelRunnerOutput) -> None:
         for digests in output.step.digests:
             self._digest_callbacks.popleft()(digests)
+        for number, digests in output.connector.digested:
+            self._other_digest_callbacks.pop(number)(digests)
         self._end_reads(output.connector.finished_recving)
         self._events.connected += output.connector.connected
         self._events.failed_peers += output.connector.failed_peers
 
     def _end_reads(self, results: Iterable[ReadResult]) -> None:
-        """Report and check reads, and free the blocks of abandoned ones."""
+        """Report reads, order their digests, and free the blocks of abandoned ones."""
         for result in results:
             read = self._reads.pop(result.read_id)
             blocks = read.order.local_blocks
@@ -315,22 +327,26 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._pool.drop(blocks, Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
-            ended = msgspec.structs.replace(result, digests=())
-            self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, ended))
+            self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
             if self._checksum and read.load is not None and not result.error:
-                self._compare(read, result.digests)
+                self._digest(blocks, read.message.num_tokens, partial(self._compare, read))
 
-    def _order_digests(
-        self, blocks: tuple[int, ...], num_tokens: int, callback: Callable[[tuple[int, ...]], object]
-    ) -> None:
-        """Order digests of blocks whose last one ends with the first ``num_tokens`` tokens of a prompt."""
+    def _digest(self, blocks: tuple[int, ...], num_tokens: int, callback: _TakeDigests) -> None:
+        """Order digests, beside steps, of blocks whose last one ends with the first ``num_tokens`` of a prompt."""
+        number = self._next_id
+        self._next_id += 1
+        self._other_digest_orders.append((number, self._digest_order(blocks, num_tokens)))
+        self._other_digest_callbacks[number] = callback
+
+    def _digest_order(self, blocks: tuple[int, ...], num_tokens: int) -> DigestOrder:
         unused = -num_tokens % self._block_size
-        self._digest_orders.append(DigestOrder(blocks, len(blocks) * self._block_size - unused))
-        self._digest_callbacks.append(callback)
+        return DigestOrder(blocks, len(blocks) * self._block_size - unused)
 
     def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
-        """Compare the digests of a read with the announced ones."""
+        """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
         rid, expected, text = read.message.rid, read.message.digests, ""
+        if self._loads.get(rid) is not read.load:
+            return
         corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
         if corrupt:
             index = corrupt[0]
@@ -354,7 +370,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         start, end, num_tokens = lease.num_digested, *self._leasable(sequence, sequence.num_launched)
         if end > start:
             lease.num_digested = end
-            self._order_digests(tuple(sequence.blocks[start:end]), num_tokens, lease.digests.extend)
+            self._digest_orders.append(self._digest_order(tuple(sequence.blocks[start:end]), num_tokens))
+            self._digest_callbacks.append(lease.digests.extend)
 
     def take_last_chunks(self) -> Collection[int]:
         last, self._last_chunks = self._last_chunks, []
@@ -390,7 +407,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._events.leased.append(leased)
 
         if self._checksum and lease.blocks:
-            self._order_digests(tuple(lease.blocks), num_tokens, announce)
+            self._digest(tuple(lease.blocks), num_tokens, announce)
         else:
             announce(())
 

@@ -15,6 +15,7 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     EMPTY_OUTPUT,
+    DigestOrder,
     KVConnectorOrders,
     KVConnectorOutput,
     KVRead,
@@ -175,6 +176,18 @@ def test_digests_add_up_and_replicated_kv_counts_once() -> None:
     for rank, values in enumerate([(2**63 - 1, 1, 5), (111, 222, 333), (1, -4, 6), (444, 555, 666)]):
         aggregator.add(rank, ModelRunnerOutput(StepOutput(1, digests=(values[:2], values[2:]))))
     assert aggregator.take(1).step.digests == ((-(2**63), -3), (11,))
+
+
+def test_digests_beside_steps_are_reported_once_with_the_sum_of_all_ranks() -> None:
+    aggregator = aggregator_of(ParallelConfig((4,), 4))
+    aggregator.expect_transfers(KVConnectorOrders(digests=((7, DigestOrder((1, 2), 32)),)))
+    for rank, values in enumerate([(2**63 - 1, 1), (111, 222), (1, -4), (444, 555)]):
+        assert not aggregator.has_events
+        report = ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(digested=((7, values),)))
+        aggregator.add(rank, report)
+        aggregator.add(rank, report)
+    assert aggregator.take_events().digested == ((7, (-(2**63), -3)),)
+    assert not aggregator.has_events
 
 
 def test_a_connection_is_reported_once_when_every_rank_has_it() -> None:
