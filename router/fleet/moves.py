@@ -79,7 +79,7 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
 
 def _best_count(source: _Node, target: _Node) -> int:
     """Return how many streams to move; 0 where the pause of one would be too long."""
-    pause = pause_seconds(source, target)
+    pause = _pause_seconds(source, target)
     if pause > max(source.view.load.itl_target, target.view.load.itl_target):
         return 0
     best, most = 0, _LEAST
@@ -90,6 +90,6 @@ def _best_count(source: _Node, target: _Node) -> int:
     return best
 
 
-def pause_seconds(source: _Node, target: _Node) -> float:
+def _pause_seconds(source: _Node, target: _Node) -> float:
     """Predict the pause of a stream: half a step and a whole one on its node, the handoff, a step of the other node."""
     return 1.5 * source.step + cost.handoff_cost(target.costs, _CONTEXT) + target.step
