@@ -1,8 +1,9 @@
 """Which streams move between nodes that decode. Pure: routers with the same reports agree without talking.
 
 Streams leave a node that leans to prefill, and balance decodes, by the costs of pdserve/request_cost.py. A stream
-pauses while it moves. So it moves only where its pause is no longer than the gap that prompts may cause anyway: between
-nodes without many prompts. The way back would cost more than it saves, so streams do not go back and forth.
+pauses while it moves. So it moves only where its pause is no longer than the gap that prompts may cause anyway, which
+excludes two nodes that both compute prompts. The way back would cost more than it saves, so no stream goes back and
+forth.
 """
 
 from __future__ import annotations
@@ -91,5 +92,6 @@ def _best_count(source: _Node, target: _Node) -> int:
 
 
 def _pause_seconds(source: _Node, target: _Node) -> float:
-    """Predict the pause of a stream: half a step and a whole one on its node, the handoff, a step of the other node."""
-    return 1.5 * source.step + cost.handoff_cost(target.costs, _CONTEXT) + target.step
+    """Predict the pause of a stream: half a step of its node is lost; the read; half a step and a decode of the other."""
+    decode = target.costs.decode.at(target.view.load.decoding + 1)
+    return source.step / 2 + cost.handoff_cost(target.costs, _CONTEXT) + target.step / 2 + decode

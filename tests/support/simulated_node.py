@@ -31,6 +31,7 @@ from pdserve.ipc.messages import (
     HandoffEnds,
     KVConfirmed,
     LastChunk,
+    LeaseCached,
     Leased,
     Mode,
     PrefillLocally,
@@ -139,8 +140,8 @@ class _Handoff:
     resumes: bool  # a move: the client has the tokens so far
     rid: int  # on D
     peer_rid: int = 0  # on P
-    num_tokens: int = 0
-    announced: int = 0
+    announced: int = 0  # tokens
+    complete: bool = False  # all parts are announced
     reads: int = 0  # in flight
     outputs: list[int] = field(default_factory=list)
     peer_tokens: int = 0  # sampled by P
@@ -150,7 +151,7 @@ class _Handoff:
 
     def add_peer_token(self) -> None:
         self.peer_tokens += 1
-        self.decodes_ahead = not self.resumes and self.peer_tokens < min(1 + DECODE_AHEAD, self.job.output)
+        self.decodes_ahead = self.peer_tokens < min(1 + DECODE_AHEAD, self.job.output)
         self._answer()
 
     def end_ahead(self) -> None:
@@ -173,7 +174,6 @@ class Client(Protocol):
 
 _rids = count(1)
 _TOKEN = (1).to_bytes(4, "little")  # of every output
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class SimulatedNode:
@@ -240,20 +240,21 @@ class SimulatedNode:
         self.obey(submit)
 
     def _prefill(self, handoff: _Handoff, cached: int) -> None:
-        """Compute the prompt of a handoff for its D."""
+        """Compute the prompt of a handoff for its D, or lease what the prefix cache has of a stream that has moved."""
         job = handoff.job
         handoff.peer_rid = next(_rids)
         token_ids = _prompt(job) + (_TOKEN * (job.tokens - 1) if handoff.resumes else b"")
-        handoff.num_tokens = len(token_ids) // 4
         self._handoffs[handoff.peer_rid] = handoff
+        if handoff.resumes:
+            self.obey(LeaseCached(handoff.peer_rid, token_ids, "", cached))
+            return
         submit = Submit(
             rid=handoff.peer_rid,
             token_ids=token_ids,
-            sampling=_ONE_TOKEN if handoff.resumes else SamplingParams(max_tokens=job.output, temperature=0.0),
+            sampling=SamplingParams(max_tokens=job.output, temperature=0.0),
             mode=Mode.LEASE,
             skip_tokens=cached,
             decode_ahead=DECODE_AHEAD,
-            urgent=handoff.resumes,
         )
         self.obey(submit)
 
@@ -309,8 +310,10 @@ class SimulatedNode:
                 scheduler.connector.start_read(command)
             case HandoffEnds(rid, seconds):
                 scheduler.handoff_ends(rid, seconds)
-            case KVConfirmed(rid, outputs):
-                scheduler.kv_confirmed(rid, outputs)
+            case LeaseCached():
+                scheduler.connector.lease_cached(command)
+            case KVConfirmed(rid, num_tokens, outputs):
+                scheduler.kv_confirmed(rid, num_tokens, outputs)
             case PrefillLocally(rid, outputs):
                 scheduler.prefill_locally(rid, outputs)
             case Cancel(rid):
@@ -398,8 +401,7 @@ class SimulatedNode:
         handoff = self._handoffs.get(rid)
         if handoff is not None and rid == handoff.peer_rid:
             handoff.add_peer_token()
-            if not handoff.resumes:
-                self._events.after(self._delays.message, partial(handoff.target._on_peer_token, handoff))
+            self._events.after(self._delays.message, partial(handoff.target._on_peer_token, handoff))
             return
         job = self._jobs.get(rid)
         if job is None:  # it has moved
@@ -435,8 +437,12 @@ class SimulatedNode:
         if handoff.over:
             return
         handoff.announced = part.num_tokens
-        handoff.reads += 1
-        self.obey(StartRead(handoff.rid, "", part.block_ids, part.num_tokens))
+        handoff.complete = part.last
+        if part.block_ids:
+            handoff.reads += 1
+            self.obey(StartRead(handoff.rid, "", part.block_ids, part.num_tokens))
+        else:
+            self._end_reads(handoff)
 
     def _on_peer_token(self, handoff: _Handoff) -> None:
         """On D: P has sampled a token."""
@@ -455,7 +461,10 @@ class SimulatedNode:
 
     def _on_read(self, handoff: _Handoff) -> None:
         handoff.reads -= 1
-        if not (handoff.over or handoff.reads) and handoff.announced == handoff.num_tokens:
+        self._end_reads(handoff)
+
+    def _end_reads(self, handoff: _Handoff) -> None:
+        if handoff.complete and not (handoff.over or handoff.reads):
             self._events.after(self._delays.message, partial(handoff.source._ask_release, handoff))
 
     def _ask_release(self, handoff: _Handoff) -> None:
@@ -465,7 +474,7 @@ class SimulatedNode:
             self._release(handoff)
             self._events.after(self._delays.message, partial(handoff.target._confirm, handoff))
 
-        if handoff.decodes_ahead and not self.scheduler.status().backlog:
+        if handoff.decodes_ahead and not handoff.resumes and not self.scheduler.status().backlog:
             handoff.deferred = answer
         else:
             answer()
@@ -480,7 +489,8 @@ class SimulatedNode:
         if not handoff.over:
             handoff.over = True
             del self._handoffs[handoff.rid]
-            self.obey(KVConfirmed(handoff.rid, (tuple(handoff.outputs),)))
+            outputs = () if handoff.resumes else (tuple(handoff.outputs),)
+            self.obey(KVConfirmed(handoff.rid, handoff.announced, outputs))
 
 
 def _prompt(job: Job) -> bytes:
