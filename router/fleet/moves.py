@@ -92,6 +92,6 @@ def _best_count(source: _Node, target: _Node) -> int:
 
 
 def _pause_seconds(source: _Node, target: _Node) -> float:
-    """Predict the pause of a stream: half a step of its node is lost; the read; half a step and a decode of the other."""
+    """Predict the pause of a stream: half a step of its node is lost; a read; half a step and a decode of the other."""
     decode = target.costs.decode.at(target.view.load.decoding + 1)
     return source.step / 2 + cost.handoff_cost(target.costs, _CONTEXT) + target.step / 2 + decode
