@@ -31,10 +31,10 @@ def _patch_receive(trigger: Path) -> None:
 
     receive = Channel.receive
 
-    def endless_receive(self: Channel, *, wait: bool) -> Any:
+    def endless_receive(self: Channel, seconds: float | None) -> Any:
         while trigger.exists():
             time.sleep(0.02)
-        return receive(self, wait=wait)
+        return receive(self, seconds)
 
     Channel.receive = endless_receive  # type: ignore[method-assign]
 
