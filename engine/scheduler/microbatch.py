@@ -107,10 +107,6 @@ class StepsInFlight:
         steps = [self._applied, *(sequences for _, sequences in self._steps)]
         return {each for step in steps for each in (*step.decodes, *step.prompts) if not each.ended}
 
-    def compute_other_prompts(self, sequence: Sequence) -> bool:
-        """Return whether a step computes prompts, and not that of ``sequence``."""
-        return any(step.prompts and sequence not in step.prompts for _, step in self._steps)
-
     @property
     def newest_prompts(self) -> Collection[Sequence]:
         return self._steps[-1][1].prompts if self._steps else ()

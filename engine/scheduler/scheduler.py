@@ -14,8 +14,8 @@ The states of a sequence:
 Steps may be planned while earlier ones are in flight and their tokens unknown. A step writes KV into the blocks of all
 its sequences until it has been applied. So the blocks of a sequence that ended meanwhile stay held until then.
 
-The scheduler is plain Python over plain values: no device, no transfer. Its clock only measures how long requests wait.
-The lengths of prompt chunks beside decodes follow from the durations of earlier steps, which ``apply`` takes.
+The scheduler is plain Python over plain values: no device, no transfer. How long chunks of prompts are follows from the
+durations of earlier steps, which ``apply`` takes, and from when streams of handoffs come, by ``clock``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from math import isfinite
 
 import msgspec
 
-from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
@@ -38,6 +38,7 @@ from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.itl_target import OVERDUE, ItlTarget
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
+from engine.scheduler.room import Room
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import StepResults
 from engine.step_cost_meter import StepCostMeter
@@ -54,8 +55,7 @@ class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
     Steps are applied in the order in which they were planned. StepBuilder explains ``full_step``, ``tile`` and
-    ``max_drafts``, microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds, and
-    measures how long requests wait.
+    ``max_drafts``, microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Scheduler:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         assert max_num_seqs * (1 + max_drafts) <= max_batch_tokens, "a step must have room for every running sequence"
-        self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._full_step = full_step
         self._tile = tile
@@ -95,6 +94,15 @@ class Scheduler:
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
+        self._room = Room(
+            self._live,
+            self._kv,
+            self.pool,
+            connector=self.connector,
+            totals=self.totals,
+            max_num_seqs=max_num_seqs,
+            clock=clock,
+        )
         self._fair_share = FairShare(self._live)
         self._in_flight = StepsInFlight(stages)
         self._itl_target = ItlTarget(
@@ -218,25 +226,11 @@ class Scheduler:
         """True if ``plan`` has nothing for the runner or the connector until a command, mask or result arrives."""
         if self._live.finished or self.connector.has_orders or self._live.any_runnable:
             return False
-        return self._head is None or not self._can_have_blocks(self._head)
+        return self._room.head is None or not self._room.may_have_blocks(self._room.head)
 
     def reserve(self) -> None:
-        """Admit waiting requests that load. They pass prompts that wait for a step, unless these would lack blocks."""
-        passed = passed_blocks = 0  # these prompts
-        for sequence in list(self._live.waiting):
-            if self._free_slots <= passed:
-                return
-            needed = self._kv.blocks_for(sequence.length)
-            if not self.connector.loadable(sequence):
-                passed += 1
-                passed_blocks += needed
-            elif not (sequence.blocked or sequence.in_flight):
-                lacks_room = passed and passed_blocks + needed > self.pool.count(Use.FREE)
-                if lacks_room or not self._allocate(sequence):
-                    return
-                self._count_admission(sequence)
-                self._live.loading[sequence.rid] = sequence
-                self.connector.load(sequence)
+        """Admit waiting requests that load; no step has to be planned for that."""
+        self._room.admit_loads()
 
     def plan(self, busy: float = 0.0) -> StepPlan:
         """Plan the next step: decodes, then prompts one after the other, within the token budget.
@@ -256,7 +250,7 @@ class Scheduler:
         )
         if self._make_room() and self._add_running(builder):
             self.reserve()
-            has_room = self._admit(builder) and self._free_slots > 0
+            has_room = self._admit(builder) and self._room.free_places > 0
             if self._live.loading and self._live.for_peers and not has_room:
                 self._refuse_for_peers()
         self._in_flight.add(self._num_plans, builder.sequences())
@@ -287,6 +281,8 @@ class Scheduler:
 
     def status(self) -> Status:
         free, held, leased, quarantined = self.pool.counts
+        running = self._live.running
+        prompts = sum(each.num_computed < each.prompt_len and each.seq in running for each in self._prompts)
         return Status(
             free=free,
             held=held,
@@ -295,12 +291,12 @@ class Scheduler:
             total=self.pool.total,
             waiting=self._num_waiting,
             reading=len(self._live.loading),
-            running=len(self._live.running),
+            running=len(running),
             totals=msgspec.structs.replace(self.totals),
             backlog=self._backlog(),
             costs=self.meter.costs(self.connector.load_cost),
             paused=len(self._live.paused),
-            decoding=len(self._live.running) - self._num_prompts,
+            decoding=len(running) - prompts,
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
         )
@@ -314,12 +310,6 @@ class Scheduler:
         loadable = self.connector.loadable
         waiting = sum(max(0, s.prompt_len - max(0, s.cached_at_lookup, loadable(s))) for s in self._live.waiting)
         return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
-
-    @property
-    def _num_prompts(self) -> int:
-        """Count the running sequences whose prompt is incomplete."""
-        running = self._live.running
-        return sum(s.num_computed < s.prompt_len and s.seq in running for s in self._prompts)
 
     # ------------------------------------------------------------ planning
 
@@ -341,14 +331,14 @@ class Scheduler:
         """
         runnable = self._in_flight.select(self._live.running.values())
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
-            if self._preempt_paused():
+            if self._room.preempt_paused():
                 continue
             if self._end_ahead(runnable.ahead):
                 runnable = self._in_flight.select(self._live.running.values())
                 continue
             if self._in_flight:
                 return False
-            self._preempt(self._live.least_urgent)
+            self._room.preempt(self._live.least_urgent)
             runnable = self._in_flight.select(self._live.running.values())
         self._prompts = []
         waited = self._longest_wait(runnable)
@@ -377,10 +367,9 @@ class Scheduler:
 
     def _longest_wait(self, runnable: RunnableSequences) -> float | None:
         """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
-        waits_since = [
-            each.request.waits_since for each in chain(runnable.decodes, runnable.prompts) if each.joins_after_handoff
-        ]
-        return self._clock() + self._busy - min(waits_since) + HANDOFF_SECONDS if waits_since else None
+        joining = (each for each in chain(runnable.decodes, runnable.prompts) if each.joins_after_handoff)
+        first = min((each.request.waits_since for each in joining), default=None)
+        return None if first is None else self._clock() + self._busy - first + HANDOFF_SECONDS
 
     def _limit_prompts(
         self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None
@@ -390,7 +379,7 @@ class Scheduler:
         Those that continue an output come first. Of the others, without a limit the oldest one does; with one, those
         that end soon use what the oldest one leaves.
         """
-        if not runnable.prompts and self._head is None:
+        if not runnable.prompts and self._room.head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
         decoding = decoding or bool(self._live.loading)  # a stream that comes must not wait for a whole step
@@ -420,7 +409,7 @@ class Scheduler:
         They end here if a waiting request lacks their room, or blocks run out.
         """
         head = self._live.waiting.head
-        lacks_room = head is not None and (self._free_slots <= 0 or not self._can_have_blocks(head))
+        lacks_room = head is not None and (self._room.free_places <= 0 or not self._room.may_have_blocks(head))
         if not lacks_room and self._kv.grow(runnable.ahead):
             return runnable.ahead
         self._end_ahead(runnable.ahead)
@@ -440,47 +429,14 @@ class Scheduler:
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
         sequence = self._fair_share.to_preempt(
-            self._num_plans, lambda head: not self._free_slots or not self._can_have_blocks(head)
+            self._num_plans, lambda head: not self._room.free_places or not self._room.may_have_blocks(head)
         )
         if sequence is not None:
             if self._in_flight:
                 return False
-            self._preempt(sequence)
+            self._room.preempt(sequence)
             self.totals.fair_preemptions += 1
             self._fair_share.made_room(self._num_plans)
-        return True
-
-    def _preempt_paused(self) -> bool:
-        """Free the blocks of the sequence that has been paused longest. Return False if there is none with blocks."""
-        if (sequence := self._live.longest_paused) is not None:
-            self._preempt(sequence)
-        return sequence is not None
-
-    def _preempt(self, sequence: Sequence | None) -> None:
-        assert sequence is not None, "blocks ran out, and no sequence can be preempted"
-        self.totals.preemptions += 1
-        self.totals.preempted_tokens += sequence.num_computed
-        self._live.preempt(sequence, self._clock())
-
-    @property
-    def _free_slots(self) -> int:
-        return self._max_num_seqs - len(self._live.running) - len(self._live.loading)
-
-    @property
-    def _head(self) -> Sequence | None:
-        """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running."""
-        head = self._live.waiting.head if self._free_slots > 0 else None
-        return None if head is None or head.blocked or head.in_flight else head
-
-    def _can_have_blocks(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence has kept its blocks, or may find some."""
-        return bool(sequence.blocks or self._live.preemptible) or self._kv.fits(sequence)
-
-    def _allocate(self, sequence: Sequence) -> bool:
-        """Allocate the blocks that a waiting sequence lacks. Return False if too few are free."""
-        while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
-            if not self._preempt_paused():  # it may lose its own
-                return False
         return True
 
     def _refuse_for_peers(self) -> None:
@@ -498,14 +454,14 @@ class Scheduler:
 
         Return False if the next one lacks blocks, as one that loads does after ``reserve``.
         """
-        while (sequence := self._head) is not None and accepts(sequence):
+        while (sequence := self._room.head) is not None and accepts(sequence):
             if self.connector.loadable(sequence):
                 return False
             if not builder.room(sequence) > 0:
                 return True
-            if not self._allocate(sequence):
+            if not self._room.allocate(sequence):
                 return False
-            self._count_admission(sequence)
+            self._room.admit(sequence)
             request = sequence.request
             if not sequence.num_outputs:
                 request.queued += self._clock() - request.waits_since
@@ -513,15 +469,6 @@ class Scheduler:
             self._add_prompt(builder, sequence)
             self._prompts.append(sequence)
         return True
-
-    def _count_admission(self, sequence: Sequence) -> None:
-        """Take a sequence that has blocks out of the queue."""
-        request = sequence.request
-        self._live.waiting.admit(sequence, sequence.num_computed)
-        if request.cached_tokens is None:
-            request.cached_tokens = sequence.num_computed
-            self.totals.prefix_cached_tokens += sequence.num_computed
-            self.totals.admitted_prompt_tokens += sequence.prompt_len
 
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
         if not builder.has_prompts:

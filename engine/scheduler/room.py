@@ -1,0 +1,95 @@
+"""Room for sequences: places among ``max_num_seqs``, and KV blocks. Who gets it, and who gives it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.request import Sequence
+from engine.scheduler.live_sequences import LiveSequences
+from pdserve.ipc.messages import Totals
+
+
+class Room:
+    """Admits waiting sequences and preempts others. ``clock`` is the scheduler's."""
+
+    def __init__(
+        self,
+        live: LiveSequences,
+        kv: KVCacheManager,
+        pool: BlockPool,
+        *,
+        connector: KVConnectorScheduler,
+        totals: Totals,
+        max_num_seqs: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._live = live
+        self._kv = kv
+        self._pool = pool
+        self._connector = connector
+        self._totals = totals
+        self._max_num_seqs = max_num_seqs
+        self._clock = clock
+
+    @property
+    def free_places(self) -> int:
+        return self._max_num_seqs - len(self._live.running) - len(self._live.loading)
+
+    @property
+    def head(self) -> Sequence | None:
+        """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running."""
+        head = self._live.waiting.head if self.free_places > 0 else None
+        return None if head is None or head.blocked or head.in_flight else head
+
+    def may_have_blocks(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence has kept its blocks, or may find some."""
+        return bool(sequence.blocks or self._live.preemptible) or self._kv.fits(sequence)
+
+    def allocate(self, sequence: Sequence) -> bool:
+        """Allocate the blocks that a waiting sequence lacks. Return False if too few are free."""
+        while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
+            if not self.preempt_paused():  # it may lose its own
+                return False
+        return True
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take a sequence that has blocks out of the queue."""
+        request = sequence.request
+        self._live.waiting.admit(sequence, sequence.num_computed)
+        if request.cached_tokens is None:
+            request.cached_tokens = sequence.num_computed
+            self._totals.prefix_cached_tokens += sequence.num_computed
+            self._totals.admitted_prompt_tokens += sequence.prompt_len
+
+    def admit_loads(self) -> None:
+        """Admit waiting requests that load. They pass prompts that wait for a step, unless these would lack room."""
+        passed = passed_blocks = 0  # these prompts
+        for sequence in list(self._live.waiting):
+            if self.free_places <= passed:
+                return
+            needed = self._kv.blocks_for(sequence.length)
+            if not self._connector.loadable(sequence):
+                passed += 1
+                passed_blocks += needed
+            elif not (sequence.blocked or sequence.in_flight):
+                lacks_blocks = passed and passed_blocks + needed > self._pool.count(Use.FREE)
+                if lacks_blocks or not self.allocate(sequence):
+                    return
+                self.admit(sequence)
+                self._live.loading[sequence.rid] = sequence
+                self._connector.load(sequence)
+
+    def preempt_paused(self) -> bool:
+        """Free the blocks of the sequence that has been paused longest. Return False if there is none with blocks."""
+        if (sequence := self._live.longest_paused) is not None:
+            self.preempt(sequence)
+        return sequence is not None
+
+    def preempt(self, sequence: Sequence | None) -> None:
+        assert sequence is not None, "blocks ran out, and no sequence can be preempted"
+        self._totals.preemptions += 1
+        self._totals.preempted_tokens += sequence.num_computed
+        self._live.preempt(sequence, self._clock())
