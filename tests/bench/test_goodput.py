@@ -12,7 +12,7 @@ import goodput_fleets
 import pytest
 from fleet import copy_without_weights
 from goodput import is_good, parse_objectives, summarize, table
-from loads import make_loads
+from loads import Load, make_loads
 from openai_peer import TRANSFER, Peer
 from systems import System
 
@@ -46,6 +46,22 @@ def test_random_load_has_the_requested_rate_and_lengths() -> None:
     assert slow.requests[0].prompt[:8] != fast.requests[0].prompt[:8], "a server would find the prompts in its cache"
     assert make_loads(parsed(*flags)) == [slow, fast]
     assert make_loads(parsed(*flags, "--seed", "2")) != [slow, fast]
+
+
+def test_further_loads_have_lengths_of_their_own() -> None:
+    flags = ["--rates", "8", "--seconds", "50", "--prompt-tokens", "mean=200,sigma=0.5"]
+    (alone,) = make_loads(parsed(*flags))
+    first, further = make_loads(parsed(*flags, "--also", "4:mean=900,sigma=0.5:7"))
+    assert first == alone
+    assert (further.rate, further.name) == (4.0, "4 (mean=900,sigma=0.5 → 7)")
+    assert fmean(len(request.prompt) for request in further.requests) == pytest.approx(900, rel=0.1)
+    assert {request.num_tokens for request in further.requests} == {7}
+
+
+@pytest.mark.parametrize("text", ["4", "4:100", "fast:100:10"])
+def test_invalid_further_load_is_refused(text: str) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--also", text)
 
 
 def test_trace_load_keeps_arrivals_and_shared_prefixes(tmp_path: Path) -> None:
@@ -116,13 +132,16 @@ def test_tokens_are_counted_as_they_arrive() -> None:
     assert "out of memory" in without_ids.error
 
 
+ONE, TWO = Load(1.0, [], "1"), Load(2.0, [], "2")
+
+
 def test_slow_client_is_reported() -> None:
     late = [Trace(due=0.0, start=0.2, tokens=[0.3], num_tokens=1)] * 3
-    assert "sent 200 ms late" in summarize("a", 1.0, late, (10.0, 0.1), {}).warning
-    assert "95% of a core" in summarize("a", 1.0, [trace(0.1)], (10.0, 9.5), {}).warning
-    punctual = summarize("a", 1.0, [trace(0.1)], (10.0, 1.0), {})
+    assert "sent 200 ms late" in summarize("a", ONE, late, (10.0, 0.1), {}).warning
+    assert "95% of a core" in summarize("a", ONE, [trace(0.1)], (10.0, 9.5), {}).warning
+    punctual = summarize("a", ONE, [trace(0.1)], (10.0, 1.0), {})
     assert not punctual.warning
-    failed = summarize("b", 2.0, [trace(error="HTTP 503")], (10.0, 1.0), {})
+    failed = summarize("b", TWO, [trace(error="HTTP 503")], (10.0, 1.0), {})
     assert "| 1 of 1 |" in table([punctual, failed], ["a", "b"])
 
 
