@@ -14,6 +14,7 @@ from pdserve.ipc import messages
 from pdserve.records import EMPTY_OUTPUT, NO_ORDERS
 
 _SHORTEST_WAIT = 1e-3  # seconds: a selector's timeouts are milliseconds
+_LONGEST_WAIT = 5e-3  # seconds that the device may be idle if a step ends far earlier than expected
 
 
 class Engine:
@@ -133,7 +134,7 @@ class Engine:
             self._serve_connector()
             self._emit()
             start = time.perf_counter()
-            wait = _SHORTEST_WAIT if self._ranks.digesting else max(left / 4, _SHORTEST_WAIT)
+            wait = _SHORTEST_WAIT if self._ranks.digesting else min(max(left / 4, _SHORTEST_WAIT), _LONGEST_WAIT)
             commands = self._channel.receive(wait)
             self._attended += time.perf_counter() - start
             self.handle(commands)
