@@ -94,7 +94,7 @@ class Scheduler:
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
-        self._room = Room(
+        self.room = Room(
             self._live,
             self._kv,
             self.pool,
@@ -226,11 +226,7 @@ class Scheduler:
         """True if ``plan`` has nothing for the runner or the connector until a command, mask or result arrives."""
         if self._live.finished or self.connector.has_orders or self._live.any_runnable:
             return False
-        return self._room.head is None or not self._room.may_have_blocks(self._room.head)
-
-    def reserve(self) -> None:
-        """Admit waiting requests that load; no step has to be planned for that."""
-        self._room.admit_loads()
+        return self.room.head is None or not self.room.may_have_blocks(self.room.head)
 
     def plan(self, busy: float = 0.0) -> StepPlan:
         """Plan the next step: decodes, then prompts one after the other, within the token budget.
@@ -249,8 +245,8 @@ class Scheduler:
             crowding=self._fair_share.crowding,
         )
         if self._make_room() and self._add_running(builder):
-            self.reserve()
-            has_room = self._admit(builder) and self._room.free_places > 0
+            self.room.admit_loads()
+            has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.loading and self._live.for_peers and not has_room:
                 self._refuse_for_peers()
         self._in_flight.add(self._num_plans, builder.sequences())
@@ -331,14 +327,14 @@ class Scheduler:
         """
         runnable = self._in_flight.select(self._live.running.values())
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
-            if self._room.preempt_paused():
+            if self.room.preempt_paused():
                 continue
             if self._end_ahead(runnable.ahead):
                 runnable = self._in_flight.select(self._live.running.values())
                 continue
             if self._in_flight:
                 return False
-            self._room.preempt(self._live.least_urgent)
+            self.room.preempt(self._live.least_urgent)
             runnable = self._in_flight.select(self._live.running.values())
         self._prompts = []
         waited = self._longest_wait(runnable)
@@ -379,7 +375,7 @@ class Scheduler:
         Those that continue an output come first. Of the others, without a limit the oldest one does; with one, those
         that end soon use what the oldest one leaves.
         """
-        if not runnable.prompts and self._room.head is None:
+        if not runnable.prompts and self.room.head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
         decoding = decoding or bool(self._live.loading)  # a stream that comes must not wait for a whole step
@@ -409,7 +405,7 @@ class Scheduler:
         They end here if a waiting request lacks their room, or blocks run out.
         """
         head = self._live.waiting.head
-        lacks_room = head is not None and (self._room.free_places <= 0 or not self._room.may_have_blocks(head))
+        lacks_room = head is not None and (self.room.free_places <= 0 or not self.room.may_have_blocks(head))
         if not lacks_room and self._kv.grow(runnable.ahead):
             return runnable.ahead
         self._end_ahead(runnable.ahead)
@@ -429,12 +425,12 @@ class Scheduler:
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
         sequence = self._fair_share.to_preempt(
-            self._num_plans, lambda head: not self._room.free_places or not self._room.may_have_blocks(head)
+            self._num_plans, lambda head: not self.room.free_places or not self.room.may_have_blocks(head)
         )
         if sequence is not None:
             if self._in_flight:
                 return False
-            self._room.preempt(sequence)
+            self.room.preempt(sequence)
             self.totals.fair_preemptions += 1
             self._fair_share.made_room(self._num_plans)
         return True
@@ -454,14 +450,14 @@ class Scheduler:
 
         Return False if the next one lacks blocks, as one that loads does after ``reserve``.
         """
-        while (sequence := self._room.head) is not None and accepts(sequence):
+        while (sequence := self.room.head) is not None and accepts(sequence):
             if self.connector.loadable(sequence):
                 return False
             if not builder.room(sequence) > 0:
                 return True
-            if not self._room.allocate(sequence):
+            if not self.room.allocate(sequence):
                 return False
-            self._room.admit(sequence)
+            self.room.admit(sequence)
             request = sequence.request
             if not sequence.num_outputs:
                 request.queued += self._clock() - request.waits_since

@@ -325,7 +325,7 @@ class SimulatedNode:
     def _advance(self) -> None:
         """Reserve blocks and begin reads at once; begin a step if the device is idle."""
         scheduler = self.scheduler
-        scheduler.reserve()
+        scheduler.room.admit_loads()
         self._post_reads(scheduler.connector.take_orders().reads)
         self._emit()
         if self._executing is None and not scheduler.idle:
