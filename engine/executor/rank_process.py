@@ -66,6 +66,7 @@ def main(argv: list[str]) -> int:
                     in_flight.put(rank.launch(plan))
                 case Transfers(orders):
                     rank.start_transfers(orders)
+                    in_flight.put(None)  # the reporter looks for digests from now on
                 case ChangeRank():
                     _change_weights(rank, order)
         rank.close()

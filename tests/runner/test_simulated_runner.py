@@ -139,7 +139,7 @@ def test_no_token_follows_the_crash_token_in_a_step() -> None:
 
 
 def test_a_step_launched_during_another_ends_after_it_by_its_own_cost() -> None:
-    model_runner = build("step=0.1", "prompt-token=0.002", "decode=0.04", speed=2.0)
+    model_runner = build("step=0.1", "prompt-token=0.002", "decode=0.04", "hidden=0", speed=2.0)
     start = time.monotonic()
     new = NewSequence(0, pack_tokens(prompt_of(50)), 50, 0, (0, 1, 2, 3), SamplingParams(1, temperature=0.0))
     first = model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 50, 1),)))
