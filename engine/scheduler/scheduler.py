@@ -448,7 +448,7 @@ class Scheduler:
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
         """Allocate blocks for waiting sequences in order, while there are some, and add them to the step.
 
-        Return False if the next one lacks blocks, as one that loads does after ``reserve``.
+        Return False if the next one lacks blocks, as one that loads does after ``admit_loads``.
         """
         while (sequence := self.room.head) is not None and accepts(sequence):
             if self.connector.loadable(sequence):
