@@ -92,7 +92,14 @@ def test_stop_ids_limits_choices_and_masks_without_a_handoff(model: Path, expect
         check_idle(fleet)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(SEVERAL, SEVERAL), (SEVERAL, SIMULATED), (SIMULATED, SEVERAL)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (SEVERAL, SIMULATED),
+        pytest.param(SEVERAL, SEVERAL, marks=pytest.mark.slow),
+        pytest.param(SIMULATED, SEVERAL, marks=pytest.mark.slow),
+    ],
+)
 def test_handoffs_with_tokens_that_p_decoded_ahead(
     model: Path, expected: Expected, prefill: Sequence[str], decode: Sequence[str]
 ) -> None:
