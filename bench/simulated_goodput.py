@@ -27,15 +27,15 @@ from loads import add_load_flags, make_loads
 from simulated_node import Job
 
 from cli.bench.http_load import percentiles
+from pdserve.request_cost import ITL_OBJECTIVE, TTFT_OBJECTIVE
 from router.fleet.moves import moves
 from router.fleet.policy import prefix_aware, round_robin
 
-TTFT, PER_TOKEN = 0.5, 0.02  # objectives in seconds
 SHARES = ("p50", "p90", "p99")
 
 
 class Results(NamedTuple):
-    """Of one run, in ms; ``good`` and ``handoffs`` are percentages."""
+    """Figures of one run. Times are in ms; ``good`` and ``handoffs`` are percentages."""
 
     ttft: dict[str, float]
     per_token: dict[str, float]
@@ -60,7 +60,7 @@ def run(fleet: str, nodes: int, jobs: list[Job]) -> Results:
     simulation = Simulation(roles, round_robin if in_turn else prefix_aware, no_moves if in_turn else moves)
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
-    good = sum(job.ttft <= TTFT and job.per_token <= PER_TOKEN for job in jobs)
+    good = sum(job.ttft <= TTFT_OBJECTIVE and job.per_token <= ITL_OBJECTIVE for job in jobs)
     return Results(
         percentiles(job.ttft for job in jobs),
         percentiles(job.per_token for job in decoded),

@@ -17,7 +17,7 @@ _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens a
 
 
 class StepWork(NamedTuple):
-    """What a step computes: decodes, and prompt tokens that attend to ``context`` tokens each, on average."""
+    """The work of a step. Its prompt tokens attend to ``context`` tokens each, on average."""
 
     decodes: int = 0
     prompt_tokens: int = 0

@@ -26,20 +26,18 @@ In a pull, a peer reads blocks of the prefix cache. They are leased at once, and
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.digest_orders import DigestOrders
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
-
-_TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 
@@ -179,10 +177,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     def __init__(self, pool: BlockPool, events: Batch, block_size: int, *, checksum: bool = False) -> None:
         super().__init__(pool, events, block_size)
         self._checksum = checksum
-        self._digest_orders: list[DigestOrder] = []  # of the next step
-        self._digest_callbacks: deque[_TakeDigests] = deque()  # of steps, in their order
-        self._other_digest_orders: list[tuple[int, DigestOrder]] = []  # beside steps
-        self._other_digest_callbacks: dict[int, _TakeDigests] = {}  # by id of the order
+        self._digests = DigestOrders(block_size)
         self._cost = LineFit(_KEEP)
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
@@ -191,7 +186,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._last_chunks: list[int] = []
         self._connect: list[Peer] = []
         self._disconnect: list[str] = []
-        self._orders: list[KVRead] = []
+        self._reads_ordered: list[KVRead] = []
         self._next_id = 1
 
     def loadable(self, sequence: Sequence) -> int:
@@ -229,7 +224,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         load.num_announced = end
         load.reads.add(order.read_id)
         self._reads[order.read_id] = _Read(message, order, load)
-        self._orders.append(order)
+        self._reads_ordered.append(order)
         self._started.append(message.rid)
 
     def handoff_ends(self, rid: int, at: float) -> None:
@@ -281,37 +276,31 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     @property
     def has_orders(self) -> bool:
-        return self._has_own_orders or bool(self._digest_orders)
+        return self._has_orders_of_workers or self._digests.any_of_step
 
     @property
-    def _has_own_orders(self) -> bool:
-        return bool(self._connect or self._disconnect or self._orders or self._other_digest_orders)
+    def _has_orders_of_workers(self) -> bool:
+        return bool(self._connect or self._disconnect or self._reads_ordered or self._digests.any_beside)
 
     def take_orders(self) -> KVConnectorOrders:
-        if not self._has_own_orders:
+        if not self._has_orders_of_workers:
             return NO_ORDERS
         orders = KVConnectorOrders(
             connect=tuple(self._connect),
             disconnect=tuple(self._disconnect),
-            reads=tuple(self._orders),
-            digests=tuple(self._other_digest_orders),
+            reads=tuple(self._reads_ordered),
+            digests=self._digests.take_beside(),
         )
         self._connect.clear()
         self._disconnect.clear()
-        self._orders.clear()
-        self._other_digest_orders.clear()
+        self._reads_ordered.clear()
         return orders
 
     def take_digest_orders(self) -> tuple[DigestOrder, ...]:
-        orders = tuple(self._digest_orders)
-        self._digest_orders.clear()
-        return orders
+        return self._digests.take_of_step()
 
     def update(self, output: ModelRunnerOutput) -> None:
-        for digests in output.step.digests:
-            self._digest_callbacks.popleft()(digests)
-        for number, digests in output.connector.digested:
-            self._other_digest_callbacks.pop(number)(digests)
+        self._digests.update(output)
         self._end_reads(output.connector.finished_recving)
         self._events.connected += output.connector.connected
         self._events.failed_peers += output.connector.failed_peers
@@ -329,18 +318,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 read.load.reads.discard(result.read_id)
             self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
             if self._checksum and read.load is not None and not result.error:
-                self._digest(blocks, read.message.num_tokens, partial(self._compare, read))
-
-    def _digest(self, blocks: tuple[int, ...], num_tokens: int, callback: _TakeDigests) -> None:
-        """Order digests, beside steps, of blocks whose last one ends with the first ``num_tokens`` of a prompt."""
-        number = self._next_id
-        self._next_id += 1
-        self._other_digest_orders.append((number, self._digest_order(blocks, num_tokens)))
-        self._other_digest_callbacks[number] = callback
-
-    def _digest_order(self, blocks: tuple[int, ...], num_tokens: int) -> DigestOrder:
-        unused = -num_tokens % self._block_size
-        return DigestOrder(blocks, len(blocks) * self._block_size - unused)
+                self._digests.add(blocks, read.message.num_tokens, partial(self._compare, read))
 
     def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
@@ -370,8 +348,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         start, end, num_tokens = lease.num_digested, *self._leasable(sequence, sequence.num_launched)
         if end > start:
             lease.num_digested = end
-            self._digest_orders.append(self._digest_order(tuple(sequence.blocks[start:end]), num_tokens))
-            self._digest_callbacks.append(lease.digests.extend)
+            self._digests.add_to_step(tuple(sequence.blocks[start:end]), num_tokens, lease.digests.extend)
 
     def take_last_chunks(self) -> Collection[int]:
         last, self._last_chunks = self._last_chunks, []
@@ -407,7 +384,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._events.leased.append(leased)
 
         if self._checksum and lease.blocks:
-            self._digest(tuple(lease.blocks), num_tokens, announce)
+            self._digests.add(tuple(lease.blocks), num_tokens, announce)
         else:
             announce(())
 

@@ -337,7 +337,7 @@ class Scheduler:
             self.room.preempt(self._live.least_urgent)
             runnable = self._in_flight.select(self._live.running.values())
         self._prompts = []
-        waited = self._longest_wait(runnable)
+        waited = self._longest_wait(runnable)  # none joins any more once it is in the step
         self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
             self._add_decodes(builder, self._decode_ahead(runnable))
@@ -378,11 +378,9 @@ class Scheduler:
         if not runnable.prompts and self.room.head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
-        decoding = decoding or bool(self._live.loading)  # a stream that comes must not wait for a whole step
+        coming = min(1, len(self._live.loading))  # a stream that comes must not wait for a whole step
         builder.budget = self._itl_target.budget(
-            decoding=decoding,
-            waited=waited,
-            arrival_in=self._arrival_in(),
+            decoding=decoding or coming, waited=waited, arrival_in=self._arrival_in()
         )
         outputs = [each for each in runnable.prompts if each.continues_output]
         prompts = [each for each in runnable.prompts if not each.continues_output]

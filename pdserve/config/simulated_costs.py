@@ -18,7 +18,7 @@ KV_TOKENS = 800_000  # default size of the KV cache in tokens: that of an 8B mod
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """What a step computes. Drafts count as prompt tokens."""
+    """The tokens of a step, and those that they attend to. Drafts count as prompt tokens."""
 
     decodes: int = 0
     decode_context: int = 0  # tokens in the KV caches of the decoding sequences, added up

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable
 
 import pytest
 from toy import reference
-from toy_node import Node
+from toy_node import Node, long_step, wait_until
 
 from pdserve.ipc.messages import Mode, Shutdown, StartRead, Submit
 from pdserve.records import FinishReason
@@ -82,29 +81,16 @@ def test_commands_are_carried_out_while_a_long_step_executes() -> None:
     node.submit(1, [1] * 10, SamplingParams(max_tokens=1), Mode.LOCAL)
     for _ in range(6):
         node.step()  # measures what steps take
-    node.runner.busy = True
-    loop = threading.Thread(target=node.engine.run)
-    loop.start()
-    node.send(Submit(2, array("I", [2] * 10).tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL))
-    wait_until(lambda: any(plan.num_prompt_tokens for plan in node.runner.launched[-1:]))
-    num_steps = len(node.runner.launched)
-    prompts = [[3] * 5, [4] * 6]
-    for rid, prompt in enumerate(prompts, 3):
-        node.send(Submit(rid, array("I", prompt).tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL))
-    node.send(Submit(5, array("I", [5] * 10).tobytes(), SamplingParams(max_tokens=3), Mode.HANDOFF))
-    wait_until(lambda: any(batch.reserved for batch in node.received()))
-    node.send(StartRead(5, "unknown", (1, 2, 3), 10))
-    wait_until(lambda: any(batch.reads for batch in node.received()))
-    assert len(node.runner.launched) == num_steps, "no step is planned before the one in flight ends"
-    node.runner.busy = False
-    node.send(Shutdown())
-    loop.join()
+    with long_step(node):
+        num_steps = len(node.runner.launched)
+        prompts = [[3] * 5, [4] * 6]
+        for rid, prompt in enumerate(prompts, 3):
+            node.send(Submit(rid, array("I", prompt).tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL))
+        node.send(Submit(5, array("I", [5] * 10).tobytes(), SamplingParams(max_tokens=3), Mode.HANDOFF))
+        wait_until(lambda: any(batch.reserved for batch in node.received()))
+        node.send(StartRead(5, "unknown", (1, 2, 3), 10))
+        wait_until(lambda: any(batch.reads for batch in node.received()))
     for _ in range(2):
         node.step()
     assert [new.tokens(0, new.num_tokens).tolist() for new in node.runner.launched[num_steps].new] == prompts
     node.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.001)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
-from collections.abc import Callable
 
 import pytest
 from scripted_world import ScriptedJob, ScriptedWorld
 from test_itl_target import Model, add_prompts, node_with_streams, run_until
-from toy_node import BLOCK, DEPTHS, Node
+from toy_node import BLOCK, DEPTHS, Node, long_step, wait_until
 
 from pdserve.ipc.messages import (
     FreeLease,
@@ -18,9 +16,7 @@ from pdserve.ipc.messages import (
     LeaseCached,
     Leased,
     Mode,
-    Shutdown,
     StartRead,
-    Submit,
 )
 from pdserve.sampling_params import SamplingParams
 
@@ -99,24 +95,10 @@ def test_pull_is_answered_while_a_long_step_executes() -> None:
     node.submit(1, PROMPT, SamplingParams(max_tokens=1), Mode.LOCAL)
     for _ in range(8):
         node.step()  # measures what steps take
-    node.runner.busy = True
-    loop = threading.Thread(target=node.engine.run)
-    loop.start()
-    node.send(Submit(2, array("I", [2] * 10).tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL))
-    wait_until(lambda: any(plan.num_prompt_tokens for plan in node.runner.launched[-1:]))
-    num_steps = len(node.runner.launched)
-    node.send(pull(PROMPT))
-    wait_until(lambda: any(batch.leased for batch in node.received()))
-    assert len(node.runner.launched) == num_steps
-    node.runner.busy = False
-    node.send(Shutdown())
-    loop.join()
+    with long_step(node):
+        node.send(pull(PROMPT))
+        wait_until(lambda: any(batch.leased for batch in node.received()))
     node.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.001)
 
 
 # ---------------------------------------------------------------- both nodes

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import threading
+import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
@@ -25,7 +27,17 @@ from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.ipc.frames import Frames, framed
-from pdserve.ipc.messages import Batch, FreeLease, FromEngine, LeaseCached, Mode, OutputTokens, Submit, ToEngine
+from pdserve.ipc.messages import (
+    Batch,
+    FreeLease,
+    FromEngine,
+    LeaseCached,
+    Mode,
+    OutputTokens,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
@@ -268,6 +280,33 @@ def _joined(parts: Sequence[OutputTokens]) -> OutputTokens:
         {index: reason for index, reason in enumerate(finish) if reason is not None},
         {index: found for index, found in enumerate(logprobs) if found is not None},
     )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def long_step(node: Node) -> Iterator[None]:
+    """Run the step loop of a node on a thread, in a step with a prompt that does not end while the context is open.
+
+    The node has measured steps, which take long by its ``seconds``.
+    """
+    node.runner.busy = True
+    loop = threading.Thread(target=node.engine.run)
+    loop.start()
+    try:
+        prompt = array("I", [2] * 10).tobytes()
+        node.send(Submit(2, prompt, SamplingParams(max_tokens=1), Mode.LOCAL))
+        wait_until(lambda: any(plan.num_prompt_tokens for plan in node.runner.launched[-1:]))
+        num_steps = len(node.runner.launched)
+        yield
+        assert len(node.runner.launched) == num_steps, "no step is planned before the one in flight ends"
+    finally:
+        node.runner.busy = False
+        node.send(Shutdown())
+        loop.join()
 
 
 Make = Callable[..., Node]  # (num_blocks, **options of Node)

@@ -1,0 +1,66 @@
+"""Digests of KV blocks: which are ordered, and who takes them.
+
+The step that fills a block digests it at its end. Blocks that no step writes to are digested beside steps, at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+from pdserve.records import DigestOrder, ModelRunnerOutput
+
+TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block
+
+
+class DigestOrders:
+    """Orders name blocks whose last one ends with the first ``num_tokens`` tokens of a prompt."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._of_step: list[DigestOrder] = []  # of the next one
+        self._of_step_takers: deque[TakeDigests] = deque()  # of all steps, in the order of the orders
+        self._beside: list[tuple[int, DigestOrder]] = []
+        self._beside_takers: dict[int, TakeDigests] = {}  # by number of the order
+        self._numbers = count()
+
+    @property
+    def any_of_step(self) -> bool:
+        return bool(self._of_step)
+
+    @property
+    def any_beside(self) -> bool:
+        return bool(self._beside)
+
+    def add_to_step(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
+        """Order digests of blocks that the next step fills."""
+        self._of_step.append(self._order(blocks, num_tokens))
+        self._of_step_takers.append(take)
+
+    def add(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
+        """Order digests beside steps."""
+        number = next(self._numbers)
+        self._beside.append((number, self._order(blocks, num_tokens)))
+        self._beside_takers[number] = take
+
+    def take_of_step(self) -> tuple[DigestOrder, ...]:
+        """Return the orders for the next step."""
+        orders, self._of_step = tuple(self._of_step), []
+        return orders
+
+    def take_beside(self) -> tuple[tuple[int, DigestOrder], ...]:
+        """Return the orders that wait for no step, with their numbers."""
+        orders, self._beside = tuple(self._beside), []
+        return orders
+
+    def update(self, output: ModelRunnerOutput) -> None:
+        """Give digests that have been computed to those who ordered them."""
+        for digests in output.step.digests:
+            self._of_step_takers.popleft()(digests)
+        for number, digests in output.connector.digested:
+            self._beside_takers.pop(number)(digests)
+
+    def _order(self, blocks: tuple[int, ...], num_tokens: int) -> DigestOrder:
+        unused = -num_tokens % self._block_size
+        return DigestOrder(blocks, len(blocks) * self._block_size - unused)
