@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.kv import KVLayout, KVShare
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 from pdserve.transports import Connected
 
 TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
@@ -155,6 +156,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     choice: int = 0  # index among the n choices of its request
     num_scored: int = 1  # leading prompt tokens whose log-probabilities were reported already
+    state_slot: int = NO_SLOT  # of its recurrent state
+    state_from: int = NO_SLOT  # the slot that has the state after ``num_computed`` tokens; NO_SLOT: they are 0
 
     @property
     def num_tokens(self) -> int:
@@ -228,6 +231,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_blocks: tuple[NewBlocks, ...] = ()
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
     masks: tuple[TokenMask, ...] = ()  # one per masked sequence that samples in this step
+    state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 
     @property
     def has_orders(self) -> bool:

@@ -1,0 +1,84 @@
+"""Recurrent state in bytes: what a layer keeps per sequence, and the geometry of one rank's states.
+
+A rank has one allocation of ``num_slots`` slots. A slot holds the state of one sequence, or a snapshot of one, in all
+recurrent layers of the rank:
+
+    slot s   bytes s * slot_bytes … of the allocation
+    layer l  bytes l * layer_bytes … of the slot: first the state of the delta rule, then that of the convolution
+
+Unlike KV it is overwritten by each step, so only the rank that computes a sequence writes to its slot, and what a peer
+reads, or a prefix hit copies, is a slot that no step writes to.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from pdserve.kv import DTYPE_BYTES
+
+_ALIGNMENT = 256  # bytes; tensors of each layer begin at a multiple
+NO_SLOT = -1
+
+
+class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
+    """State of one gated delta net (arXiv:2412.06464) with a short convolution before it, per sequence.
+
+    delta  [value_heads, value_dim, key_dim] float32
+    conv   [channels, conv_width - 1] of ``dtype``: the last inputs of the convolution, the oldest first
+    """
+
+    key_heads: int  # of the model, or in a layout those of a rank
+    value_heads: int
+    key_dim: int  # elements of a head
+    value_dim: int
+    conv_width: int  # tokens that the convolution sees
+    dtype: str  # of the convolution's inputs; a key of DTYPE_BYTES
+
+    @property
+    def channels(self) -> int:
+        """Inputs of the convolution: queries, keys and values, in this order."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def delta_bytes(self) -> int:
+        return _aligned(4 * self.value_heads * self.value_dim * self.key_dim)
+
+    @property
+    def conv_bytes(self) -> int:
+        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BYTES[self.dtype])
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.delta_bytes + self.conv_bytes
+
+    @property
+    def compat_fields(self) -> dict[str, str]:
+        """Name and value of what must be equal on both sides of a handoff, if the heads are those of the model."""
+        return {"state": "gated_delta"} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
+
+    def split(self, shards: int) -> Self:
+        """Return the spec of one of ``shards`` tensor shards, which divide the key heads."""
+        assert self.key_heads % shards == 0
+        return msgspec.structs.replace(self, key_heads=self.key_heads // shards, value_heads=self.value_heads // shards)
+
+
+class StateLayout(msgspec.Struct, frozen=True):
+    """Geometry of one rank's states."""
+
+    num_slots: int
+    num_layers: int  # recurrent ones of the rank
+    spec: GatedDeltaSpec
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.num_layers * self.spec.layer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
