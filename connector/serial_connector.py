@@ -13,17 +13,20 @@ from functools import partial
 from connector.completion_queue import CompletionQueue
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout, KVShare
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, RankStates, ReadResult
 from pdserve.transports import Connected
 
 
 class SerialConnector(ABC):
     """A back end says what connecting and reading mean. A read ends once it is due and no command is waiting."""
 
-    def __init__(self, agent: str, metadata: bytes, share: KVShare | None = None) -> None:
+    def __init__(
+        self, agent: str, metadata: bytes, share: KVShare | None = None, states: RankStates | None = None
+    ) -> None:
         self._agent = agent
         self._metadata = metadata
         self._share = share
+        self._states = states
         self._completions = CompletionQueue()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
@@ -46,7 +49,7 @@ class SerialConnector(ABC):
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
         self._completions.on_progress = on_progress
-        self._rank = RankKV(self._agent, self._metadata, region, layout, self._share)
+        self._rank = RankKV(self._agent, self._metadata, region, layout, self._share, self._states)
         self._thread.start()
         return self._rank
 

@@ -9,6 +9,7 @@ import msgspec
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.kv import KVShare
 from pdserve.protocols import KVConnector
+from pdserve.records import RankStates
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 
@@ -20,6 +21,7 @@ class ConnectorSetup(msgspec.Struct, frozen=True):
     shares: tuple[KVShare, ...] = ()
     rank: int = 0
     costs: SimulatedCosts | None = None  # of simulated nodes
+    states: RankStates | None = None  # of a model with recurrent layers
 
 
 BackEnd = Callable[[ConnectorSetup], KVConnector]

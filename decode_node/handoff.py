@@ -27,6 +27,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer
 from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.timeouts import PeerTiming
+from pdserve.state import NO_SLOT
 
 _MARGIN_SHARE = 0.1  # of a lease: reading stops so long before its end
 _MARGIN_MAX = 1.0  # seconds, the longest margin
@@ -213,6 +214,7 @@ class Handoff:
             remote_blocks=tuple(part.block_ids),
             num_tokens=part.num_tokens,
             digests=tuple(part.digests),
+            remote_state=part.state_slot if part.HasField("state_slot") else NO_SLOT,
         )
         self._to_read.append(read)
 

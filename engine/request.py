@@ -6,12 +6,14 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engine.sequence_state import SequenceState
 from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.grammar import Grammar, Matcher
 from pdserve.hashing import BlockHashes
 from pdserve.ipc.messages import Mode
 from pdserve.records import TOKEN_BYTES, NewSequence, ScheduledSequence
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,7 @@ class Sequence:
     last_step: int = 0  # number of the last step that it took part in
     constraint: Constraint | None = None
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
+    state: SequenceState | None = None  # of a model with recurrent layers, while it has blocks
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
@@ -287,6 +290,7 @@ class Sequence:
         self.num_launched = 0
 
     def to_new_sequence(self) -> NewSequence:
+        state = self.state
         return NewSequence(
             seq=self.seq,
             token_ids=self.token_ids.tobytes(),
@@ -296,4 +300,6 @@ class Sequence:
             sampling=self.request.sampling,
             choice=self.choice,
             num_scored=self.request.num_scored,
+            state_slot=NO_SLOT if state is None else state.slot,
+            state_from=NO_SLOT if state is None or not self.num_computed else state.start,
         )

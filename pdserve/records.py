@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.kv import KVLayout, KVShare
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
+from pdserve.state import NO_SLOT, StateLayout, StateShare
 from pdserve.transports import Connected
 
 TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
@@ -78,6 +78,14 @@ class KVRegion(msgspec.Struct, frozen=True):
     device_id: int
 
 
+class RankStates(msgspec.Struct, frozen=True):
+    """The address and layout of one rank's recurrent states, and the part of the model's that they are."""
+
+    region: KVRegion
+    layout: StateLayout
+    share: StateShare
+
+
 class RankKV(msgspec.Struct, frozen=True):
     """The address and layout of one rank's KV cache, for peers that read from it."""
 
@@ -86,6 +94,7 @@ class RankKV(msgspec.Struct, frozen=True):
     region: KVRegion
     layout: KVLayout
     share: KVShare | None = None  # None: the whole model
+    states: RankStates | None = None  # None: no recurrent layers
 
     @property
     def part(self) -> KVShare:
@@ -107,6 +116,8 @@ class KVRead(msgspec.Struct, frozen=True):
     epoch: str
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
+    local_state: int = NO_SLOT  # slot that receives the recurrent state of ``remote_state``
+    remote_state: int = NO_SLOT
 
 
 class ReadResult(msgspec.Struct, frozen=True):
@@ -124,10 +135,14 @@ class ReadResult(msgspec.Struct, frozen=True):
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Compute a digest of each block. They hold ``num_tokens`` tokens; further slots of the last one do not count."""
+    """Compute a digest of each block, then of each slot of recurrent state.
+
+    The blocks hold ``num_tokens`` tokens; further places of the last one do not count.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens: int
+    state_slots: tuple[int, ...] = ()
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):

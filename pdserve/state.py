@@ -16,6 +16,7 @@ from typing import Self
 
 import msgspec
 
+from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES
 
 _ALIGNMENT = 256  # bytes; tensors of each layer begin at a multiple
@@ -78,6 +79,24 @@ class StateLayout(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return self.num_slots * self.slot_bytes
+
+
+class StateShare(msgspec.Struct, frozen=True):
+    """The part of the model's recurrent state that a rank holds: consecutive recurrent layers, and some heads."""
+
+    first_layer: int  # among the recurrent ones
+    num_layers: int
+    total_layers: int  # of the model
+    shard: int  # of ``num_shards`` that hold a part of the heads each
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        first, count, total = self.first_layer, self.num_layers, self.total_layers
+        if not 0 <= first <= first + count <= total or not 0 <= self.shard < self.num_shards:
+            raise ConfigError(
+                f"{count} recurrent layers from {first} on in shard {self.shard} of {self.num_shards} are no part of a "
+                f"model with {total}"
+            )
 
 
 def _aligned(num_bytes: int) -> int:

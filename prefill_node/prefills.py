@@ -38,6 +38,7 @@ from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 from prefill_node.leases import Lease, LeaseId, LeaseState, LeaseTable
 from prefill_node.prefill_trace import PrefillTrace
 
@@ -190,6 +191,7 @@ class Prefill(Lease):
             block_ids=part.block_ids,
             num_tokens=part.num_tokens,
             digests=part.digests,
+            state_slot=None if part.state_slot == NO_SLOT else part.state_slot,
         )
         self._send(kv_ready=ready)
         if self.complete:

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from connector.planning.rank_mapping import LocalRank, SourceRank, check_region
+from connector.planning.rank_mapping import LocalRank, SourcePart, SourceRank
+from connector.planning.regions import check_region
 from connector.planning.transfer_plan import ReadChunk, plan_read
 from connector.serial_connector import SerialConnector
 from connector.setup import ConnectorSetup
@@ -24,13 +25,13 @@ class LocalConnector(SerialConnector):
     """Copies blocks from connectors of this process, found by agent name."""
 
     def __init__(self, setup: ConnectorSetup) -> None:
-        self._local_rank = LocalRank(setup.shares, setup.rank)
-        super().__init__(setup.agent, b"local", self._local_rank.share)
+        self._local_rank = LocalRank(setup.shares, setup.rank, setup.states)
+        super().__init__(setup.agent, b"local", self._local_rank.share, setup.states)
         self._memory = threading.Lock()  # held during copies out of our region
         self._sources: dict[str, tuple[SourceRank, ...]] = {}  # by epoch; of the connector's thread
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
-        check_region(region, layout)
+        check_region(region, layout.total_bytes, f"{layout.num_blocks} blocks")
         if region.device != "cpu":
             raise PeerError(f"the local connector copies host memory, not {region.device}; use the nixl connector")
         with _registry_lock:
@@ -57,17 +58,18 @@ class LocalConnector(SerialConnector):
 
     def _execute(self, read: KVRead) -> ReadResult:
         start = time.monotonic()
-        limit, sources = self._rank.layout.total_bytes, self._sources[read.epoch]
-        chunks = [(source, chunk) for source in sources for chunk in plan_read(read, source.slices, limit)]
-        for source, chunk in chunks:
-            self._move(source, chunk)
-        num_bytes = sum(source.slices.num_bytes * len(chunk.local) for source, chunk in chunks)
-        num_ranges = sum(chunk.num_ranges for _, chunk in chunks)
+        num_bytes = num_ranges = 0
+        for source in self._sources[read.epoch]:
+            for part in source.parts(self._rank):
+                for chunk in plan_read(part.read_of(read), part.slices, self._rank.layout.total_bytes):
+                    self._move(source, part, chunk)
+                    num_bytes += part.slices.num_bytes * len(chunk.local)
+                    num_ranges += chunk.num_ranges
         return ReadResult(read.read_id, "", num_bytes, num_ranges, time.monotonic() - start)
 
-    def _move(self, source: SourceRank, chunk: ReadChunk) -> None:
-        target_base, source_base = self._rank.region.address, source.rank.region.address
-        ranges = source.slices.byte_ranges(chunk.local, chunk.remote)
+    def _move(self, source: SourceRank, part: SourcePart, chunk: ReadChunk) -> None:
+        target_base, source_base = part.local.address, part.remote.address
+        ranges = part.slices.byte_ranges(chunk.local, chunk.remote)
         with _find(source.rank.agent)._memory:
             _find(source.rank.agent)  # it may have been closed while this thread waited for the lock
             for local, remote, num_bytes in zip(*(column.tolist() for column in ranges), strict=True):

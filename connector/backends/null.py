@@ -16,12 +16,12 @@ class NullConnector:
 
     def __init__(self, setup: ConnectorSetup) -> None:
         self._agent = setup.agent
-        self._local_rank = LocalRank(setup.shares, setup.rank)
+        self._local_rank = LocalRank(setup.shares, setup.rank, setup.states)
         self._completions = CompletionQueue()
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
         self._completions.on_progress = on_progress
-        return RankKV(self._agent, b"", region, layout, self._local_rank.share)
+        return RankKV(self._agent, b"", region, layout, self._local_rank.share, self._local_rank.states)
 
     def connect(self, peer: Peer) -> None:
         self._completions.peer_failed(peer.epoch, "this node was started without a KV connector")

@@ -18,20 +18,49 @@ from typing import NamedTuple
 import numpy as np
 
 from connector.planning.block_slicing import BlockSlices, slice_blocks
+from connector.planning.regions import check_region
+from connector.planning.state_mapping import slice_states
 from pdserve.errors import ConfigError, PeerError
 from pdserve.kv import KVLayout, KVShare
-from pdserve.records import KVRegion, Peer, RankKV
+from pdserve.records import KVRead, KVRegion, Peer, RankKV, RankStates
+from pdserve.state import NO_SLOT
 
-DEVICES = ("cpu", "cuda")
 MAX_DESCRIPTORS = 2**31 - 1  # block and descriptor numbers are int32
-ADDRESS_SPACE = 2**64  # bytes
 
 
 class SourceRank(NamedTuple):
-    """A rank to read from, and the slices of each block that come from it."""
+    """A rank to read from, and the slices of each block and of each slot of recurrent state that come from it."""
 
     rank: RankKV
+    slices: BlockSlices | None  # None: no block
+    state_slices: BlockSlices | None = None  # None: no state
+
+    def parts(self, ours: RankKV) -> list[SourcePart]:
+        """Return what comes from this rank: parts of blocks, of states, or both. ``ours`` is the local rank."""
+        found = []
+        if self.slices is not None:
+            found.append(SourcePart(self.slices, ours.region, self.rank.region, of_states=False))
+        if self.state_slices is not None:
+            assert ours.states is not None
+            assert self.rank.states is not None
+            found.append(SourcePart(self.state_slices, ours.states.region, self.rank.states.region, of_states=True))
+        return found
+
+
+class SourcePart(NamedTuple):
+    """The slices of blocks, or of slots of recurrent state, that come from one rank, and the memory of both sides."""
+
     slices: BlockSlices
+    local: KVRegion
+    remote: KVRegion
+    of_states: bool
+
+    def read_of(self, read: KVRead) -> KVRead:
+        """Return the blocks of a read, or the slot of its state as if it was a block."""
+        if not self.of_states:
+            return read
+        local, remote = (() if slot == NO_SLOT else (slot,) for slot in (read.local_state, read.remote_state))
+        return KVRead(read.read_id, read.epoch, local, remote)
 
 
 class LocalRank(NamedTuple):
@@ -39,6 +68,7 @@ class LocalRank(NamedTuple):
 
     shares: tuple[KVShare, ...] = ()  # by rank
     rank: int = 0
+    states: RankStates | None = None  # this rank's; None: no recurrent layers
 
     @property
     def share(self) -> KVShare | None:
@@ -62,6 +92,7 @@ class LocalRank(NamedTuple):
             replicas.setdefault(_part(theirs), []).append(theirs)
         needed = [share for share in replicas if _overlap(ours, share)]
         _check_cover(ours, needed, peer)
+        states = slice_states(self.states, peer)
         found = []
         for share in needed:
             num_earlier_readers = sum(_overlap(other, share) for other in shares[: self.rank])
@@ -69,7 +100,8 @@ class LocalRank(NamedTuple):
             slices = slice_blocks(layout, ours, source.layout, share)
             with naming_rank(peer, source):
                 _check_descriptors(layout, source.layout, slices.num_ranges)
-            found.append(SourceRank(source, slices))
+            found.append(SourceRank(source, slices, states.pop(source.agent, None)))
+        found += [SourceRank(rank, None, states[rank.agent]) for rank in peer.ranks if rank.agent in states]
         return tuple(found)
 
 
@@ -94,19 +126,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
         raise PeerError(f"a rank of the peer has room for {cached} layers and KV heads, but says it holds {held}")
     if not 1 <= theirs.layout.num_blocks <= MAX_DESCRIPTORS:
         raise PeerError(f"the peer names {theirs.layout.num_blocks} blocks; a KV cache has 1 … {MAX_DESCRIPTORS}")
-    check_region(theirs.region, theirs.layout)
-
-
-def check_region(region: KVRegion, layout: KVLayout) -> None:
-    """Raise PeerError unless all blocks of ``layout`` lie inside ``region`` and the region inside memory."""
-    if region.device not in DEVICES:
-        raise PeerError(f"KV memory on device {region.device!r}; known are {', '.join(DEVICES)}")
-    if region.device_id < 0:
-        raise PeerError(f"KV memory on device number {region.device_id}; it must be at least 0")
-    if layout.total_bytes < 1 or layout.total_bytes > region.num_bytes:
-        raise PeerError(f"{layout.num_blocks} blocks take {layout.total_bytes} B, the region has {region.num_bytes} B")
-    if region.address < 1 or region.address + region.num_bytes > ADDRESS_SPACE:
-        raise PeerError(f"a region of {region.num_bytes} B at {region.address:#x} is outside of memory")
+    check_region(theirs.region, theirs.layout.total_bytes, f"{theirs.layout.num_blocks} blocks")
 
 
 def error_prefix(peer: Peer, rank: RankKV) -> str:

@@ -112,6 +112,20 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the block that is cached under this hash."""
+        return self._block_of.get(block_hash)
+
+    def forget(self, block_hash: bytes) -> None:
+        """Remove a block from the prefix cache. An unknown hash is ignored."""
+        block = self._block_of.get(block_hash)
+        if block is None:
+            return
+        self._evict(block)
+        if self._use[block] is Use.FREE:
+            del self._evictable[block]
+            self._free.add(block)
+
     def cache(self, block_hash: bytes, block: int) -> None:
         """Cache ``block``, which is in use, under ``block_hash``. Another block with the same hash keeps its entry."""
         assert self._use[block] is not Use.FREE

@@ -32,12 +32,14 @@ from functools import partial
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.digest_orders import DigestOrders
+from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
+from pdserve.state import NO_SLOT
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 
@@ -45,10 +47,11 @@ _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 class KVConnectorScheduler:
     """The interface, and the scheduler side of a node without connector: nothing can be loaded, nothing is kept."""
 
-    def __init__(self, pool: BlockPool, events: Batch, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, events: Batch, block_size: int, states: StateSlots | None = None) -> None:
         self._pool = pool
         self._events = events
         self._block_size = block_size
+        self._states = states
 
     def loadable(self, sequence: Sequence) -> int:
         """Return how many leading tokens can be loaded, cached ones included; 0: compute the prompt here."""
@@ -89,14 +92,18 @@ class KVConnectorScheduler:
         """Return the rids whose reads were ordered since the last call."""
         return ()
 
-    def finish_load(self, sequence: Sequence, num_tokens: int) -> None:
-        """End a load whose KV, of the first ``num_tokens`` tokens, has been read and confirmed."""
+    def finish_load(self, sequence: Sequence, num_tokens: int) -> bool:
+        """End a load whose KV, of the first ``num_tokens`` tokens, has been read and confirmed.
+
+        Return whether the sequence can continue with it: False if its recurrent state has not been read.
+        """
         raise AssertionError("the end of a load that never began")
 
     def abandon_load(self, sequence: Sequence) -> Collection[int]:
         """End a load, if there is one, before the sequence frees its blocks.
 
-        Return the blocks that a transfer may still write to: they stay quarantined until it has ended.
+        Return the blocks that a transfer may still write to: they stay quarantined until it has ended. So does the slot
+        of its recurrent state, which the sequence loses here.
         """
         return ()
 
@@ -144,6 +151,7 @@ class _Load:
     sequence: Sequence
     num_announced: int  # leading blocks of the prompt: cached here, or ordered
     reads: set[int] = field(default_factory=set)  # in flight
+    has_state: bool = False  # a read brings the recurrent state
     ends_at: float | None = None  # None: the peer has not begun the last chunk
 
 
@@ -161,7 +169,8 @@ class _Lease:
     num_announced: int  # leading blocks of the prompt: skipped by the peer, or leased to it
     num_digested: int  # leading blocks of the prompt: skipped, or with digests computed or ordered
     blocks: list[int] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)  # of blocks that are not announced yet
+    digests: list[int] = field(default_factory=list)  # of blocks that are not announced yet, and of the state
+    state_slot: int = NO_SLOT
 
 
 class PeerConnectorScheduler(KVConnectorScheduler):
@@ -174,8 +183,16 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         D   ReadEnded ──► digests of what was read, beside steps ──► ReadChecked
     """
 
-    def __init__(self, pool: BlockPool, events: Batch, block_size: int, *, checksum: bool = False) -> None:
-        super().__init__(pool, events, block_size)
+    def __init__(
+        self,
+        pool: BlockPool,
+        events: Batch,
+        block_size: int,
+        states: StateSlots | None = None,
+        *,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(pool, events, block_size, states)
         self._checksum = checksum
         self._digests = DigestOrders(block_size)
         self._cost = LineFit(_KEEP)
@@ -214,13 +231,17 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             return
         end = self._num_blocks(message.num_tokens)
         blocks = load.sequence.blocks[load.num_announced : end]
-        problem = self._check_announcement(message, load.sequence.load_len, end - load.num_announced)
+        problem = self._check_announcement(message, load.sequence, end - load.num_announced)
         read_id = self._next_id
         self._next_id += 1
         if problem:
             self._events.reads.append(ReadEnded(message.rid, message.epoch, ReadResult(read_id, problem)))
             return
-        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks)
+        local_state = NO_SLOT
+        if message.remote_state != NO_SLOT:
+            assert load.sequence.state is not None
+            load.has_state, local_state = True, load.sequence.state.slot
+        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks, local_state, message.remote_state)
         load.num_announced = end
         load.reads.add(order.read_id)
         self._reads[order.read_id] = _Read(message, order, load)
@@ -243,10 +264,14 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         started, self._started = self._started, []
         return started
 
-    def finish_load(self, sequence: Sequence, num_tokens: int) -> None:
+    def finish_load(self, sequence: Sequence, num_tokens: int) -> bool:
         load = self._loads.pop(sequence.rid)
         assert not load.reads, "KV was confirmed before all reads had ended"
-        assert load.num_announced == self._num_blocks(num_tokens), "KV was confirmed that was not read"
+        if sequence.state is not None and not load.has_state:
+            return False
+        cached = sequence.num_computed
+        assert load.num_announced == self._num_blocks(max(num_tokens, cached)), "KV was confirmed that was not read"
+        return True
 
     def abandon_load(self, sequence: Sequence) -> Collection[int]:
         load = self._loads.pop(sequence.rid, None)
@@ -256,19 +281,27 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             read.load = None
             self._pool.move(read.order.local_blocks, Use.HELD, Use.QUARANTINED)
             quarantined.update(read.order.local_blocks)
+            if read.order.local_state != NO_SLOT:
+                assert self._states is not None
+                assert sequence.state is not None
+                self._states.pool.move((read.order.local_state,), Use.HELD, Use.QUARANTINED)
+                sequence.state.slot = NO_SLOT
         return quarantined
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _check_announcement(self, message: StartRead, load_len: int, num_missing: int) -> str:
+    def _check_announcement(self, message: StartRead, sequence: Sequence, num_missing: int) -> str:
         """Return why a peer's announcement of blocks is wrong, or an empty string."""
-        num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
+        num_tokens, num_blocks, load_len = message.num_tokens, len(message.remote_blocks), sequence.load_len
         if num_tokens > load_len or (num_tokens % self._block_size and num_tokens != load_len):
             return f"the peer named blocks up to token {num_tokens} of a prompt of {load_len}"
         if not num_blocks or num_blocks != num_missing:
             return f"the peer named {num_blocks} blocks where {num_missing} are missing"
-        if self._checksum and len(message.digests) != num_blocks:
+        has_state = message.remote_state != NO_SLOT
+        if has_state if self._states is None else num_tokens == load_len and not has_state:
+            return f"the peer named {'a' if has_state else 'no'} recurrent state up to token {num_tokens} of {load_len}"
+        if self._checksum and len(message.digests) != num_blocks + has_state:
             return f"the peer named {num_blocks} blocks with {len(message.digests)} digests"
         return ""
 
@@ -314,11 +347,14 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._cost.add(len(blocks) * self._block_size, result.seconds)
             if read.load is None:
                 self._pool.drop(blocks, Use.QUARANTINED)
+                if self._states is not None and read.order.local_state != NO_SLOT:
+                    self._states.pool.drop((read.order.local_state,), Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
             self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
             if self._checksum and read.load is not None and not result.error:
-                self._digests.add(blocks, read.message.num_tokens, partial(self._compare, read))
+                state = read.order.local_state
+                self._digests.add(blocks, read.message.num_tokens, partial(self._compare, read), state)
 
     def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
@@ -327,12 +363,15 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             return
         corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
         if corrupt:
-            index = corrupt[0]
-            block = self._num_blocks(read.message.num_tokens) - len(found) + index
+            index, remote = corrupt[0], read.order.remote_blocks
+            if index < len(remote):
+                block = self._num_blocks(read.message.num_tokens) - len(remote) + index
+                name = f"block {block} of the prompt, {remote[index]} at the peer,"
+            else:
+                name = f"the recurrent state, in slot {read.order.remote_state} at the peer,"
             text = (
-                f"checksum of {len(corrupt)} of {len(found)} blocks differs: block {block} of the prompt, "
-                f"{read.order.remote_blocks[index]} at the peer, was announced with {expected[index] % 2**64:#018x} "
-                f"and arrived with {found[index] % 2**64:#018x}"
+                f"checksum of {len(corrupt)} of {len(found)} blocks differs: {name} was announced with "
+                f"{expected[index] % 2**64:#018x} and arrived with {found[index] % 2**64:#018x}"
             )
         self._events.checked.append(ReadChecked(rid, read.order.epoch, len(corrupt), text))
 
@@ -348,7 +387,9 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         start, end, num_tokens = lease.num_digested, *self._leasable(sequence, sequence.num_launched)
         if end > start:
             lease.num_digested = end
-            self._digests.add_to_step(tuple(sequence.blocks[start:end]), num_tokens, lease.digests.extend)
+            ends = sequence.state is not None and num_tokens == sequence.prompt_len
+            state = sequence.state.lease_slot if sequence.state is not None and ends else NO_SLOT
+            self._digests.add_to_step(tuple(sequence.blocks[start:end]), num_tokens, lease.digests.extend, state)
 
     def take_last_chunks(self) -> Collection[int]:
         last, self._last_chunks = self._last_chunks, []
@@ -366,25 +407,36 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._pool.lease(blocks)
         lease.num_announced = end
         lease.blocks += blocks
-        digests, lease.digests[: end - start] = tuple(lease.digests[: end - start]), ()
         last = num_tokens == sequence.prompt_len
-        self._events.leased.append(Leased(sequence.rid, tuple(blocks), num_tokens, last, digests))
+        if last and self._states is not None:
+            lease.state_slot = self._states.take_lease(sequence)
+        num_digests = end - start + (lease.state_slot != NO_SLOT)
+        digests, lease.digests[:num_digests] = tuple(lease.digests[:num_digests]), ()
+        leased = Leased(sequence.rid, tuple(blocks), num_tokens, last, digests, lease.state_slot)
+        self._events.leased.append(leased)
 
     def lease_cached(self, message: LeaseCached) -> None:
         token_ids = array("I", message.token_ids)
         hashes = BlockHashes(self._block_size, root_hash(message.cache_salt))
         cached = self._pool.match(hashes.one_by_one(token_ids, len(token_ids)))
-        skipped, num_tokens = message.skip_tokens // self._block_size, len(cached) * self._block_size
+        skipped, state_slot = message.skip_tokens // self._block_size, NO_SLOT
+        if self._states is not None:
+            num_cached, state_slot = self._states.find(hashes.upto(token_ids, len(cached) * self._block_size))
+            cached = cached[:num_cached]
+        num_tokens = len(cached) * self._block_size
         lease = self._leases[message.rid] = _Lease(len(cached), len(cached), blocks=cached[skipped:])
         self._pool.lease(lease.blocks)
+        if self._states is not None and lease.blocks:
+            lease.state_slot = state_slot
+            self._states.pool.lease((state_slot,))
 
         def announce(digests: tuple[int, ...]) -> None:
             if self._leases.get(message.rid) is lease:  # else it has ended
-                leased = Leased(message.rid, tuple(lease.blocks), num_tokens, True, digests)
+                leased = Leased(message.rid, tuple(lease.blocks), num_tokens, True, digests, lease.state_slot)
                 self._events.leased.append(leased)
 
         if self._checksum and lease.blocks:
-            self._digests.add(tuple(lease.blocks), num_tokens, announce)
+            self._digests.add(tuple(lease.blocks), num_tokens, announce, lease.state_slot)
         else:
             announce(())
 
@@ -392,6 +444,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         lease = self._leases.pop(rid, None)
         if lease is not None:
             self._pool.drop(lease.blocks, Use.LEASED)
+            if self._states is not None and lease.state_slot != NO_SLOT:
+                self._states.pool.drop((lease.state_slot,), Use.LEASED)
 
     def _lease(self, sequence: Sequence) -> _Lease:
         skipped = sequence.request.skip_tokens // self._block_size

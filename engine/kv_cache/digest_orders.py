@@ -10,8 +10,9 @@ from collections.abc import Callable
 from itertools import count
 
 from pdserve.records import DigestOrder, ModelRunnerOutput
+from pdserve.state import NO_SLOT
 
-TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block
+TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block, and that of the state
 
 
 class DigestOrders:
@@ -33,15 +34,17 @@ class DigestOrders:
     def any_beside(self) -> bool:
         return bool(self._beside)
 
-    def add_to_step(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
-        """Order digests of blocks that the next step fills."""
-        self._of_step.append(self._order(blocks, num_tokens))
+    def add_to_step(
+        self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests, state_slot: int = NO_SLOT
+    ) -> None:
+        """Order digests of blocks that the next step fills, and of the recurrent state that it leaves in a slot."""
+        self._of_step.append(self._order(blocks, num_tokens, state_slot))
         self._of_step_takers.append(take)
 
-    def add(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
+    def add(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests, state_slot: int = NO_SLOT) -> None:
         """Order digests beside steps."""
         number = next(self._numbers)
-        self._beside.append((number, self._order(blocks, num_tokens)))
+        self._beside.append((number, self._order(blocks, num_tokens, state_slot)))
         self._beside_takers[number] = take
 
     def take_of_step(self) -> tuple[DigestOrder, ...]:
@@ -61,6 +64,7 @@ class DigestOrders:
         for number, digests in output.connector.digested:
             self._beside_takers.pop(number)(digests)
 
-    def _order(self, blocks: tuple[int, ...], num_tokens: int) -> DigestOrder:
+    def _order(self, blocks: tuple[int, ...], num_tokens: int, state_slot: int) -> DigestOrder:
         unused = -num_tokens % self._block_size
-        return DigestOrder(blocks, len(blocks) * self._block_size - unused)
+        slots = () if state_slot == NO_SLOT else (state_slot,)
+        return DigestOrder(blocks, len(blocks) * self._block_size - unused, slots)

@@ -30,6 +30,7 @@ import msgspec
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.state_slots import StateSlots
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.fair_share import FairShare
@@ -46,7 +47,7 @@ from pdserve.ipc.messages import Batch, DecodeAheadEnded, LastChunk, Mode, Outpu
 from pdserve.records import ModelRunnerOutput, StepPlan
 from pdserve.request_cost import HANDOFF_SECONDS
 
-ConnectorFactory = Callable[[BlockPool, Batch, int], KVConnectorScheduler]  # the last is the block size
+ConnectorFactory = Callable[[BlockPool, Batch, int, StateSlots | None], KVConnectorScheduler]  # int: the block size
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
 
@@ -63,6 +64,7 @@ class Scheduler:
         *,
         num_blocks: int,
         block_size: int,
+        num_state_slots: int = 0,
         max_num_seqs: int,
         max_batch_tokens: int,
         full_step: int,
@@ -89,8 +91,9 @@ class Scheduler:
         self.events = Batch()
         self.totals = Totals()
         self.meter = StepCostMeter()
-        self.connector = connector(self.pool, self.events, block_size)
-        self._kv = KVCacheManager(self.pool, self.connector, block_size)
+        self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
+        self.connector = connector(self.pool, self.events, block_size, self.states)
+        self._kv = KVCacheManager(self.pool, self.connector, block_size, self.states)
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
@@ -166,8 +169,11 @@ class Scheduler:
         sequence = self._live.loading.pop(rid, None)
         if sequence is None:
             return
+        if not self.connector.finish_load(sequence, num_tokens):
+            self._live.loading[rid] = sequence
+            self.prefill_locally(rid, outputs)
+            return
         num_tokens = max(num_tokens, sequence.num_computed)
-        self.connector.finish_load(sequence, num_tokens)
         sequence.request.mode = Mode.LOCAL
         sequence.request.waits_since = self._clock()
         self._kv.received(sequence, num_tokens)
@@ -212,6 +218,8 @@ class Scheduler:
     def forget_cached(self) -> None:
         """Empty the prefix cache, since other weights compute other KV. No request may be open."""
         self.pool.forget_cached()
+        if self.states is not None:
+            self.states.pool.forget_cached()
         self.events.status_changed = True
 
     def suspects(self, planning: bool) -> set[int]:
@@ -255,7 +263,8 @@ class Scheduler:
         for rid in self.connector.take_last_chunks():
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
-        return builder.plan(finished, self.connector.take_digest_orders())
+        copies = () if self.states is None else self.states.take_copies(self._num_plans)
+        return builder.plan(finished, self.connector.take_digest_orders(), copies)
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""
@@ -267,6 +276,8 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
         """Apply the results of a step that took ``seconds``."""
+        if self.states is not None:
+            self.states.applied(plan.step)
         self._results.apply(plan, output, seconds)
         self._constraints.request_masks()
 
@@ -360,6 +371,9 @@ class Scheduler:
         if self._max_drafts:
             self._kv.grow_for_drafts(sequences, self._max_drafts)
         builder.add_decodes(sequences)
+        if self.states is not None:
+            for sequence in sequences:
+                self.states.decoded(sequence)
 
     def _longest_wait(self, runnable: RunnableSequences) -> float | None:
         """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
@@ -468,4 +482,6 @@ class Scheduler:
         if not builder.has_prompts:
             builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
         builder.add_prompt(sequence)
+        if self.states is not None:
+            self.states.launched(sequence)
         self.connector.scheduled(sequence)

@@ -106,9 +106,11 @@ class StepBuilder:
         self._decodes += sequences
 
     def add_prompt(self, sequence: Sequence) -> None:
-        """Add as many of its missing tokens as fit, at least one."""
+        """Add as many of its missing tokens as fit, at least one, up to the next snapshot of its recurrent state."""
         missing = sequence.missing
         num_tokens = max(1, min(missing, self._room(sequence, self.crowding)))
+        if sequence.state is not None and sequence.state.stops:
+            num_tokens = min(num_tokens, sequence.state.stops[-1] - sequence.num_launched)
         if self.budget is not None:
             if num_tokens < missing:
                 spare = (self._most_tokens - self._tokens_left + num_tokens) % self._tile
@@ -128,7 +130,12 @@ class StepBuilder:
     def sequences(self) -> StepSequences:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
-    def plan(self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...]) -> StepPlan:
+    def plan(
+        self,
+        finished: tuple[int, ...],
+        digests: tuple[DigestOrder, ...],
+        state_copies: tuple[tuple[int, int], ...] = (),
+    ) -> StepPlan:
         return StepPlan(
             self._step,
             finished=finished,
@@ -138,6 +145,7 @@ class StepBuilder:
             new_blocks=tuple(self._new_blocks),
             digests=digests,
             masks=tuple(self._masks),
+            state_copies=state_copies,
         )
 
     def _launch_drafts(self, sequence: Sequence, step: int) -> ScheduledSequence:

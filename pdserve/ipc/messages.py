@@ -46,6 +46,7 @@ from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResult, TokenLogprobs
 from pdserve.request_cost import StepCosts
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 from pdserve.transports import Connected
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
@@ -115,7 +116,8 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     epoch: str
     remote_blocks: tuple[int, ...]
     num_tokens: int  # of the prompt, up to the end of these blocks
-    digests: tuple[int, ...] = ()  # of these blocks as announced by P; empty without checksums
+    digests: tuple[int, ...] = ()  # of these blocks, then of the state, as announced by P; empty without checksums
+    remote_state: int = NO_SLOT  # P's slot with the recurrent state after ``num_tokens``
 
 
 class HandoffEnds(msgspec.Struct, frozen=True, tag=True):
@@ -345,7 +347,8 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[int, ...]  # after the skipped tokens and those leased before
     num_tokens: int  # of the prompt, up to the end of these blocks
     last: bool  # no more follow
-    digests: tuple[int, ...] = ()  # of these blocks, with checksums
+    digests: tuple[int, ...] = ()  # of these blocks, then of the state, with checksums
+    state_slot: int = NO_SLOT  # of the recurrent state after ``num_tokens``, with the last ones
 
 
 class Totals(msgspec.Struct, array_like=True):

@@ -1235,6 +1235,7 @@ class RankKV(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     metadata: _builtins.bytes
     address: _builtins.int
@@ -1247,6 +1248,10 @@ class RankKV(_message.Message):
     def share(self) -> Global___KVShare:
         """absent: the whole model"""
 
+    @_builtins.property
+    def states(self) -> Global___RankStates:
+        """absent: no recurrent layers"""
+
     def __init__(
         self,
         *,
@@ -1258,14 +1263,78 @@ class RankKV(_message.Message):
         device_id: _builtins.int = ...,
         layout: Global___KVLayout | None = ...,
         share: Global___KVShare | None = ...,
+        states: Global___RankStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "share", b"share"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "share", b"share", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "device", b"device", "device_id", b"device_id", "layout", b"layout", "metadata", b"metadata", "num_bytes", b"num_bytes", "share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "device", b"device", "device_id", b"device_id", "layout", b"layout", "metadata", b"metadata", "num_bytes", b"num_bytes", "share", b"share", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankKV: _TypeAlias = RankKV  # noqa: Y015
+
+@_typing.final
+class RankStates(_message.Message):
+    """The recurrent states of a rank; device and device_id are those of its KV cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    TOTAL_LAYERS_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    KEY_HEADS_FIELD_NUMBER: _builtins.int
+    VALUE_HEADS_FIELD_NUMBER: _builtins.int
+    KEY_DIM_FIELD_NUMBER: _builtins.int
+    VALUE_DIM_FIELD_NUMBER: _builtins.int
+    CONV_WIDTH_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    address: _builtins.int
+    num_bytes: _builtins.int
+    num_slots: _builtins.int
+    num_layers: _builtins.int
+    first_layer: _builtins.int
+    """among the recurrent layers of the model"""
+    total_layers: _builtins.int
+    shard: _builtins.int
+    """of num_shards, which hold a part of the heads each"""
+    num_shards: _builtins.int
+    key_heads: _builtins.int
+    """of the shard, as are value_heads"""
+    value_heads: _builtins.int
+    key_dim: _builtins.int
+    value_dim: _builtins.int
+    conv_width: _builtins.int
+    dtype: _builtins.str
+    def __init__(
+        self,
+        *,
+        address: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        total_layers: _builtins.int = ...,
+        shard: _builtins.int = ...,
+        num_shards: _builtins.int = ...,
+        key_heads: _builtins.int = ...,
+        value_heads: _builtins.int = ...,
+        key_dim: _builtins.int = ...,
+        value_dim: _builtins.int = ...,
+        conv_width: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conv_width", b"conv_width", "dtype", b"dtype", "first_layer", b"first_layer", "key_dim", b"key_dim", "key_heads", b"key_heads", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_slots", b"num_slots", "shard", b"shard", "total_layers", b"total_layers", "value_dim", b"value_dim", "value_heads", b"value_heads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankStates: _TypeAlias = RankStates  # noqa: Y015
 
 @_typing.final
 class KVShare(_message.Message):
@@ -1596,15 +1665,18 @@ class KVReady(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    STATE_SLOT_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """shortest time that P keeps them, from when it received the prompt; see ExtendRequest"""
     num_tokens: _builtins.int
     """prompt tokens whose KV is ready, skipped ones included; in the last message all, but for a pull"""
+    state_slot: _builtins.int
+    """with the last blocks, P's slot of the recurrent state after num_tokens"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """one per block; none with --kv-checksum off"""
+        """one per block, and one of the state; none with --kv-checksum off"""
 
     def __init__(
         self,
@@ -1613,12 +1685,15 @@ class KVReady(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _builtins.int = ...,
         digests: _abc.Iterable[_builtins.int] | None = ...,
+        state_slot: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_state_slot", b"_state_slot", "state_slot", b"state_slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "digests", b"digests", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_slot", b"_state_slot", "block_ids", b"block_ids", "digests", b"digests", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens", "state_slot", b"state_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__state_slot: _TypeAlias = _typing.Literal["state_slot"]  # noqa: Y015
+    _WhichOneofArgType__state_slot: _TypeAlias = _typing.Literal["_state_slot", b"_state_slot"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state_slot) -> _WhichOneofReturnType__state_slot | None: ...
 
 Global___KVReady: _TypeAlias = KVReady  # noqa: Y015
 

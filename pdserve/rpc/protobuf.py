@@ -11,9 +11,10 @@ from msgspec.structs import asdict
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, RankStates, TokenLogprobs
 from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
+from pdserve.state import GatedDeltaSpec, StateLayout, StateShare
 
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, "logit_bias", "bad_words")
@@ -127,6 +128,7 @@ def rank_to_pb(rank: RankKV) -> pb.RankKV:
         **asdict(rank.region),
         layout=layout_to_pb(rank.layout),
         share=None if rank.share is None else pb.KVShare(**asdict(rank.share)),
+        states=None if rank.states is None else _states_to_pb(rank.states),
     )
 
 
@@ -147,4 +149,27 @@ def rank_from_pb(message: pb.RankKV) -> RankKV:
         region=region,
         layout=layout_from_pb(message.layout),
         share=share,
+        states=_states_from_pb(message) if message.HasField("states") else None,
+    )
+
+
+def _states_to_pb(states: RankStates) -> pb.RankStates:
+    layout, region = states.layout, states.region
+    return pb.RankStates(
+        address=region.address,
+        num_bytes=region.num_bytes,
+        num_slots=layout.num_slots,
+        **asdict(states.share),
+        **asdict(layout.spec),
+    )
+
+
+def _states_from_pb(message: pb.RankKV) -> RankStates:
+    """Raises ConfigError for a share that is no part of the model."""
+    states = message.states
+    spec = GatedDeltaSpec(**{name: getattr(states, name) for name in GatedDeltaSpec.__struct_fields__})
+    return RankStates(
+        KVRegion(states.address, states.num_bytes, message.device, message.device_id),
+        StateLayout(states.num_slots, states.num_layers, spec),
+        StateShare(**{name: getattr(states, name) for name in StateShare.__struct_fields__}),
     )

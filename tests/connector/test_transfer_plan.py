@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.planning.block_slicing import BlockSlices, slice_blocks
-from connector.planning.rank_mapping import check_region
+from connector.planning.regions import check_region
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import PeerError
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
@@ -137,4 +137,4 @@ def test_a_local_block_named_twice_is_refused() -> None:
 )
 def test_a_region_that_cannot_hold_the_blocks_is_refused(region: KVRegion) -> None:
     with pytest.raises(PeerError):
-        check_region(region, LAYOUT)
+        check_region(region, LAYOUT.total_bytes, f"{LAYOUT.num_blocks} blocks")

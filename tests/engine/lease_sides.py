@@ -31,6 +31,7 @@ from pdserve.records import Peer
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
@@ -230,6 +231,7 @@ class PrefillSide:
         ready = pb.KVReady(
             lease_ms=int(SECONDS * 1000),
             block_ids=leased.block_ids,
+            state_slot=None if leased.state_slot == NO_SLOT else leased.state_slot,
             num_tokens=leased.num_tokens,
             digests=leased.digests,
         )

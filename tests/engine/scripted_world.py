@@ -79,8 +79,13 @@ class ScriptedWorld(World):
         *,
         checksum: bool = False,
         drafts: tuple[int, int] = (0, 0),
+        state_slots: tuple[int, int] = (0, 0),
     ) -> None:
-        """``blocks`` are the KV blocks of P and D, ``drafts`` those of a decode; ``checksum`` turns digests on."""
+        """``blocks`` are the KV blocks of P and D, ``drafts`` those of a decode; ``checksum`` turns digests on.
+
+        ``state_slots`` are those of P and D: both 0 for a model without recurrent layers.
+        """
+        self._state_slots = state_slots
         self._blocks = blocks
         self._drafts = drafts
         self._checksum = checksum
@@ -101,7 +106,8 @@ class ScriptedWorld(World):
 
     def _make(self, side: int) -> Node:
         blocks, drafts = self._blocks[side], self._drafts[side]
-        return Node(blocks, *self.depth, kv_checksum=self._checksum, max_drafts=drafts)
+        slots = self._state_slots[side]
+        return Node(blocks, *self.depth, kv_checksum=self._checksum, max_drafts=drafts, state_slots=slots)
 
     @property
     def transfers(self) -> dict[int, Transfer]:

@@ -4,6 +4,9 @@ One misplaced block, stale slot or extra token changes its output, so comparing 
 bookkeeping, in microseconds per token. It computes as late as a device may: when the result of a step is taken. So it
 overwrites blocks that were reused too early, and it asserts that there are none.
 
+With recurrent layers, it also keeps a digest of the tokens so far in the slot of each sequence, and asserts that it is
+that of the tokens in the KV cache.
+
 Its drafts are right or wrong at random. Wrong ones leave their KV behind.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 import random
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -20,7 +23,16 @@ import numpy as np
 
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.pausing import Pausing, complete
-from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, StepOutput, StepPlan
+from pdserve.records import (
+    DigestOrder,
+    KVRegion,
+    NewSequence,
+    PromptLogprobs,
+    RankStates,
+    StepOutput,
+    StepPlan,
+)
+from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
@@ -28,6 +40,14 @@ from runner.sampling.prompt_targets import PromptTargets, Targets
 VOCAB = 1000
 RIGHT_DRAFTS = 3 / 4
 Slot = tuple[int, int]  # block, offset
+
+
+_STATE = GatedDeltaSpec(1, 1, 1, 1, 2, "float32")
+_SLOT_WORDS = _STATE.layer_bytes // 4  # the first two: number of tokens, digest of the tokens
+
+
+def _advanced(count: int, digest: int, token: int) -> tuple[int, int]:
+    return count + 1, crc32(struct.pack("<I", token), digest)
 
 
 def next_token(token_ids: np.ndarray, choice: int) -> int:
@@ -60,6 +80,7 @@ class _State:
     choice: int = 0
     num_launched: int = 0
     least_launched: int = 0  # the same, if all drafts are wrong
+    slot: int = NO_SLOT  # of its recurrent state
 
 
 def num_tokens(plan: StepPlan) -> int:
@@ -86,6 +107,8 @@ class ToyStep:
     work: tuple[_Work, ...]
     digests: tuple[DigestOrder, ...]
     targets: list[Targets]
+    new: tuple[NewSequence, ...]
+    state_copies: tuple[tuple[int, int], ...]
 
     def done(self) -> bool:
         return not self.runner.busy
@@ -112,7 +135,13 @@ class ToyRunner:
     """A ModelRunner over host memory; K holds token ids, V their positions."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_in_flight: int = 1, stages: int = 1, layered: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_in_flight: int = 1,
+        stages: int = 1,
+        layered: bool = False,
+        num_state_slots: int = 0,
     ) -> None:
         """``layered``: launches take long enough for results of earlier steps to arrive meanwhile."""
         self._layered = layered
@@ -124,6 +153,7 @@ class ToyRunner:
         self.behind: list[int] = []  # steps that were in flight at each of these launches
         self.num_overlapped = 0  # results taken while a later forward pass was launched
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
+        self.slots = np.full((num_state_slots, _SLOT_WORDS), 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
         self._in_flight: deque[ToyStep] = deque()
         self._targets = PromptTargets()
@@ -132,6 +162,13 @@ class ToyRunner:
     @property
     def kv_region(self) -> KVRegion:
         return KVRegion(self.cache.ctypes.data, self.cache.nbytes, "cpu", 0)
+
+    @property
+    def rank_states(self) -> RankStates | None:
+        if not len(self.slots):
+            return None
+        region = KVRegion(self.slots.ctypes.data, self.slots.nbytes, "cpu", 0)
+        return RankStates(region, StateLayout(len(self.slots), 1, _STATE), StateShare(0, 1, 1, 0, 1))
 
     @property
     def num_tokens(self) -> int:
@@ -179,10 +216,20 @@ class ToyRunner:
             tokens = new.tokens(0, new.num_tokens).tolist()
             state = _State(new.seq, tokens, new.num_computed, list(new.block_ids), new.choice)
             state.num_launched = state.least_launched = new.num_computed
+            state.slot = new.state_slot
+            assert (state.slot == NO_SLOT) == (not len(self.slots))
             self._states[new.seq] = state
             self._targets.add(new)
         self._check_stages(plan)
-        step = ToyStep(self, plan.step, tuple(self._take_in(plan)), plan.digests, self._targets.take(plan.scheduled))
+        step = ToyStep(
+            self,
+            plan.step,
+            tuple(self._take_in(plan)),
+            plan.digests,
+            self._targets.take(plan.scheduled),
+            plan.new,
+            plan.state_copies,
+        )
         if self._layered:
             yield
         self._in_flight.append(step)
@@ -197,6 +244,9 @@ class ToyRunner:
         self.num_overlapped += any(later.work for later in self._in_flight)
         token_ids: list[int] = []
         counts: list[int] = []
+        for new in step.new:
+            if new.state_from != new.state_slot:
+                self.slots[new.state_slot] = 0 if new.state_from == NO_SLOT else self.slots[new.state_from]
         states = {work.state.seq: work.state for work in step.work}
         for work in step.work:
             state = work.state
@@ -207,9 +257,12 @@ class ToyRunner:
                 continue
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
                 self._slot(state, position)[:] = state.token_ids[position], position
+                self._advance(state, state.token_ids[position])
             state.num_computed += work.num_tokens
             if work.num_samples:
                 token_ids += self._sample(state, work.num_samples, work.mask)
+        for source, target in step.state_copies:
+            self.slots[target] = self.slots[source]
         scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
         return StepOutput(
             step.step,
@@ -251,7 +304,19 @@ class ToyRunner:
         for index, block in enumerate(order.block_ids):
             valid = self.cache[block, 0, 0, :, : order.num_tokens - index * size, 0]
             digests.append(crc32(valid.tobytes()))
-        return tuple(digests)
+        return (*digests, *(crc32(self.slots[slot].tobytes()) for slot in order.state_slots))
+
+    def _advance(self, state: _State, token: int) -> None:
+        """Let a sequence's recurrent state take in a token."""
+        if state.slot != NO_SLOT:
+            self.slots[state.slot, :2] = _advanced(*map(int, self.slots[state.slot, :2]), token)
+
+    def _check_state(self, state: _State, seen: Iterable[int]) -> None:
+        if state.slot != NO_SLOT:
+            expected = (0, 0)
+            for token in seen:
+                expected = _advanced(*expected, int(token))
+            assert tuple(map(int, self.slots[state.slot, :2])) == expected, "a recurrent state is of other tokens"
 
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []
@@ -287,6 +352,7 @@ class ToyRunner:
         draft = state.token_ids[first]
         for position in range(first, first + 1 + num_drafts):
             self._slot(state, position)[:] = draft, position
+            self._advance(state, draft)
             if right:
                 state.num_computed += 1
                 token_ids += self._sample(state, 1, mask)
@@ -300,6 +366,7 @@ class ToyRunner:
 
     def _sample(self, state: _State, num_samples: int, mask: bytes) -> list[int]:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
+        self._check_state(state, seen)
         choices = range(num_samples) if num_samples > 1 else (state.choice,)
         bits = int.from_bytes(mask, "little")
         allowed = [token for token in range(bits.bit_length()) if bits >> token & 1] or range(VOCAB)

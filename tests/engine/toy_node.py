@@ -23,6 +23,7 @@ from engine.channel import Channel
 from engine.engine import Engine
 from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
+from engine.kv_cache.block_pool import Use
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
@@ -118,6 +119,7 @@ class Node:
         rank: type[ToyRank] = ToyRank,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
+        state_slots: int = 0,
     ) -> None:
         batch_tokens = max(batch_tokens, max_num_seqs * (1 + max_drafts))
         self._batch_tokens = batch_tokens
@@ -128,6 +130,7 @@ class Node:
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=BLOCK,
+            num_state_slots=state_slots,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=batch_tokens,
             full_step=full_step,
@@ -141,8 +144,8 @@ class Node:
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered)
-        self.connector = connector or LocalConnector(ConnectorSetup(self.epoch))
+        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots)
+        self.connector = connector or LocalConnector(ConnectorSetup(self.epoch, states=self.runner.rank_states))
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = rank(self.runner, self.connector)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
@@ -229,6 +232,8 @@ class Node:
     def assert_all_free(self) -> None:
         status = self.scheduler.status()
         assert (status.free, status.waiting, status.reading, status.running) == (status.total, 0, 0, 0)
+        states = self.scheduler.states
+        assert states is None or states.pool.count(Use.FREE) == states.pool.total
 
     def _add_leased(self, rid: int, blocks: tuple[int, ...], unused: int = 0) -> None:
         """Note leased blocks, the last of which has ``unused`` slots at its end."""

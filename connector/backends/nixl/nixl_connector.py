@@ -27,7 +27,8 @@ from connector.backends.nixl.peer_connection import PeerConnection
 from connector.backends.nixl.rank_connection import TEST_READ_BYTES, TransferContext
 from connector.completion_queue import CompletionQueue
 from connector.planning.block_slicing import BlockRanges
-from connector.planning.rank_mapping import LocalRank, check_region
+from connector.planning.rank_mapping import LocalRank
+from connector.planning.regions import check_region
 from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
@@ -47,7 +48,7 @@ class NixlConnector:
     def __init__(self, setup: ConnectorSetup) -> None:
         self._name = setup.agent
         self._timing = setup.timing
-        self._local_rank = LocalRank(setup.shares, setup.rank)
+        self._local_rank = LocalRank(setup.shares, setup.rank, setup.states)
         self._completions = CompletionQueue()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -64,7 +65,7 @@ class NixlConnector:
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
         """Start the agent; takes about half a second. Raises ConfigError or CapacityError."""
         assert self._thread is None, "register is called once"
-        check_region(region, layout)
+        check_region(region, layout.total_bytes, f"{layout.num_blocks} blocks")
         self._completions.on_progress = on_progress
         started: Future[RankKV] = Future()
         self._thread = threading.Thread(target=self._run, args=(region, layout, started), name="kv-nixl", daemon=True)
@@ -111,14 +112,17 @@ class NixlConnector:
     def _start(self, region: KVRegion, layout: KVLayout) -> None:
         agent = NixlAgent(self._name, self._timing)
         agent.register(region)
+        states = self._local_rank.states
+        if states is not None:
+            agent.register(states.region)
         scratch = KVRegion(self._scratch.ctypes.data, self._scratch.nbytes, "cpu", 0)
         agent.register(scratch)
         prepared = agent.prepare(None, scratch, BlockRanges.whole(TEST_READ_BYTES, 1))
-        self._context = TransferContext(agent, region, prepared, self._timing.stall_timeout)
-        self._rank = RankKV(self._name, agent.metadata(), region, layout, self._local_rank.share)
+        self._rank = RankKV(self._name, agent.metadata(), region, layout, self._local_rank.share, states)
+        self._context = TransferContext(agent, self._rank, prepared, self._timing.stall_timeout)
 
     def _work(self) -> None:
-        sleep, longest_sleep = 0.0, LONGEST_SLEEP[self._context.region.device]
+        sleep, longest_sleep = 0.0, LONGEST_SLEEP[self._rank.region.device]
         while not self._stopping:
             busy = [connection for connection in self._connections.values() if connection.busy]
             self._run_commands(sleep if busy else None)
@@ -217,4 +221,4 @@ class NixlConnector:
         while any(connection.busy for connection in self._connections.values()) and time.monotonic() < deadline:
             for connection in self._connections.values():
                 connection.advance()
-            time.sleep(LONGEST_SLEEP[self._context.region.device])
+            time.sleep(LONGEST_SLEEP[self._rank.region.device])

@@ -14,10 +14,10 @@ import numpy as np
 from connector.backends.nixl.agent import NixlAgent
 from connector.backends.nixl.transfers import Transfers
 from connector.planning.block_slicing import BlockRanges
-from connector.planning.rank_mapping import SourceRank
+from connector.planning.rank_mapping import SourcePart, SourceRank
 from connector.planning.transfer_plan import ReadChunk, plan_read
 from pdserve.errors import PeerError
-from pdserve.records import KVRead, KVRegion
+from pdserve.records import KVRead, KVRegion, RankKV
 
 # By target device. Copies between processes of a host happen inside the post, so a chunk bounds how long a post blocks
 # the owner thread. A GPU copies by itself and needs enough work between two polls.
@@ -46,9 +46,22 @@ class PendingRead:
 
 class TransferContext(NamedTuple):
     agent: NixlAgent
-    region: KVRegion
+    rank: RankKV  # the local one
     scratch: int  # one prepared descriptor of TEST_READ_BYTES
     stall_timeout: float  # seconds
+
+
+class PreparedPart(NamedTuple):
+    """What comes from a rank, and the numbers of NIXL's prepared descriptors."""
+
+    source: SourcePart
+    local: int
+    remote: int
+
+
+class PartChunk(NamedTuple):
+    part: PreparedPart
+    chunk: ReadChunk
 
 
 class RankConnection:
@@ -63,10 +76,9 @@ class RankConnection:
     ) -> None:
         self._context = context
         self._rank = source.rank
-        self._slices = source.slices
         self._on_failure = on_failure
         self._prepared: list[int] = []
-        self._waiting: deque[tuple[PendingRead, ReadChunk]] = deque()
+        self._waiting: deque[tuple[PendingRead, PartChunk]] = deque()
         self._transfers = Transfers(
             context.agent,
             self._rank.agent,
@@ -77,11 +89,10 @@ class RankConnection:
         )
         context.agent.add(self._rank.metadata)
         try:
-            self._remote = self._prepare(self._rank.agent, self._rank.region, self._slices.remote)
+            self._parts = [self._prepare_part(part) for part in source.parts(context.rank)]
             self._remote_start = self._prepare(
                 self._rank.agent, self._rank.region, BlockRanges.whole(TEST_READ_BYTES, 1)
             )
-            self._local = self._prepare(None, context.region, self._slices.local)
         except PeerError:
             self.close()
             raise
@@ -113,11 +124,16 @@ class RankConnection:
         agent, scratch = self._context.agent, self._context.scratch
         self._transfers.post(lambda: agent.read(scratch, only, self._remote_start, only), read.end_chunk)
 
-    def plan(self, read: KVRead) -> list[ReadChunk]:
+    def plan(self, read: KVRead) -> list[PartChunk]:
         """Return the chunks of ``read`` that come from this rank. Raises PeerError."""
-        return plan_read(read, self._slices, CHUNK_BYTES[self._context.region.device])
+        most = CHUNK_BYTES[self._context.rank.region.device]
+        return [
+            PartChunk(part, chunk)
+            for part in self._parts
+            for chunk in plan_read(part.source.read_of(read), part.source.slices, most)
+        ]
 
-    def submit(self, read: PendingRead, chunks: list[ReadChunk]) -> None:
+    def submit(self, read: PendingRead, chunks: list[PartChunk]) -> None:
         """Queue chunks made by ``plan``; the connection has not failed."""
         assert not self.failure
         self._waiting.extend((read, chunk) for chunk in chunks)
@@ -143,6 +159,10 @@ class RankConnection:
             self._context.agent.release(self._prepared.pop())
         self._context.agent.remove(self._rank.agent)
 
+    def _prepare_part(self, part: SourcePart) -> PreparedPart:
+        remote = self._prepare(self._rank.agent, part.remote, part.slices.remote)
+        return PreparedPart(part, self._prepare(None, part.local, part.slices.local), remote)
+
     def _prepare(self, owner: str | None, region: KVRegion, ranges: BlockRanges) -> int:
         self._prepared.append(self._context.agent.prepare(owner, region, ranges))
         return self._prepared[-1]
@@ -154,8 +174,8 @@ class RankConnection:
     def _post_next(self) -> bool:
         if not self._waiting or len(self._transfers) >= CHUNKS_IN_FLIGHT:
             return False
-        read, chunk = self._waiting.popleft()
-        local, remote = self._slices.local.descriptors(chunk.local), self._slices.remote.descriptors(chunk.remote)
-        agent = self._context.agent
-        self._transfers.post(lambda: agent.read(self._local, local, self._remote, remote), read.end_chunk)
+        read, (part, chunk) = self._waiting.popleft()
+        slices, agent = part.source.slices, self._context.agent
+        local, remote = slices.local.descriptors(chunk.local), slices.remote.descriptors(chunk.remote)
+        self._transfers.post(lambda: agent.read(part.local, local, part.remote, remote), read.end_chunk)
         return True

@@ -1,0 +1,144 @@
+"""Slots of recurrent state: who uses each one, and snapshots for prefix hits.
+
+A model with recurrent layers keeps one state per sequence, which every step overwrites (pdserve/state.py). The KV of a
+cached prefix is of use only with the state at its end, so states are copied at some block boundaries:
+
+    sequence   own slot ──steps──► … ──ended──► free
+                  │  ▲
+    copied behind │  └── copied before its first step: a prefix hit, which computes the rest
+    a step        ▼
+    snapshot   held ──step applied──► cached under the hash of its last block ──► evicted, least recently used first
+
+    lease      on P, a copy behind the last chunk of a peer's prompt, so that the sequence may decode ahead meanwhile
+
+Snapshots are made where later prompts will probably branch off: at the last block boundary of a prompt, at the end of a
+cached prefix whose state was missing, and after every ``DISTANCE`` tokens. Chunks of prompts end there. While a
+sequence decodes, one snapshot follows it.
+
+Copies are in the order of the device's stream. Only what others than the stream read or write, the transfers, has to
+wait for steps to be applied: so a slot that is copied from stays held until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.kv_cache.block_pool import BlockPool, Use
+from engine.request import Sequence
+from engine.sequence_state import SequenceState
+from pdserve.state import NO_SLOT
+
+DISTANCE = 8192  # tokens between snapshots of a long prompt, at least: they bound what is computed again
+DECODE_DISTANCE = 256  # tokens between snapshots of a sequence that decodes
+
+
+class StateSlots:
+    """The slots of one node. All ranks use the same numbers. Single-threaded."""
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self.pool = BlockPool(num_slots)
+        self._block_size = block_size
+        self._distance = max(1, DISTANCE // block_size) * block_size
+        self._decode_distance = max(1, DECODE_DISTANCE // block_size) * block_size
+        self._copies: list[tuple[int, int]] = []
+        self._sources: list[int] = []  # of sequences in the step that is planned
+        self._in_flight: deque[tuple[int, list[int]]] = deque()  # the same, by step
+
+    def find(self, hashes: list[bytes]) -> tuple[int, int]:
+        """Return the blocks of the longest prefix with a snapshot, and its slot; 0 and NO_SLOT if there is none.
+
+        ``hashes`` are those of the cached blocks.
+        """
+        for index in range(len(hashes) - 1, -1, -1):
+            if (slot := self.pool.find(hashes[index])) is not None:
+                return index + 1, slot
+        return 0, NO_SLOT
+
+    def has_room(self, sequence: Sequence, source: int) -> bool:
+        """Whether ``allocate`` would succeed now."""
+        kept = source != NO_SLOT and self.pool.count_free((source,))
+        return 1 + sequence.for_peer + kept <= self.pool.count(Use.FREE)
+
+    def allocate(self, sequence: Sequence, source: int, num_cached: int, num_matched: int) -> None:
+        """Give a sequence a slot, and choose where to take snapshots.
+
+        ``source`` has the state after ``num_cached`` tokens. KV was cached up to ``num_matched`` tokens.
+        """
+        if source != NO_SLOT:
+            self.pool.hold((source,))
+        slots = self.pool.take(1 + sequence.for_peer)
+        assert slots is not None
+        sequence.state = SequenceState(slots[0], source, slots[1] if sequence.for_peer else NO_SLOT)
+        last = (len(sequence.token_ids) - 1) // self._block_size * self._block_size
+        after = num_cached // self._distance * self._distance + self._distance
+        stops = {last, num_matched, *range(after, last, self._distance)}
+        sequence.state.stops = sorted((stop for stop in stops if num_cached < stop <= last), reverse=True)
+
+    def launched(self, sequence: Sequence) -> None:
+        """Order the copies behind a step that computes more of a prompt."""
+        state = sequence.state
+        assert state is not None
+        if state.source != NO_SLOT:
+            self._sources.append(state.source)
+            state.source = NO_SLOT
+        if state.stops and sequence.num_launched == state.stops[-1]:
+            state.stops.pop()
+            self._take_snapshot(sequence)
+        if sequence.for_peer and sequence.num_launched == sequence.prompt_len:
+            self._copies.append((state.slot, state.lease_slot))
+
+    def decoded(self, sequence: Sequence) -> None:
+        """Order a snapshot behind a step that decodes, if the last one is far away."""
+        if sequence.num_launched % self._decode_distance == 0:
+            self._take_snapshot(sequence)
+
+    def take_copies(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Return the copies behind ``step``, which has been planned."""
+        copies, self._copies = tuple(self._copies), []
+        if self._sources:
+            self._in_flight.append((step, self._sources))
+            self._sources = []
+        return copies
+
+    def applied(self, step: int) -> None:
+        """``step`` has ended, so what it copied from may be overwritten."""
+        while self._in_flight and self._in_flight[0][0] <= step:
+            self.pool.drop(self._in_flight.popleft()[1], Use.HELD)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Let prefix hits find the snapshots that have been copied by now."""
+        state = sequence.state
+        assert state is not None
+        while state.pending and state.pending[0][0] <= sequence.num_computed:
+            num_tokens, slot = state.pending.pop(0)
+            block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
+            self.pool.cache(block_hash, slot)
+            self.pool.drop((slot,), Use.HELD)
+            if num_tokens > sequence.prompt_len:
+                self.pool.forget(state.decode_hash)
+                state.decode_hash = block_hash
+
+    def take_lease(self, sequence: Sequence) -> int:
+        """Make a lease of the copy for the peer, beyond the end of the sequence; return its slot."""
+        state = sequence.state
+        assert state is not None
+        slot, state.lease_slot = state.lease_slot, NO_SLOT
+        self.pool.move((slot,), Use.HELD, Use.LEASED)
+        return slot
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the slots of a sequence. No step may be in flight."""
+        state, sequence.state = sequence.state, None
+        if state is None:
+            return
+        slots = [state.slot, state.source, state.lease_slot, *(slot for _, slot in state.pending)]
+        self.pool.drop([slot for slot in slots if slot != NO_SLOT], Use.HELD)
+
+    def _take_snapshot(self, sequence: Sequence) -> None:
+        """Order a snapshot, if a slot is free for it."""
+        state = sequence.state
+        assert state is not None
+        slots = self.pool.take(1)
+        if slots is not None:
+            self._copies.append((state.slot, slots[0]))
+            state.pending.append((sequence.num_launched, slots[0]))

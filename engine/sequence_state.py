@@ -1,0 +1,30 @@
+"""The recurrent state of a sequence: its slots, and where snapshots of it are taken.
+
+``engine/kv_cache/state_slots.py`` explains both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.state import NO_SLOT
+
+
+@dataclass(slots=True)
+class SequenceState:
+    slot: int
+    source: int = NO_SLOT  # the snapshot that it starts from, until a step has been planned with it
+    lease_slot: int = NO_SLOT  # on P: for the copy that the peer reads, until that is leased
+    stops: list[int] = field(default_factory=list)  # tokens at which chunks end for snapshots, descending
+    pending: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of snapshots in steps in flight
+    decode_hash: bytes = b""  # of its latest snapshot while it decodes
+
+    def passed(self, num_tokens: int) -> None:
+        """So many tokens have been loaded: snapshots before their end are not taken."""
+        while self.stops and self.stops[-1] <= num_tokens:
+            self.stops.pop()
+
+    @property
+    def start(self) -> int:
+        """The slot that has its state before its first step."""
+        return self.slot if self.source == NO_SLOT else self.source
