@@ -283,6 +283,13 @@ class Sequence:
         """Its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""
         self.next_full = next_full
 
+    def hold_state(self, state: SequenceState) -> None:
+        self.state = state
+
+    def drop_state(self) -> SequenceState | None:
+        state, self.state = self.state, None
+        return state
+
     def drop_blocks(self) -> None:
         self.blocks = []
         self.capacity = 0

@@ -11,7 +11,8 @@ orders, are ignored. Reports are never altered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
+    DigestOrder,
     KVConnectorOrders,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -38,9 +40,10 @@ class OutputAggregator:
         self._sampling_rank = (parallel.pp - 1) * parallel.tp
         self._digesting = tuple(rank for rank in self._ranks if shares[rank] not in shares[:rank])
         self._steps: dict[int, dict[int, StepOutput]] = {}  # by step, then rank
+        self._digests_of_steps: dict[int, tuple[DigestOrder, ...]] = {}  # by step
         self._reads: dict[int, dict[int, ReadResult]] = {}  # by read, then rank
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
-        self._digests: dict[int, dict[int, tuple[int, ...]]] = {}  # by id of the order, then rank
+        self._digests: dict[int, tuple[DigestOrder, dict[int, tuple[int, ...]]]] = {}  # by id of the order, then rank
         self._rules: dict[str, Callable[[int, Any], None]] = {  # by field of KVConnectorOutput, for each item
             "finished_recving": self._add_result,
             "connected": self._add_connected,
@@ -51,16 +54,17 @@ class OutputAggregator:
 
     # ------------------------------------------------------------ orders
 
-    def expect_step(self, step: int) -> None:
-        """Expect a report of every rank for a step."""
+    def expect_step(self, step: int, digests: tuple[DigestOrder, ...] = ()) -> None:
+        """Expect a report of every rank for a step, which computes these digests."""
         self._steps[step] = {}
+        self._digests_of_steps[step] = digests
 
     def expect_transfers(self, orders: KVConnectorOrders) -> None:
         """Expect a report of every rank for each read and connection."""
         for read in orders.reads:
             self._reads[read.read_id] = {}
-        for number, _ in orders.digests:
-            self._digests[number] = {}
+        for number, order in orders.digests:
+            self._digests[number] = (order, {})
         for epoch in orders.disconnect:
             self._peers.pop(epoch, None)
         for peer in orders.connect:
@@ -110,14 +114,13 @@ class OutputAggregator:
 
     def _add_digests(self, rank: int, found: tuple[int, tuple[int, ...]]) -> None:
         number, digests = found
-        ranks = self._digests.get(number)
-        if ranks is None or rank in ranks:
+        if number not in self._digests:
             return
-        ranks[rank] = digests
+        order, ranks = self._digests[number]
+        ranks.setdefault(rank, digests)
         if len(ranks) == len(self._ranks):
             del self._digests[number]
-            (total,) = _sum_digests((ranks[each],) for each in self._digesting)
-            self._merged["digested"].append((number, total))
+            self._merged["digested"].append((number, self._sum_digests(order, ranks)))
 
     def _add_failed_peer(self, rank: int, failed: tuple[str, str]) -> None:
         epoch, reason = failed
@@ -156,11 +159,14 @@ class OutputAggregator:
     def take(self, step: int) -> ModelRunnerOutput:
         """Return the output of a step that every rank has reported, with all connector events since the last call.
 
-        The output is the sampling rank's, with the digests of all ranks that hold different parts of the KV.
+        The output is the sampling rank's, with the digests of all ranks.
         """
         reports = self._steps.pop(step)
         assert len(reports) == len(self._ranks), f"step {step} has not ended on every rank"
-        digests = _sum_digests(reports[rank].digests for rank in self._digesting)
+        digests = tuple(
+            self._sum_digests(order, {rank: report.digests[index] for rank, report in reports.items()})
+            for index, order in enumerate(self._digests_of_steps.pop(step))
+        )
         output = msgspec.structs.replace(reports[self._sampling_rank], digests=digests)
         return ModelRunnerOutput(output, self.take_events())
 
@@ -172,10 +178,12 @@ class OutputAggregator:
             items.clear()
         return events
 
+    def _sum_digests(self, order: DigestOrder, found: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+        """Add the digests of all ranks that hold different parts, modulo 2⁶⁴ as int64.
 
-def _sum_digests(digests: Iterable[tuple[tuple[int, ...], ...]]) -> tuple[tuple[int, ...], ...]:
-    """Add the digests of ranks that hold different parts of each block, modulo 2⁶⁴ as int64."""
-    return tuple(
-        tuple((sum(parts) + 2**63) % 2**64 - 2**63 for parts in zip(*order, strict=True))
-        for order in zip(*digests, strict=True)
-    )
+        Ranks may hold the same part of each block, of which one counts. Each has a part of recurrent state of its own.
+        """
+        num_blocks = len(order.block_ids)
+        blocks = zip(*(found[rank][:num_blocks] for rank in self._digesting), strict=True)
+        states = zip(*(digests[num_blocks:] for digests in found.values()), strict=True)
+        return tuple((sum(parts) + 2**63) % 2**64 - 2**63 for parts in chain(blocks, states))

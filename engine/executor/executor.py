@@ -52,7 +52,7 @@ class Executor:
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[Pending]:
         """Start a step on all ranks, without pauses."""
         with self._reported:
-            self._aggregator.expect_step(plan.step)
+            self._aggregator.expect_step(plan.step, plan.digests)
         self._others.send(Step(plan))
         with self._others.reporting_own_failure():
             return completed(partial(self._take, plan, self._rank.launch(plan)))

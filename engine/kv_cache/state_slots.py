@@ -68,11 +68,17 @@ class StateSlots:
             self.pool.hold((source,))
         slots = self.pool.take(1 + sequence.for_peer)
         assert slots is not None
-        sequence.state = SequenceState(slots[0], source, slots[1] if sequence.for_peer else NO_SLOT)
         last = (len(sequence.token_ids) - 1) // self._block_size * self._block_size
         after = num_cached // self._distance * self._distance + self._distance
         stops = {last, num_matched, *range(after, last, self._distance)}
-        sequence.state.stops = sorted((stop for stop in stops if num_cached < stop <= last), reverse=True)
+        sequence.hold_state(
+            SequenceState(
+                slots[0],
+                source,
+                lease_slot=slots[1] if sequence.for_peer else NO_SLOT,
+                stops=sorted((stop for stop in stops if num_cached < stop <= last), reverse=True),
+            )
+        )
 
     def launched(self, sequence: Sequence) -> None:
         """Order the copies behind a step that computes more of a prompt."""
@@ -128,7 +134,7 @@ class StateSlots:
 
     def free(self, sequence: Sequence) -> None:
         """Free the slots of a sequence. No step may be in flight."""
-        state, sequence.state = sequence.state, None
+        state = sequence.drop_state()
         if state is None:
             return
         slots = [state.slot, state.source, state.lease_slot, *(slot for _, slot in state.pending)]
