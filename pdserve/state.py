@@ -21,6 +21,7 @@ from pdserve.kv import DTYPE_BYTES
 
 _ALIGNMENT = 256  # bytes; tensors of each layer begin at a multiple
 NO_SLOT = -1
+LEAST_SLOTS = 3  # one sequence, the copy of its state for a peer, and the snapshot that it starts from
 
 
 class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):

@@ -26,7 +26,7 @@ from collections import deque
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.sequence_state import SequenceState
-from pdserve.state import NO_SLOT
+from pdserve.state import LEAST_SLOTS, NO_SLOT
 
 DISTANCE = 8192  # tokens between snapshots of a long prompt, at least: they bound what is computed again
 DECODE_DISTANCE = 256  # tokens between snapshots of a sequence that decodes
@@ -36,6 +36,7 @@ class StateSlots:
     """The slots of one node. All ranks use the same numbers. Single-threaded."""
 
     def __init__(self, num_slots: int, block_size: int) -> None:
+        assert num_slots >= LEAST_SLOTS
         self.pool = BlockPool(num_slots)
         self._block_size = block_size
         self._distance = max(1, DISTANCE // block_size) * block_size

@@ -49,7 +49,7 @@ def serve(node: Node, rid: int, prompt: list[int], max_tokens: int, n: int = 1) 
         max_size=10,
     ),
     num_blocks=st.integers(24, 60),
-    num_slots=st.integers(1, 12),
+    num_slots=st.integers(3, 12),
 )
 @settings(max_examples=60, deadline=None)
 def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
@@ -99,7 +99,7 @@ def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
         min_size=1,
         max_size=8,
     ),
-    slots=st.tuples(st.integers(2, 20), st.integers(1, 12)),
+    slots=st.tuples(st.integers(3, 20), st.integers(3, 12)),
 )
 @settings(max_examples=20, deadline=None)
 def test_states_are_handed_off_with_a_fault_at_any_stage(
@@ -160,7 +160,7 @@ def test_choices_share_the_prompt(make: Make) -> None:
 @pytest.mark.parametrize("ahead", [0, 9])
 def test_handoff_brings_the_state_and_d_computes_nothing_of_the_prompt(depth: tuple[int, int], ahead: int) -> None:
     job = ScriptedJob(list(range(45)), SamplingParams(max_tokens=6), ahead=ahead)
-    world = ScriptedWorld(depth, (96, 72), [job], state_slots=(4, 2))
+    world = ScriptedWorld(depth, (96, 72), [job], state_slots=(4, 3))
     world.run()
     assert world.d.node.runner.num_tokens <= 5
     world.close()
