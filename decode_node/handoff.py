@@ -213,6 +213,7 @@ class Handoff:
             remote_blocks=tuple(part.block_ids),
             num_tokens=part.num_tokens,
             digests=tuple(part.digests),
+            pull=self._pull,
         )
         self._to_read.append(read)
 

@@ -106,6 +106,7 @@ class KVRead(msgspec.Struct, frozen=True):
     epoch: str
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
+    groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
 
 
 class ReadResult(msgspec.Struct, frozen=True):
@@ -123,10 +124,14 @@ class ReadResult(msgspec.Struct, frozen=True):
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Compute a digest of each block. They hold ``num_tokens`` tokens; further slots of the last one do not count."""
+    """Compute a digest of each block. They are consecutive blocks of a prompt, which end after ``num_tokens`` tokens.
+
+    Further slots of the last block of each group do not count.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens: int
+    groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):
@@ -145,7 +150,11 @@ NO_ORDERS = KVConnectorOrders()
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence that the runner does not know, because it is new or was preempted."""
+    """A sequence that the runner does not know, because it is new or was preempted.
+
+    ``block_ids`` is the flat list of pdserve/kv_groups.py, also in NewBlocks. The runner is not told when a block
+    behind a window is freed: no attention reads it.
+    """
 
     seq: int  # unique in this engine
     token_ids: bytes  # uint32: prompt, then the output so far

@@ -61,13 +61,13 @@ class LocalConnector(SerialConnector):
         chunks = [(source, chunk) for source in sources for chunk in plan_read(read, source.slices, limit)]
         for source, chunk in chunks:
             self._move(source, chunk)
-        num_bytes = sum(source.slices.num_bytes * len(chunk.local) for source, chunk in chunks)
+        num_bytes = sum(chunk.num_bytes(source.slices) for source, chunk in chunks)
         num_ranges = sum(chunk.num_ranges for _, chunk in chunks)
         return ReadResult(read.read_id, "", num_bytes, num_ranges, time.monotonic() - start)
 
     def _move(self, source: SourceRank, chunk: ReadChunk) -> None:
         target_base, source_base = self._rank.region.address, source.rank.region.address
-        ranges = source.slices.byte_ranges(chunk.local, chunk.remote)
+        ranges = source.slices[chunk.number].byte_ranges(chunk.local, chunk.remote)
         with _find(source.rank.agent)._memory:
             _find(source.rank.agent)  # it may have been closed while this thread waited for the lock
             for local, remote, num_bytes in zip(*(column.tolist() for column in ranges), strict=True):

@@ -28,10 +28,15 @@ ADDRESS_SPACE = 2**64  # bytes
 
 
 class SourceRank(NamedTuple):
-    """A rank to read from, and the slices of each block that come from it."""
+    """A rank to read from, and the slices of each block that come from it: of all blocks, or by KV cache group."""
 
     rank: RankKV
-    slices: BlockSlices
+    slices: tuple[BlockSlices, ...]
+
+    @property
+    def num_ranges(self) -> int:
+        """The ranges of a block in the group where it has most."""
+        return max(slices.num_ranges for slices in self.slices)
 
 
 class LocalRank(NamedTuple):
@@ -53,7 +58,7 @@ class LocalRank(NamedTuple):
         """
         shares = self.shares or (KVShare.whole(layout),)
         ours = shares[self.rank]
-        assert (layout.num_layers, layout.num_kv_heads) == (ours.num_layers, ours.num_heads)
+        assert (layout.num_layers, layout.num_kv_heads) == _room_for(layout, ours)
         _check_names(peer)
         replicas: dict[KVShare, list[RankKV]] = {}
         for theirs in peer.ranks:
@@ -66,10 +71,9 @@ class LocalRank(NamedTuple):
         for share in needed:
             num_earlier_readers = sum(_overlap(other, share) for other in shares[: self.rank])
             source = replicas[share][num_earlier_readers % len(replicas[share])]
-            slices = slice_blocks(layout, ours, source.layout, share)
+            found.append(SourceRank(source, slice_blocks(layout, ours, source.layout, share)))
             with naming_rank(peer, source):
-                _check_descriptors(layout, source.layout, slices.num_ranges)
-            found.append(SourceRank(source, slices))
+                _check_descriptors(layout, source.layout, found[-1].num_ranges)
         return tuple(found)
 
 
@@ -82,6 +86,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
         *((name, here_spec.get(name), there_spec.get(name)) for name in here_spec | there_spec),
         ("block_size", layout.block_size, theirs.layout.block_size),
         ("num_layers", share.total_layers, part.total_layers),
+        ("kv_groups", layout.groups, theirs.layout.groups),
     ]
     if layout.spec.packed:  # its blocks cannot be split
         fields.insert(0, ("kernel_block_size", layout.kernel_block_size, theirs.layout.kernel_block_size))
@@ -89,7 +94,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
     for field, here, there in fields:
         if here != there:
             raise PeerError(f"KV layouts differ in {field}: {here} here, {there} at the peer; start both nodes alike")
-    cached, held = (theirs.layout.num_layers, theirs.layout.num_kv_heads), (part.num_layers, part.num_heads)
+    cached, held = (theirs.layout.num_layers, theirs.layout.num_kv_heads), _room_for(layout, part)
     if cached != held:
         raise PeerError(f"a rank of the peer has room for {cached} layers and KV heads, but says it holds {held}")
     if not 1 <= theirs.layout.num_blocks <= MAX_DESCRIPTORS:
@@ -134,6 +139,11 @@ def _part(theirs: RankKV) -> KVShare:
         return theirs.part
     except ConfigError as error:  # its layout has no layers or no heads
         raise PeerError(f"the peer's KV: {error}") from error
+
+
+def _room_for(layout: KVLayout, share: KVShare) -> tuple[int, int]:
+    """Return the layers and KV heads of a block on a rank with this part of the model."""
+    return layout.groups.block_layers(share.layers), share.num_heads
 
 
 def _describe(share: KVShare) -> str:

@@ -15,10 +15,9 @@ TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block
 
 
 class DigestOrders:
-    """Orders name blocks whose last one ends with the first ``num_tokens`` tokens of a prompt."""
+    """Orders name blocks that end with the first ``num_tokens`` tokens of a prompt, and their KV cache groups."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._of_step: list[DigestOrder] = []  # of the next one
         self._of_step_takers: deque[TakeDigests] = deque()  # of all steps, in the order of the orders
         self._beside: list[tuple[int, DigestOrder]] = []
@@ -33,15 +32,15 @@ class DigestOrders:
     def any_beside(self) -> bool:
         return bool(self._beside)
 
-    def add_to_step(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
+    def add_to_step(self, blocks: tuple[int, ...], groups: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
         """Order digests of blocks that the next step fills."""
-        self._of_step.append(self._order(blocks, num_tokens))
+        self._of_step.append(DigestOrder(blocks, num_tokens, groups))
         self._of_step_takers.append(take)
 
-    def add(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
+    def add(self, blocks: tuple[int, ...], groups: tuple[int, ...], num_tokens: int, take: TakeDigests) -> None:
         """Order digests beside steps."""
         number = next(self._numbers)
-        self._beside.append((number, self._order(blocks, num_tokens)))
+        self._beside.append((number, DigestOrder(blocks, num_tokens, groups)))
         self._beside_takers[number] = take
 
     def take_of_step(self) -> tuple[DigestOrder, ...]:
@@ -60,7 +59,3 @@ class DigestOrders:
             self._of_step_takers.popleft()(digests)
         for number, digests in output.connector.digested:
             self._beside_takers.pop(number)(digests)
-
-    def _order(self, blocks: tuple[int, ...], num_tokens: int) -> DigestOrder:
-        unused = -num_tokens % self._block_size
-        return DigestOrder(blocks, len(blocks) * self._block_size - unused)

@@ -116,6 +116,7 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     remote_blocks: tuple[int, ...]
     num_tokens: int  # of the prompt, up to the end of these blocks
     digests: tuple[int, ...] = ()  # of these blocks as announced by P; empty without checksums
+    pull: bool = False  # of cached blocks, which may end before the prompt does
 
 
 class HandoffEnds(msgspec.Struct, frozen=True, tag=True):

@@ -79,10 +79,12 @@ class ScriptedWorld(World):
         *,
         checksum: bool = False,
         drafts: tuple[int, int] = (0, 0),
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """``blocks`` are the KV blocks of P and D, ``drafts`` those of a decode; ``checksum`` turns digests on."""
         self._blocks = blocks
         self._drafts = drafts
+        self._windows = windows
         self._checksum = checksum
         self._arrivals = sorted(jobs, key=lambda job: job.arrival)
         self._broken: set[int] = set()
@@ -101,7 +103,7 @@ class ScriptedWorld(World):
 
     def _make(self, side: int) -> Node:
         blocks, drafts = self._blocks[side], self._drafts[side]
-        return Node(blocks, *self.depth, kv_checksum=self._checksum, max_drafts=drafts)
+        return Node(blocks, *self.depth, kv_checksum=self._checksum, max_drafts=drafts, windows=self._windows)
 
     @property
     def transfers(self) -> dict[int, Transfer]:

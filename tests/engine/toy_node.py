@@ -38,6 +38,7 @@ from pdserve.ipc.messages import (
     Submit,
     ToEngine,
 )
+from pdserve.kv_groups import KVCacheGroups
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
@@ -118,6 +119,7 @@ class Node:
         rank: type[ToyRank] = ToyRank,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         batch_tokens = max(batch_tokens, max_num_seqs * (1 + max_drafts))
         self._batch_tokens = batch_tokens
@@ -128,6 +130,7 @@ class Node:
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=BLOCK,
+            groups=KVCacheGroups(windows, tuple(range(len(windows)))),
             max_num_seqs=max_num_seqs,
             max_batch_tokens=batch_tokens,
             full_step=full_step,
@@ -141,7 +144,7 @@ class Node:
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered)
+        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, windows)
         self.connector = connector or LocalConnector(ConnectorSetup(self.epoch))
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = rank(self.runner, self.connector)
@@ -231,10 +234,12 @@ class Node:
         assert (status.free, status.waiting, status.reading, status.running) == (status.total, 0, 0, 0)
 
     def _add_leased(self, rid: int, blocks: tuple[int, ...], unused: int = 0) -> None:
-        """Note leased blocks, the last of which has ``unused`` slots at its end."""
+        """Note leased blocks; the last one of each group has ``unused`` slots at its end."""
         self.leased[rid] = self.leased.get(rid, ()) + blocks
-        slots = [(block, offset) for block in blocks for offset in range(BLOCK)]
-        self._leased_slots.setdefault(rid, set()).update(slots[: len(slots) - unused])
+        last = blocks[-self.scheduler.pool.groups.num_groups :]
+        slots = {(block, offset) for block in blocks for offset in range(BLOCK)}
+        slots -= {(block, offset) for block in last for offset in range(BLOCK - unused, BLOCK)}
+        self._leased_slots.setdefault(rid, set()).update(slots)
 
     def _pulled(self, rid: int) -> None:
         """Note the blocks of a pull: they are leased before they are announced."""

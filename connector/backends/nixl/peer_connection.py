@@ -96,8 +96,8 @@ class PeerConnection:
         self._name = f"{peer.node_id} (epoch {peer.epoch})"
         self._completions = completions
         self._stats = TransferStats()
-        self._block_bytes = sum(source.slices.num_bytes for source in sources)
-        self._num_ranges = sum(source.slices.num_ranges for source in sources)
+        self._slices = [source.slices for source in sources]
+        self._num_ranges = sum(source.num_ranges for source in sources)
         self._ranks: list[RankConnection] = []
         try:
             for source in sources:
@@ -131,9 +131,11 @@ class PeerConnection:
             return
         self._stats.begin(ordered_at)
         num_descriptors = sum(chunk.num_ranges for chunks in plans for chunk in chunks)
-        end = partial(self._end, read, num_descriptors)
+        pairs = zip(self._slices, plans, strict=True)
+        num_bytes = sum(chunk.num_bytes(slices) for slices, chunks in pairs for chunk in chunks)
+        end = partial(self._end, read, num_bytes, num_descriptors)
         pending = PendingRead(sum(map(len, plans)), end)
-        if not read.local_blocks:
+        if not any(plans):
             end("")
         for rank, chunks in zip(self._ranks, plans, strict=True):
             rank.submit(pending, chunks)
@@ -180,12 +182,11 @@ class PeerConnection:
         )
         self._completions.connected(self.connected)
 
-    def _end(self, read: KVRead, num_descriptors: int, error: str) -> None:
+    def _end(self, read: KVRead, num_bytes: int, num_descriptors: int, error: str) -> None:
         if error:
             seconds = self._stats.end(0, 0, failed=True)
             self._completions.read_ended(ReadResult(read.read_id, f"{self._name}: {error}", seconds=seconds))
             return
-        num_bytes = len(read.local_blocks) * self._block_bytes
         seconds = self._stats.end(num_bytes, num_descriptors, failed=False)
         self._completions.read_ended(ReadResult(read.read_id, "", num_bytes, num_descriptors, seconds))
         if self._stats.num_reads == 1 and self.connected.transport == "tcp":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -77,11 +78,13 @@ class RankConnection:
         )
         context.agent.add(self._rank.metadata)
         try:
-            self._remote = self._prepare(self._rank.agent, self._rank.region, self._slices.remote)
+            self._remote = [  # by number of the slices, as ``_local``
+                self._prepare(self._rank.agent, self._rank.region, slices.remote) for slices in self._slices
+            ]
             self._remote_start = self._prepare(
                 self._rank.agent, self._rank.region, BlockRanges.whole(TEST_READ_BYTES, 1)
             )
-            self._local = self._prepare(None, context.region, self._slices.local)
+            self._local = [self._prepare(None, context.region, slices.local) for slices in self._slices]
         except PeerError:
             self.close()
             raise
@@ -144,6 +147,9 @@ class RankConnection:
         self._context.agent.remove(self._rank.agent)
 
     def _prepare(self, owner: str | None, region: KVRegion, ranges: BlockRanges) -> int:
+        """Return the number of prepared descriptors; -1 for a group of which the rank has no layers."""
+        if not len(ranges.offsets):
+            return -1
         self._prepared.append(self._context.agent.prepare(owner, region, ranges))
         return self._prepared[-1]
 
@@ -155,7 +161,8 @@ class RankConnection:
         if not self._waiting or len(self._transfers) >= CHUNKS_IN_FLIGHT:
             return False
         read, chunk = self._waiting.popleft()
-        local, remote = self._slices.local.descriptors(chunk.local), self._slices.remote.descriptors(chunk.remote)
-        agent = self._context.agent
-        self._transfers.post(lambda: agent.read(self._local, local, self._remote, remote), read.end_chunk)
+        agent, slices, number = self._context.agent, self._slices[chunk.number], chunk.number
+        local, remote = slices.local.descriptors(chunk.local), slices.remote.descriptors(chunk.remote)
+        create = partial(agent.read, self._local[number], local, self._remote[number], remote)
+        self._transfers.post(create, read.end_chunk)
         return True
