@@ -205,7 +205,7 @@ def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, fl
         prefill_ms=rising([(tokens, 1e3 * seconds) for tokens, seconds in prefill.items()]),
         decode_ms=rising([(batch, 1e3 * seconds) for batch, seconds in decode.items()]),
         context_ns=round(1e9 * context, 3),
-        kv_tokens=config.kv_layout.num_blocks * config.kv_layout.block_size,
+        kv_tokens=config.kv_layout.num_tokens,
         step_tokens=config.max_batch_tokens,
         second_token_ms=((0.0, 1e3 * HANDOFF_SECONDS),),
         kv_gb_per_s=NETWORK,

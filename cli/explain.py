@@ -73,6 +73,8 @@ def describe(config: NodeConfig) -> dict[str, Any]:
             "block_size": layout.block_size,
             "kernel_block_size": layout.kernel_block_size,
         },
+        "kv_groups": {"windows": list(layout.groups.windows), "layers": list(layout.groups.layers)},
+        "longest_sequence_bytes": longest_sequence_bytes(config),
         "ranks": [_describe_rank(rank) for rank in _ranks(config)],
         "bytes_per_token": layout.bytes_per_token,
         "num_blocks": layout.num_blocks,
@@ -83,7 +85,8 @@ def describe(config: NodeConfig) -> dict[str, Any]:
 
 def as_text(config: NodeConfig) -> str:
     layout = config.kv_layout
-    tokens = layout.num_blocks * layout.block_size
+    tokens = layout.num_tokens
+    of_group = f" of each of {full} groups" if (full := layout.groups.windows.count(None)) > 1 else ""
     estimated = ", estimated" if config.measure_kv_memory else ""
     rows = [
         ("model", f"{config.served_model_name} ({config.model.architecture})"),
@@ -96,14 +99,34 @@ def as_text(config: NodeConfig) -> str:
         ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
         ("sampling", f"defaults of the checkpoint: {load_generation_defaults(Path(config.model_dir))}"),
         ("longest", f"{config.max_model_len} tokens of prompt and output"),
-        ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens = {tokens} tokens{estimated}"),
+        ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens{of_group} = {tokens} tokens{estimated}"),
         ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
+        *_window_rows(config),
         ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
         ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
         *(_rank_rows(config) if config.parallel.num_ranks > 1 else ()),
     ]
     lines = [f"{name:<10} {text}" for name, text in rows]
     return "\n".join([*lines, "", *(f"chosen: {choice}" for choice in config.choices)])
+
+
+def longest_sequence_bytes(config: NodeConfig) -> dict[str, int]:
+    """Return the bytes of rank 0's KV that the longest sequence holds while it decodes, and without windows."""
+    layout, num_layers = config.kv_layout, config.share.num_layers
+    blocks = layout.blocks_for(config.max_model_len, 0)
+    every = -(-config.max_model_len // layout.block_size) * (layout.block_bytes // layout.num_layers) * num_layers
+    return {"with_windows": blocks * layout.block_bytes, "without_windows": every}
+
+
+def _window_rows(config: NodeConfig) -> list[tuple[str, str]]:
+    groups, held = config.kv_layout.groups, longest_sequence_bytes(config)
+    if not groups.has_windows:
+        return []
+    sizes = [held[name] / 2**20 for name in ("with_windows", "without_windows")]
+    return [
+        ("KV groups", f"{groups.num_groups}: {groups} tokens"),
+        ("", f"a sequence of {config.max_model_len} tokens holds {sizes[0]:.1f} MiB; without windows {sizes[1]:.1f}"),
+    ]
 
 
 def _ranks(config: NodeConfig) -> list[NodeConfig]:

@@ -215,6 +215,7 @@ class Handoff:
             num_tokens=part.num_tokens,
             digests=tuple(part.digests),
             remote_state=part.state_slot if part.HasField("state_slot") else NO_SLOT,
+            pull=self._pull,
         )
         self._to_read.append(read)
 

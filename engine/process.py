@@ -107,6 +107,7 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
+        groups=layout.groups,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],

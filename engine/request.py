@@ -15,6 +15,8 @@ from pdserve.records import TOKEN_BYTES, NewSequence, ScheduledSequence
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 
+ALL_TOKENS = 1 << 62
+
 
 @dataclass(slots=True, eq=False)
 class Constraint:
@@ -93,9 +95,13 @@ class Sequence:
     cached_at_lookup: int = -1  # cached prompt tokens at the last prefix-cache lookup; -1 if never looked up
     charged: int = 0  # tokens that its client has been charged for
     ended: bool = False  # its results are dropped, but steps in flight still write to its blocks
-    blocks: list[int] = field(default_factory=list)
-    sent_blocks: int = -1  # blocks that the runner knows; -1: it does not know the sequence
+    blocks: list[int] = field(default_factory=list)  # with several KV cache groups, the list of kv_groups.py
+    ready_blocks: int = 0  # leading entries of ``blocks`` that the runner may be told
+    sent_blocks: int = -1  # entries that the runner knows; -1: it does not know the sequence
     capacity: int = 0  # tokens that fit into its blocks
+    covered: int = ALL_TOKENS  # with windows, tokens that have blocks in all groups: no step computes further ones
+    spare: list[int] = field(default_factory=list)  # blocks for the windows of a load, until their place is known
+    kept_from: list[int] = field(default_factory=list)  # by windowed group: its earlier blocks are freed
     last_step: int = 0  # number of the last step that it took part in
     constraint: Constraint | None = None
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
@@ -247,8 +253,8 @@ class Sequence:
     def unsent_blocks(self) -> list[int] | None:
         """Return the blocks that the runner does not know, and count them as known; None: not even the sequence."""
         sent = self.sent_blocks
-        self.sent_blocks = len(self.blocks)
-        return None if sent < 0 else self.blocks[sent:]
+        self.sent_blocks = self.ready_blocks
+        return None if sent < 0 else self.blocks[sent : self.ready_blocks]
 
     def drop_in_runner(self) -> bool:
         """Count it as unknown to the runner. Return whether the runner has to be told."""
@@ -262,17 +268,27 @@ class Sequence:
         """The prefix cache has so many tokens of its prompt."""
         self.cached_at_lookup = num_cached
 
-    def hold(self, blocks: list[int], num_cached: int, block_size: int) -> None:
+    def hold(self, blocks: list[int], num_cached: int, block_size: int, num_groups: int = 1) -> None:
         """Take blocks; the first ones have the KV of ``num_cached`` tokens."""
-        self.blocks = blocks
-        self.capacity = len(blocks) * block_size
+        self.blocks = []
+        self.hold_more(blocks, block_size, num_groups)
         self.num_computed = num_cached
         self.num_launched = num_cached
         self.next_full = num_cached + block_size
 
-    def hold_more(self, blocks: Iterable[int], block_size: int) -> None:
+    def hold_more(self, blocks: Iterable[int], block_size: int, num_groups: int = 1) -> None:
         self.blocks += blocks
-        self.capacity = len(self.blocks) * block_size
+        self.ready_blocks = len(self.blocks)
+        self.capacity = len(self.blocks) // num_groups * block_size
+
+    def cover(self, num_tokens: int, ready_blocks: int) -> None:
+        """Steps may compute the first ``num_tokens`` tokens, with the first entries of ``blocks``."""
+        self.covered = num_tokens
+        self.ready_blocks = ready_blocks
+
+    def use_spare(self, entry: int) -> None:
+        """Put a spare block at an entry of ``blocks``."""
+        self.blocks[entry] = self.spare.pop()
 
     def loaded(self, num_tokens: int) -> None:
         """All KV of its load is here: that of the first ``num_tokens`` tokens, at most ``load_len``."""
@@ -292,6 +308,8 @@ class Sequence:
 
     def drop_blocks(self) -> None:
         self.blocks = []
+        self.spare = []
+        self.ready_blocks = 0
         self.capacity = 0
         self.num_computed = 0
         self.num_launched = 0
@@ -303,7 +321,7 @@ class Sequence:
             token_ids=self.token_ids.tobytes(),
             prompt_len=self.prompt_len,
             num_computed=self.num_computed,
-            block_ids=tuple(self.blocks),
+            block_ids=tuple(self.blocks[: self.ready_blocks]),
             sampling=self.request.sampling,
             choice=self.choice,
             num_scored=self.request.num_scored,

@@ -91,7 +91,7 @@ class Node:
         await self._enter(State.READY)
         self._engine.on_progress = lambda progress: None  # a node that wakes does not start
         layout = self._engine.kv_layout
-        self._status.ready(layout.num_blocks * layout.block_size)
+        self._status.ready(layout.num_tokens)
         _log.info("ready: %s, %s", self._context.config.served_model_name, self._describe_cache())
         await self._unless(signals.stop, self._serve(drain_timeout))
         await self._enter(State.DRAINING)

@@ -6,6 +6,7 @@ The pages of a block are adjacent, so a block is one contiguous range of bytes t
     block b = pages b*r … b*r + r-1          r = block_size // kernel_block_size
     layer l = cache[:, :, l]                 a view [num_pages, num_kv_heads, planes, kernel_block_size, head_dim]
 
+If some layers have sliding windows, a block holds the layers of one group (kv_groups.py) in place of all layers.
 All sizes in bytes come from ``KVCacheSpec`` and ``KVLayout``. On a node with several ranks, a rank's layout counts the
 layers and heads of that rank, and its ``KVShare`` names them within the model.
 """
@@ -19,6 +20,7 @@ from typing import ClassVar, Self, get_args
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.kv_groups import KVCacheGroups
 
 MAX_BLOCKS = 1 << 24  # of a KV cache: a hostile config has blocks of a few bytes, and each costs memory on the host
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -101,8 +103,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int  # tokens
     kernel_block_size: int  # tokens
-    num_layers: int
+    num_layers: int  # of a block: those of the rank, or with groups the most that one of them has there
     spec: AnyKVCacheSpec
+    groups: KVCacheGroups = KVCacheGroups()  # of the whole model
 
     def __post_init__(self) -> None:
         if self.kernel_block_size < 1 or self.block_size % self.kernel_block_size:
@@ -153,18 +156,37 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        return self.block_bytes // self.block_size
+        """Bytes that a further token of a long sequence takes: layers with a window add none."""
+        return self.block_bytes // self.block_size * max(1, self.groups.windows.count(None))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of long sequences that the cache holds."""
+        return self.num_blocks // max(1, self.groups.windows.count(None)) * self.block_size
 
     @property
     def total_bytes(self) -> int:
         return self.block_bytes * self.num_blocks
 
+    def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
+        """Return the blocks that a sequence needs at most while it grows to ``num_tokens``."""
+        return self.groups.blocks_for(num_tokens, self.block_size, step_tokens)
+
+    def longest(self, step_tokens: int, limit: int) -> int:
+        """Return the tokens of the longest sequence that all blocks hold; at most ``limit`` if windows let it be any.
+
+        Steps compute up to ``step_tokens``.
+        """
+        tokens = self.groups.longest(self.num_blocks, self.block_size, step_tokens)
+        return limit if tokens is None else tokens
+
     def with_dtype(self, dtype: str) -> KVLayout:
         """Return this layout for elements of another dtype."""
         return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, dtype=dtype))
 
-    def resized(self, num_layers: int, num_kv_heads: int) -> KVLayout:
-        """Return this layout for another part of the model."""
+    def resized(self, layers: range, num_kv_heads: int) -> KVLayout:
+        """Return this layout for another part of the model, given by its layers and the number of its heads."""
+        num_layers = self.groups.block_layers(layers)
         return msgspec.structs.replace(self, num_layers=num_layers, spec=self.spec.with_heads(num_kv_heads))
 
 
@@ -194,7 +216,12 @@ class KVShare(msgspec.Struct, frozen=True):
     @classmethod
     def whole(cls, layout: KVLayout) -> KVShare:
         """Return the share of a node with one rank."""
-        return cls(0, layout.num_layers, 0, layout.num_kv_heads, layout.num_layers, layout.num_kv_heads)
+        num_layers = len(layout.groups.layers) or layout.num_layers
+        return cls(0, num_layers, 0, layout.num_kv_heads, num_layers, layout.num_kv_heads)
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
     @classmethod
     def of_rank(cls, stage: int, stage_layers: Sequence[int], shard: int, num_shards: int, total_heads: int) -> KVShare:

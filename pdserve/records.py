@@ -116,6 +116,7 @@ class KVRead(msgspec.Struct, frozen=True):
     epoch: str
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
+    groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
     local_state: int = NO_SLOT  # slot that receives the recurrent state of ``remote_state``
     remote_state: int = NO_SLOT
 
@@ -137,11 +138,13 @@ class ReadResult(msgspec.Struct, frozen=True):
 class DigestOrder(msgspec.Struct, frozen=True):
     """Compute a digest of each block, then of each slot of recurrent state.
 
-    The blocks hold ``num_tokens`` tokens; further places of the last one do not count.
+    The blocks are consecutive blocks of a prompt, which end after ``num_tokens`` tokens. Further places of the last
+    block of each group do not count.
     """
 
     block_ids: tuple[int, ...]
     num_tokens: int
+    groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
     state_slots: tuple[int, ...] = ()
 
 
@@ -161,7 +164,11 @@ NO_ORDERS = KVConnectorOrders()
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence that the runner does not know, because it is new or was preempted."""
+    """A sequence that the runner does not know, because it is new or was preempted.
+
+    ``block_ids`` is the flat list of pdserve/kv_groups.py, also in NewBlocks. The runner is not told when a block
+    behind a window is freed: no attention reads it.
+    """
 
     seq: int  # unique in this engine
     token_ids: bytes  # uint32: prompt, then the output so far

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.kv_groups import Windows, blocks_for
+
 TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
 ITL_OBJECTIVE = 0.02  # seconds: T_itl
 OUTPUT_TOKENS = 200  # assumed length of an answer: L
@@ -68,6 +70,7 @@ class RequestLoad(msgspec.Struct, frozen=True):
     free_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 16
+    windows: Windows = (None,)  # of KV cache groups
     decoding: int = 0  # sequences that decode now
     for_peers: int = 0  # of ``requests``, prompts that other nodes decode
     prompt_share: float = 0.0  # of recent time, spent on prompts
@@ -175,5 +178,5 @@ def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
 
 
 def _block_wait(load: RequestLoad, num_tokens: int) -> float:
-    needed = -(-num_tokens // load.block_size)
+    needed = blocks_for(load.windows, num_tokens, load.block_size)
     return _NO_ROOM_SECONDS * (1 + load.waiting) if needed > load.free_blocks else 0.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ class AttentionBatch:
 
     A batch may be padded for CUDA graphs. Then the device tensors have rows without tokens, and tokens with slot -1
     that belong to no sequence. The attention output of such tokens is unspecified.
+
+    With several KV cache groups, ``others`` are the same batch in the pages of groups 1 and on. Entries of a page table
+    that lie behind a group's window are undefined, too.
     """
 
     query_starts: NDArray[np.int32]  # [num_seqs + 1], host
@@ -28,6 +32,27 @@ class AttentionBatch:
     # [rows, max_pages] int32, device: pages from position 0; entries behind a sequence's pages are undefined
     page_table: Tensor
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
+    others: tuple[AttentionBatch, ...] = ()
+
+    @classmethod
+    def of_groups(
+        cls,
+        query_starts: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        *,
+        device_query_starts: Tensor,
+        device_seq_lens: Tensor,
+        page_tables: Iterable[Tensor],
+        slots: Iterable[Tensor],
+    ) -> AttentionBatch:
+        """Return the batch of a step, given the page table and the slots of each group."""
+        lengths = query_starts, seq_lens, device_query_starts, device_seq_lens
+        first, *others = (cls(*lengths, *each) for each in zip(page_tables, slots, strict=True))
+        return replace(first, others=tuple(others))
+
+    @property
+    def by_group(self) -> tuple[AttentionBatch, ...]:
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ _MEMORY_PAGE = 4096  # bytes; registration pins whole memory pages
 class KVCache:
     """Zeroed memory of ``layout.shape``: attention reads whole pages, and its masks do not stop a NaN.
 
+    Layer l of the rank is layer ``i`` of the blocks of group ``groups[l]``; without windows, i is l and the group 0.
+
     ``layers[l]``      [num_pages, num_kv_heads, planes, kernel_block_size, head_dim], a strided view
     ``token_rows[l]``  [rows, head_dim]: page p, head h, plane k (0 is K, 1 is V), token t is row
                        ``((p * num_kv_heads + h) * num_layers * planes + k) * kernel_block_size + t``
     ``page_rows[l]``   [rows, kernel_block_size * head_dim]: all tokens of a page are row
                        ``(p * num_kv_heads + h) * num_layers * planes + k``
 
-    Row numbers are equal for all layers, so index tensors are built once per step. Rows of an FP8 cache are bytes, as
-    torch cannot index FP8. ``scales[l]`` are the layer's, 1.0 unless the cache is FP8.
+    Row numbers are equal for all layers of a group, so index tensors are built once per step and group. Rows of an FP8
+    cache are bytes, as torch cannot index FP8. ``scales[l]`` are the layer's, 1.0 unless the cache is FP8.
     """
 
     def __init__(
@@ -38,20 +40,23 @@ class KVCache:
         self.layout = layout
         self.share = share or KVShare.whole(layout)
         self.is_fp8 = layout.dtype == FP8_E4M3
-        self.scales = tuple(scales) or (UNSCALED,) * layout.num_layers
-        assert len(self.scales) == layout.num_layers
+        places = layout.groups.places(self.share.layers)
+        assert all(index < layout.num_layers for _, index in places)
+        self.groups = tuple(group for group, _ in places)
+        self.scales = tuple(scales) or (UNSCALED,) * len(places)
+        assert len(self.scales) == len(places)
         dtype: torch.dtype = torch.float8_e4m3fn if self.is_fp8 else getattr(torch, layout.dtype)
         memory = _zeros(layout.total_bytes + _MEMORY_PAGE, device)
         begin = -memory.data_ptr() % _MEMORY_PAGE
         flat = memory[begin : begin + layout.total_bytes].view(dtype)
         assert flat.numel() == math.prod(layout.shape)
         self.tensor: Tensor = flat.view(layout.shape)
-        self.layers = [self.tensor[:, :, layer] for layer in range(layout.num_layers)]
+        self.layers = [self.tensor[:, :, index] for _, index in places]
         page, planes = layout.kernel_block_size, layout.spec.planes
         flat = flat.view(torch.uint8) if self.is_fp8 else flat
         tokens, pages = flat.view(-1, layout.head_dim), flat.view(-1, page * layout.head_dim)
-        self.token_rows = [tokens[layer * planes * page :] for layer in range(layout.num_layers)]
-        self.page_rows = [pages[layer * planes :] for layer in range(layout.num_layers)]
+        self.token_rows = [tokens[index * planes * page :] for _, index in places]
+        self.page_rows = [pages[index * planes :] for _, index in places]
 
     @torch.inference_mode()
     def clear(self) -> None:

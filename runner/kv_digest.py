@@ -45,18 +45,20 @@ class KVDigester:
     """
 
     def __init__(self, memory: Tensor, layout: KVLayout, share: KVShare) -> None:
+        """Each group of the KV cache has multipliers: those of its layers, and zeros for padding."""
         word = next(word for word in _WORDS if layout.spec.row_bytes % word.itemsize == 0)
         self._words = memory.view(word).view(layout.num_blocks, -1)  # [num_blocks, words]
         self._row_words = layout.spec.row_bytes // word.itemsize
         multipliers = torch.from_numpy(_multipliers(layout, share, self._row_words).view(np.int64)).to(memory.device)
-        self._multipliers = multipliers  # [pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
+        # [groups, pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
+        self._multipliers = multipliers
         self._page_size = layout.kernel_block_size
         self._block_size = layout.block_size
         self._uses_triton = memory.device.type == "cuda" and find_spec("triton") is not None
 
     def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
         """Return the digests of all blocks of the orders. Shape [blocks] int64, device. Does not synchronise."""
-        work = torch.tensor([row for order in orders for row in self._blocks_with_tokens(order)])  # [blocks, 2]
+        work = torch.tensor([row for order in orders for row in self._blocks_with_tokens(order)])  # [blocks, 3]
         if not self._uses_triton:
             return self._compute_with_torch(*work.unbind(1))
         from runner.kernels.block_digest import block_digests  # on demand: V1 runs without Triton
@@ -64,28 +66,33 @@ class KVDigester:
         work = work.pin_memory().to(self._words.device, non_blocking=True)
         return block_digests(self._words, work, self._multipliers, self._page_size, self._row_words)
 
-    def _blocks_with_tokens(self, order: DigestOrder) -> Iterator[tuple[int, int]]:
-        """Yield each block with the number of its tokens that count."""
-        for index, block in enumerate(order.block_ids):
-            yield block, min(self._block_size, order.num_tokens - index * self._block_size)
+    def _blocks_with_tokens(self, order: DigestOrder) -> Iterator[tuple[int, int, int]]:
+        """Yield each block with the number of its tokens that count, and its group."""
+        groups = order.groups or (0,) * len(order.block_ids)
+        last = {group: index for index, group in enumerate(groups)}  # the last block of each group
+        rest = (order.num_tokens - 1) % self._block_size + 1
+        for index, (block, group) in enumerate(zip(order.block_ids, groups, strict=True)):
+            yield block, rest if last[group] == index else self._block_size, group
 
-    def _compute_with_torch(self, blocks: Tensor, num_tokens: Tensor) -> Tensor:
+    def _compute_with_torch(self, blocks: Tensor, num_tokens: Tensor, groups: Tensor) -> Tensor:
         device = self._words.device
         digests = torch.empty_like(blocks, device=device)
-        full = (num_tokens == self._block_size).nonzero().flatten()
-        for some in full.split(max(1, _CHUNK_WORDS[device.type] // self._words.shape[1])):
-            digests[some.to(device)] = self._weigh(blocks[some], self._multipliers)
+        for group, multipliers in enumerate(self._multipliers):
+            full = ((num_tokens == self._block_size) & (groups == group)).nonzero().flatten()
+            for some in full.split(max(1, _CHUNK_WORDS[device.type] // self._words.shape[1])):
+                digests[some.to(device)] = self._weigh(blocks[some], multipliers)
         for index in (num_tokens < self._block_size).nonzero().flatten().tolist():
-            digests[index] = self._weigh(blocks[index : index + 1], self._first_tokens(int(num_tokens[index])))[0]
+            multipliers = self._first_tokens(self._multipliers[groups[index]], int(num_tokens[index]))
+            digests[index] = self._weigh(blocks[index : index + 1], multipliers)[0]
         return digests
 
     def _weigh(self, blocks: Tensor, multipliers: Tensor) -> Tensor:
         words = self._words.index_select(0, blocks.to(self._words.device))
         return (words * multipliers.view(-1)).sum(1)  # int64 wraps around
 
-    def _first_tokens(self, count: int) -> Tensor:
-        """Multipliers with zeros behind the first ``count`` tokens of a block."""
-        multipliers = self._multipliers.clone()
+    def _first_tokens(self, multipliers: Tensor, count: int) -> Tensor:
+        """Multipliers of a group with zeros behind the first ``count`` tokens of a block."""
+        multipliers = multipliers.clone()
         page, token = divmod(count, self._page_size)
         multipliers[page, :, :, :, token:] = 0
         multipliers[page + 1 :] = 0
@@ -147,12 +154,17 @@ class _OrderedDigests(StepPart[object]):
 
 
 def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np.uint64]:
-    """Multipliers of all words of a block, in memory order."""
+    """Multipliers of all words of a block of each group, in memory order; 0 for layers that are padding."""
     pages, page_size = layout.pages_per_block, layout.kernel_block_size
-    planes = layout.spec.planes
-    page, head, layer, plane, token, word = np.ogrid[
-        :pages, : share.num_heads, : share.num_layers, :planes, :page_size, :row_words
+    planes, groups = layout.spec.planes, layout.groups
+    layers = np.full((groups.num_groups, layout.num_layers), -1)  # of the model, by group and index in the block
+    for layer, place in zip(share.layers, groups.places(share.layers), strict=True):
+        layers[place] = layer
+    page, head, _, plane, token, word = np.ogrid[
+        :pages, : share.num_heads, : layout.num_layers, :planes, :page_size, :row_words
     ]
-    position = (layer + share.first_layer) * share.total_heads + head + share.first_head
+    of_word = layers[:, None, None, :, None, None, None]
+    position = of_word * share.total_heads + head + share.first_head
     position = ((position * planes + plane) * layout.block_size + page * page_size + token) * row_words + word
-    return mix64((position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
+    mixed = mix64((position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
+    return np.where(of_word < 0, np.uint64(0), mixed)

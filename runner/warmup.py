@@ -78,8 +78,9 @@ def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int
 
 def _sequence(runner: ModelRunner, number: int, length: int, sampling: SamplingParams = GREEDY) -> NewSequence:
     """Return a sequence with room for two more tokens. All share blocks: nothing reads their tokens."""
-    block_size, num_blocks = runner.kv_layout.block_size, runner.kv_layout.num_blocks
-    blocks = tuple((number + at) % num_blocks for at in range((length + 2) // block_size + 1))
+    layout = runner.kv_layout
+    num_entries = ((length + 2) // layout.block_size + 1) * layout.groups.num_groups
+    blocks = tuple((number + at) % layout.num_blocks for at in range(num_entries))
     return NewSequence(-1 - number, bytes(length * TOKEN_BYTES), length, 0, blocks, sampling)
 
 

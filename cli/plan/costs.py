@@ -36,6 +36,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_experts: int = 0  # in each layer; 0: dense
     top_k: int = 0  # experts per token
     expert_intermediate_size: int = 0
+    full_layers: int = 0  # layers that keep all tokens, where others have a sliding window; 0: all do
 
     @classmethod
     def of(cls, model: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:
@@ -44,13 +45,18 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if moe := model.moe:
             experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
             fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
+        groups = model.kv_cache_groups
+        if groups.layers:
+            fields["full_layers"] = sum(groups.windows[group] is None for group in groups.layers)
         return cls(**fields, kv_cache_dtype=FP8_E4M3 if kv_cache_dtype in (FP8_E4M3, "fp8") else "auto")
 
     @property
     def kv_bytes(self) -> int:
-        """KV bytes per token, over all layers."""
+        """KV bytes per token of a long sequence: layers with a window add none."""
         dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
-        return self.num_layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
+        return (self.full_layers or self.num_layers) * FullAttentionSpec(
+            self.num_kv_heads, self.head_dim, dtype
+        ).page_bytes(1)
 
     def __str__(self) -> str:
         cache = "" if self.kv_cache_dtype == "auto" else f", KV cache in {self.kv_cache_dtype}"

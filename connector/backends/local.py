@@ -63,13 +63,13 @@ class LocalConnector(SerialConnector):
             for part in source.parts(self._rank):
                 for chunk in plan_read(part.read_of(read), part.slices, self._rank.layout.total_bytes):
                     self._move(source, part, chunk)
-                    num_bytes += part.slices.num_bytes * len(chunk.local)
+                    num_bytes += chunk.num_bytes(part.slices)
                     num_ranges += chunk.num_ranges
         return ReadResult(read.read_id, "", num_bytes, num_ranges, time.monotonic() - start)
 
     def _move(self, source: SourceRank, part: SourcePart, chunk: ReadChunk) -> None:
         target_base, source_base = part.local.address, part.remote.address
-        ranges = part.slices.byte_ranges(chunk.local, chunk.remote)
+        ranges = part.slices[chunk.number].byte_ranges(chunk.local, chunk.remote)
         with _find(source.rank.agent)._memory:
             _find(source.rank.agent)  # it may have been closed while this thread waited for the lock
             for local, remote, num_bytes in zip(*(column.tolist() for column in ranges), strict=True):

@@ -36,4 +36,6 @@ class SimulatedConnector(SerialConnector):
         return ReadResult(read.read_id, "", num_bytes, num_blocks, self._seconds(read))
 
     def _seconds(self, read: KVRead) -> float:
-        return self._costs.of_read(len(read.local_blocks) * self._rank.layout.block_size)
+        layout = self._rank.layout
+        part = layout.num_layers / (len(layout.groups.layers) or layout.num_layers)  # of all layers, that a block has
+        return self._costs.of_read(round(len(read.local_blocks) * part * layout.block_size))

@@ -8,6 +8,9 @@ that two ranks have in common splits into byte ranges at each outer axis that is
     the peer has some of our layers  one range per page and head
     other page size                  one range per head, layer, plane and run of tokens within one page of both sides
     packed specs                     one range; rank_mapping.py refuses peers with another part or page size
+
+With several KV cache groups (pdserve/kv_groups.py), blocks of each group have their own slices if the two ranks differ
+in their layers: a layer's index in a block depends on the other layers of its rank.
 """
 
 from __future__ import annotations
@@ -84,20 +87,41 @@ class BlockSlices(NamedTuple):
         return merge(ByteRanges(self.local.starts(local_ids), self.remote.starts(remote_ids), num_bytes))
 
 
-def slice_blocks(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare) -> BlockSlices:
-    """Slice blocks of two ranks that share layers and heads; block size and spec are equal but for the heads."""
+def slice_blocks(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare) -> tuple[BlockSlices, ...]:
+    """Slice blocks of two ranks that share layers and heads; all but the heads of their spec, and groups, are equal.
+
+    Return the slices of each group's blocks, or those of all blocks. A group without common layers has no ranges.
+    """
     if local.spec.packed:
-        return BlockSlices(
-            BlockRanges.whole(local.block_bytes, local.num_blocks),
-            BlockRanges.whole(remote.block_bytes, remote.num_blocks),
-        )
+        whole = BlockRanges.whole(local.block_bytes, local.num_blocks)
+        return (BlockSlices(whole, BlockRanges.whole(remote.block_bytes, remote.num_blocks)),)
+    if ours.layers == theirs.layers:  # with padding, so that a block stays one range
+        every = np.arange(local.num_layers, dtype=np.int64)
+        return (_slice_layers(local, ours, remote, theirs, every, every),)
+    common = range(max(ours.first_layer, theirs.first_layer), min(ours.layers.stop, theirs.layers.stop))
+    groups = range(local.groups.num_groups)
+    return tuple(
+        _slice_layers(local, ours, remote, theirs, *(_indices(local, share, common, group) for share in (ours, theirs)))
+        for group in groups
+    )
+
+
+def _indices(layout: KVLayout, share: KVShare, layers: range, group: int) -> Offsets:
+    """Return where some of a rank's layers are in the blocks of a group."""
+    places = zip(share.layers, layout.groups.places(share.layers), strict=True)
+    return np.array([index for layer, (its, index) in places if its == group and layer in layers], dtype=np.int64)
+
+
+def _slice_layers(
+    local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare, to_layers: Offsets, from_layers: Offsets
+) -> BlockSlices:
+    """Slice blocks for these layers, given by their indices in a block."""
     heads = _common(ours.first_head, ours.num_heads, theirs.first_head, theirs.num_heads)
-    layers = _common(ours.first_layer, ours.num_layers, theirs.first_layer, theirs.num_layers)
     pages = [np.arange(0, local.block_size, layout.kernel_block_size) for layout in (local, remote)]
     tokens = np.union1d(*pages)  # first tokens of the runs that are contiguous on both sides
     lengths = np.diff(tokens, append=local.block_size) * local.spec.row_bytes
-    local_offsets = _offsets(local, tokens, heads - ours.first_head, layers - ours.first_layer)
-    remote_offsets = _offsets(remote, tokens, heads - theirs.first_head, layers - theirs.first_layer)
+    local_offsets = _offsets(local, tokens, heads - ours.first_head, to_layers)
+    remote_offsets = _offsets(remote, tokens, heads - theirs.first_head, from_layers)
     num_bytes = np.broadcast_to(lengths[:, None, None, None], local_offsets.shape)
     ranges = merge(ByteRanges(local_offsets.ravel(), remote_offsets.ravel(), num_bytes.ravel()))
     return BlockSlices(

@@ -32,15 +32,20 @@ class SourceRank(NamedTuple):
     """A rank to read from, and the slices of each block and of each slot of recurrent state that come from it."""
 
     rank: RankKV
-    slices: BlockSlices | None  # None: no block
-    state_slices: BlockSlices | None = None  # None: no state
+    slices: tuple[BlockSlices, ...]  # of all blocks, or by KV cache group; none: no block
+    state_slices: tuple[BlockSlices, ...] = ()  # none: no state
+
+    @property
+    def num_ranges(self) -> int:
+        """The ranges of a block in the group where it has most."""
+        return max((slices.num_ranges for slices in self.slices), default=0)
 
     def parts(self, ours: RankKV) -> list[SourcePart]:
         """Return what comes from this rank: parts of blocks, of states, or both. ``ours`` is the local rank."""
         found = []
-        if self.slices is not None:
+        if self.slices:
             found.append(SourcePart(self.slices, ours.region, self.rank.region, of_states=False))
-        if self.state_slices is not None:
+        if self.state_slices:
             assert ours.states is not None
             assert self.rank.states is not None
             found.append(SourcePart(self.state_slices, ours.states.region, self.rank.states.region, of_states=True))
@@ -50,7 +55,7 @@ class SourceRank(NamedTuple):
 class SourcePart(NamedTuple):
     """The slices of blocks, or of slots of recurrent state, that come from one rank, and the memory of both sides."""
 
-    slices: BlockSlices
+    slices: tuple[BlockSlices, ...]
     local: KVRegion
     remote: KVRegion
     of_states: bool
@@ -83,7 +88,7 @@ class LocalRank(NamedTuple):
         """
         shares = self.shares or (KVShare.whole(layout),)
         ours = shares[self.rank]
-        assert (layout.num_layers, layout.num_kv_heads) == (ours.num_layers, ours.num_heads)
+        assert (layout.num_layers, layout.num_kv_heads) == _room_for(layout, ours)
         _check_names(peer)
         replicas: dict[KVShare, list[RankKV]] = {}
         for theirs in peer.ranks:
@@ -98,10 +103,10 @@ class LocalRank(NamedTuple):
             num_earlier_readers = sum(_overlap(other, share) for other in shares[: self.rank])
             source = replicas[share][num_earlier_readers % len(replicas[share])]
             slices = slice_blocks(layout, ours, source.layout, share)
+            found.append(SourceRank(source, slices, states.pop(source.agent, ())))
             with naming_rank(peer, source):
-                _check_descriptors(layout, source.layout, slices.num_ranges)
-            found.append(SourceRank(source, slices, states.pop(source.agent, None)))
-        found += [SourceRank(rank, None, states[rank.agent]) for rank in peer.ranks if rank.agent in states]
+                _check_descriptors(layout, source.layout, found[-1].num_ranges)
+        found += [SourceRank(rank, (), states[rank.agent]) for rank in peer.ranks if rank.agent in states]
         return tuple(found)
 
 
@@ -114,6 +119,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
         *((name, here_spec.get(name), there_spec.get(name)) for name in here_spec | there_spec),
         ("block_size", layout.block_size, theirs.layout.block_size),
         ("num_layers", share.total_layers, part.total_layers),
+        ("kv_groups", layout.groups, theirs.layout.groups),
     ]
     if layout.spec.packed:  # its blocks cannot be split
         fields.insert(0, ("kernel_block_size", layout.kernel_block_size, theirs.layout.kernel_block_size))
@@ -121,7 +127,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
     for field, here, there in fields:
         if here != there:
             raise PeerError(f"KV layouts differ in {field}: {here} here, {there} at the peer; start both nodes alike")
-    cached, held = (theirs.layout.num_layers, theirs.layout.num_kv_heads), (part.num_layers, part.num_heads)
+    cached, held = (theirs.layout.num_layers, theirs.layout.num_kv_heads), _room_for(layout, part)
     if cached != held:
         raise PeerError(f"a rank of the peer has room for {cached} layers and KV heads, but says it holds {held}")
     if not 1 <= theirs.layout.num_blocks <= MAX_DESCRIPTORS:
@@ -154,6 +160,11 @@ def _part(theirs: RankKV) -> KVShare:
         return theirs.part
     except ConfigError as error:  # its layout has no layers or no heads
         raise PeerError(f"the peer's KV: {error}") from error
+
+
+def _room_for(layout: KVLayout, share: KVShare) -> tuple[int, int]:
+    """Return the layers and KV heads of a block on a rank with this part of the model."""
+    return layout.groups.block_layers(share.layers), share.num_heads
 
 
 def _describe(share: KVShare) -> str:

@@ -16,7 +16,7 @@ from pdserve.records import Peer, RankStates
 MAX_SLOTS = 2**31 - 1  # slot numbers are int32
 
 
-def slice_states(ours: RankStates | None, peer: Peer) -> dict[str, BlockSlices]:
+def slice_states(ours: RankStates | None, peer: Peer) -> dict[str, tuple[BlockSlices]]:
     """Return the part of a slot that each needed rank of ``peer`` has for this rank, by agent.
 
     Raises PeerError, naming both values, if the nodes do not fit.
@@ -35,7 +35,7 @@ def slice_states(ours: RankStates | None, peer: Peer) -> dict[str, BlockSlices]:
         start = max(mine.first_layer, its.first_layer)
         end = min(mine.first_layer + mine.num_layers, its.first_layer + its.num_layers)
         if its.shard == mine.shard and start < end:
-            found[rank.agent] = BlockSlices(_ranges(ours, start, end), _ranges(theirs, start, end))
+            found[rank.agent] = (BlockSlices(_ranges(ours, start, end), _ranges(theirs, start, end)),)
             held[start - mine.first_layer : end - mine.first_layer] += 1
     if ours is not None and (held != 1).any():
         layer = int(np.argmax(held != 1))

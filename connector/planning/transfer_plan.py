@@ -9,7 +9,7 @@
     chunks (posted one by one)            at most ``max_bytes`` each
 
 Between ranks with equal parts and pages, a block is one byte range, and so is a run of blocks. Otherwise each block has
-as many ranges as its slices.
+as many ranges as its slices. With slices by KV cache group, a chunk has blocks of one group.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class ReadChunk(NamedTuple):
     local: NDArray[np.int32]  # [num_blocks] int32, host
     remote: NDArray[np.int32]  # [num_blocks] int32, host
     num_ranges: int  # byte ranges after merging adjacent ones
+    number: int  # of its slices, among those of the rank
+
+    def num_bytes(self, slices: Sequence[BlockSlices]) -> int:
+        return len(self.local) * slices[self.number].num_bytes
 
 
 def check_read(read: KVRead, num_local: int, num_remote: int) -> None:
@@ -45,14 +49,32 @@ def check_read(read: KVRead, num_local: int, num_remote: int) -> None:
         raise PeerError(f"read {read.read_id} names a local block twice")
 
 
-def plan_read(read: KVRead, slices: BlockSlices, max_bytes: int) -> list[ReadChunk]:
+def plan_read(read: KVRead, slices: Sequence[BlockSlices], max_bytes: int) -> list[ReadChunk]:
     """Split ``read`` from one rank into chunks of at most ``max_bytes``, but at least one block. Raises PeerError.
+
+    ``slices`` are those of the rank: of all blocks, or by group.
+    """
+    check_read(read, slices[0].local.num_blocks, slices[0].remote.num_blocks)
+    local_ids = np.array(read.local_blocks, dtype=np.int32)
+    remote_ids = np.array(read.remote_blocks, dtype=np.int32)
+    if len(slices) == 1:
+        return _plan_blocks(0, slices[0], local_ids, remote_ids, max_bytes)
+    groups = np.array(read.groups, dtype=np.int32)
+    assert len(groups) == len(local_ids), "a read names the group of each block"
+    chunks: list[ReadChunk] = []
+    for group, each in enumerate(slices):
+        if each.num_ranges:  # else the rank has no layers of this group
+            chunks += _plan_blocks(group, each, local_ids[groups == group], remote_ids[groups == group], max_bytes)
+    return chunks
+
+
+def _plan_blocks(
+    number: int, slices: BlockSlices, local_ids: NDArray[np.int32], remote_ids: NDArray[np.int32], max_bytes: int
+) -> list[ReadChunk]:
+    """Plan blocks with equal slices.
 
     Blocks are sorted by local id. These are unique, so all ranges that can merge become neighbours.
     """
-    check_read(read, slices.local.num_blocks, slices.remote.num_blocks)
-    local_ids = np.array(read.local_blocks, dtype=np.int32)
-    remote_ids = np.array(read.remote_blocks, dtype=np.int32)
     order = np.argsort(local_ids)
     local_ids, remote_ids = local_ids[order], remote_ids[order]
     merges = _count_merges(slices, local_ids, remote_ids)
@@ -61,7 +83,7 @@ def plan_read(read: KVRead, slices: BlockSlices, max_bytes: int) -> list[ReadChu
     for start in range(0, len(order), step):
         end = min(start + step, len(order))
         num_ranges = (end - start) * slices.num_ranges - (merges[end - 1] - merges[start])
-        chunks.append(ReadChunk(local_ids[start:end], remote_ids[start:end], num_ranges))
+        chunks.append(ReadChunk(local_ids[start:end], remote_ids[start:end], num_ranges, number))
     return chunks
 
 

@@ -20,9 +20,11 @@ def measure_idle_step(ranks: Ranks) -> float:
 
     They write to the first blocks, which hold nothing yet.
     """
-    block_size = ranks.kv_layout.block_size
-    blocks = tuple(range(min((_STEPS + 1) // block_size + 1, ranks.kv_layout.num_blocks)))
-    most = min(_STEPS, len(blocks) * block_size - 1)
+    layout = ranks.kv_layout
+    num_groups = layout.groups.num_groups
+    count = min((_STEPS + 1) // layout.block_size + 1, layout.num_blocks // num_groups)
+    blocks = tuple(range(count * num_groups))
+    most = min(_STEPS, count * layout.block_size - 1)
     new = NewSequence(_SEQ, bytes(TOKEN_BYTES), 1, 0, blocks, SamplingParams(max_tokens=most + 1, temperature=0.0))
     pipeline, seconds = StepPipeline(ranks), list[float]()
     token = (ScheduledSequence.decode(_SEQ),)

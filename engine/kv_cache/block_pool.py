@@ -7,6 +7,9 @@
 A block may have several users, such as a prefix that one request holds and another leases. It counts once, as its
 strongest use: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always holds.
 A free block may still be cached: its content is found by hash until the block is allocated again.
+
+With several KV cache groups (pdserve/kv_groups.py), a block belongs to the group that it is cached for. A cached prefix
+is one that every group has: full groups all of its blocks, the others those in the window before its end.
 """
 
 from __future__ import annotations
@@ -14,9 +17,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from itertools import takewhile
 
 from engine.kv_cache.free_runs import FreeRuns
 from pdserve.ipc.kv_events import KVEvents
+from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, first_seen
+
+ONE_GROUP = KVCacheGroups()
 
 
 class Use(IntEnum):
@@ -32,16 +39,21 @@ _WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → weaker uses
 
 
 class BlockPool:
-    """The blocks of one node, with the prefix cache over them. Single-threaded."""
+    """The blocks of one node, with the prefix cache over them. Single-threaded.
 
-    def __init__(self, num_blocks: int) -> None:
+    Events are those of the first group, which is a full one if there is any.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 1, groups: KVCacheGroups = ONE_GROUP) -> None:
         self._users: list[list[int]] = [[0] * num_blocks for _ in Use]  # [use][block] → number of users
         self._use: list[Use] = [Use.FREE] * num_blocks
         self._counts = [num_blocks, 0, 0, 0]
         self._free = FreeRuns(num_blocks)  # free and not cached
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free and cached, least recently used first
-        self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self.groups = groups
+        self._block_size = block_size
+        self._block_of: list[dict[bytes, int]] = [{} for _ in groups.windows]  # [group][hash]
+        self._key_of: dict[int, tuple[int, bytes]] = {}  # group and hash, by block
         self.events = KVEvents()
 
     @property
@@ -97,28 +109,60 @@ class BlockPool:
         """End one use of each block. The last block goes first, so that prefixes are evicted from their ends."""
         for block in reversed(blocks):
             if self._end_use(block, use) is Use.FREE:
-                if block in self._hash_of:
+                if block in self._key_of:
                     self._evictable[block] = None
                 else:
                     self._free.add(block)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of a hash chain, without holding them."""
-        blocks = []
+        """Return the blocks of the longest cached prefix of a hash chain, without holding them.
+
+        The list has an entry per logical block and group; it is NULL_BLOCK behind a group's window.
+        """
+        if self.groups.has_windows:
+            return self._match_windows(hashes)
+        blocks, block_of = [], self._block_of[0]
         for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+            block = block_of.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
+    def _match_windows(self, hashes: Iterable[bytes]) -> list[int]:
+        windows, size = self.groups.windows, self._block_size
+        full = [block_of for block_of, window in zip(self._block_of, windows, strict=True) if window is None]
+        chain = list(takewhile(lambda block_hash: all(block_hash in block_of for block_of in full), hashes))
+        count, shorter = len(chain), True
+        while shorter:
+            before = count
+            for block_of, window in zip(self._block_of, windows, strict=True):
+                if window is not None:
+                    count = self._longest(block_of, window, chain[:count])
+            shorter = count < before
+        first = [first_seen(count * size, window, size) for window in windows]
+        return [
+            block_of[block_hash] if index >= begin else NULL_BLOCK
+            for index, block_hash in enumerate(chain[:count])
+            for block_of, begin in zip(self._block_of, first, strict=True)
+        ]
+
+    def _longest(self, block_of: dict[bytes, int], window: int, chain: Sequence[bytes]) -> int:
+        """Return the blocks of the longest prefix of ``chain`` of which a group has the window before the end."""
+        end = index = len(chain)
+        while index > first_seen(end * self._block_size, window, self._block_size):
+            index -= 1
+            if chain[index] not in block_of:
+                end = index
+        return end
+
     def find(self, block_hash: bytes) -> int | None:
-        """Return the block that is cached under this hash."""
-        return self._block_of.get(block_hash)
+        """Return the block that is cached under this hash, in the first group."""
+        return self._block_of[0].get(block_hash)
 
     def forget(self, block_hash: bytes) -> None:
-        """Remove a block from the prefix cache. An unknown hash is ignored."""
-        block = self._block_of.get(block_hash)
+        """Remove the block of the first group from the prefix cache. An unknown hash is ignored."""
+        block = self.find(block_hash)
         if block is None:
             return
         self._evict(block)
@@ -126,26 +170,29 @@ class BlockPool:
             del self._evictable[block]
             self._free.add(block)
 
-    def cache(self, block_hash: bytes, block: int) -> None:
+    def cache(self, block_hash: bytes, block: int, group: int = 0) -> None:
         """Cache ``block``, which is in use, under ``block_hash``. Another block with the same hash keeps its entry."""
         assert self._use[block] is not Use.FREE
-        if block_hash not in self._block_of and block not in self._hash_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
-            self.events.add(block_hash)
+        block_of = self._block_of[group]
+        if block_hash not in block_of and block not in self._key_of:
+            block_of[block_hash] = block
+            self._key_of[block] = group, block_hash
+            if not group:
+                self.events.add(block_hash)
 
     def forget_cached(self) -> None:
         """Empty the prefix cache."""
-        for block in tuple(self._hash_of):
+        for block in tuple(self._key_of):
             self._evict(block)
         for block in self._evictable:
             self._free.add(block)
         self._evictable.clear()
 
     def _evict(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block)
-        del self._block_of[block_hash]
-        self.events.remove(block_hash)
+        group, block_hash = self._key_of.pop(block)
+        del self._block_of[group][block_hash]
+        if not group:
+            self.events.remove(block_hash)
 
     def _add_user(self, block: int, use: Use) -> None:
         """Add a user to a block that is in use or cached."""

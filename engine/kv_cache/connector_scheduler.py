@@ -37,6 +37,7 @@ from engine.request import Sequence
 from engine.step_cost_meter import LineFit
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
+from pdserve.kv_groups import Pair
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import LinearCost
 from pdserve.state import NO_SLOT
@@ -52,6 +53,7 @@ class KVConnectorScheduler:
         self._events = events
         self._block_size = block_size
         self._states = states
+        self._groups = pool.groups
 
     def loadable(self, sequence: Sequence) -> int:
         """Return how many leading tokens can be loaded, cached ones included; 0: compute the prompt here."""
@@ -161,7 +163,13 @@ class _Read:
 
     message: StartRead
     order: KVRead
+    pairs: list[Pair]  # logical block and group of each block
     load: _Load | None
+
+    @property
+    def num_blocks(self) -> int:
+        """Logical blocks."""
+        return self.pairs[-1][0] - self.pairs[0][0] + 1
 
 
 @dataclass(slots=True)
@@ -194,7 +202,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     ) -> None:
         super().__init__(pool, events, block_size, states)
         self._checksum = checksum
-        self._digests = DigestOrders(block_size)
+        self._digests = DigestOrders()
         self._cost = LineFit(_KEEP)
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
@@ -230,21 +238,33 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         if load is None:
             return
         end = self._num_blocks(message.num_tokens)
-        blocks = load.sequence.blocks[load.num_announced : end]
-        problem = self._check_announcement(message, load.sequence, end - load.num_announced)
+        sequence = load.sequence
+        position = message.num_tokens if message.pull else sequence.load_len - 1
+        pairs = self._pairs(load.num_announced, end, position)
+        problem = self._check_announcement(message, sequence, len(pairs))
         read_id = self._next_id
         self._next_id += 1
         if problem:
             self._events.reads.append(ReadEnded(message.rid, message.epoch, ReadResult(read_id, problem)))
             return
+        self._place_windows(sequence, pairs)
+        blocks = tuple(self._entries(sequence.blocks, pairs))
         local_state = NO_SLOT
         if message.remote_state != NO_SLOT:
-            assert load.sequence.state is not None
-            load.has_state, local_state = True, load.sequence.state.slot
-        order = KVRead(read_id, message.epoch, tuple(blocks), message.remote_blocks, local_state, message.remote_state)
+            assert sequence.state is not None
+            load.has_state, local_state = True, sequence.state.slot
+        order = KVRead(
+            read_id,
+            message.epoch,
+            blocks,
+            message.remote_blocks,
+            self._groups_of(pairs),
+            local_state,
+            message.remote_state,
+        )
         load.num_announced = end
         load.reads.add(order.read_id)
-        self._reads[order.read_id] = _Read(message, order, load)
+        self._reads[order.read_id] = _Read(message, order, pairs, load)
         self._reads_ordered.append(order)
         self._started.append(message.rid)
 
@@ -290,6 +310,26 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    def _pairs(self, start: int, end: int, position: int) -> list[Pair]:
+        """Return the logical blocks and groups that are handed off, as ``KVCacheGroups.pairs`` defines them."""
+        return list(self._groups.pairs(start, end, position, self._block_size))
+
+    def _entries(self, blocks: list[int], pairs: Iterable[Pair]) -> list[int]:
+        """Return the blocks of these pairs in a sequence's list."""
+        return [blocks[index * self._groups.num_groups + group] for index, group in pairs]
+
+    def _groups_of(self, pairs: Iterable[Pair]) -> tuple[int, ...]:
+        return tuple(group for _, group in pairs) if self._groups.num_groups > 1 else ()
+
+    def _place_windows(self, sequence: Sequence, pairs: Iterable[Pair]) -> None:
+        """Put spare blocks where a load needs them in groups with a window."""
+        for index, group in pairs:
+            if self._groups.windows[group] is not None:
+                sequence.use_spare(index * self._groups.num_groups + group)
+
+    def _states_of(self, slot: int) -> tuple[int, ...]:
+        return () if slot == NO_SLOT else (slot,)
 
     def _check_announcement(self, message: StartRead, sequence: Sequence, num_missing: int) -> str:
         """Return why a peer's announcement of blocks is wrong, or an empty string."""
@@ -344,7 +384,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             read = self._reads.pop(result.read_id)
             blocks = read.order.local_blocks
             if not result.error:
-                self._cost.add(len(blocks) * self._block_size, result.seconds)
+                self._cost.add(read.num_blocks * self._block_size, result.seconds)
             if read.load is None:
                 self._pool.drop(blocks, Use.QUARANTINED)
                 if self._states is not None and read.order.local_state != NO_SLOT:
@@ -353,8 +393,9 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 read.load.reads.discard(result.read_id)
             self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
             if self._checksum and read.load is not None and not result.error:
-                state = read.order.local_state
-                self._digests.add(blocks, read.message.num_tokens, partial(self._compare, read), state)
+                groups, num_tokens = read.order.groups, read.message.num_tokens
+                states = self._states_of(read.order.local_state)
+                self._digests.add(blocks, groups, num_tokens, partial(self._compare, read), states)
 
     def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
@@ -363,10 +404,11 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             return
         corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
         if corrupt:
-            index, remote = corrupt[0], read.order.remote_blocks
-            if index < len(remote):
-                block = self._num_blocks(read.message.num_tokens) - len(remote) + index
-                name = f"block {block} of the prompt, {remote[index]} at the peer,"
+            index = corrupt[0]
+            if index < len(read.pairs):
+                block, group = read.pairs[index]
+                of_group = f" in KV cache group {group}" if read.order.groups else ""
+                name = f"block {block} of the prompt{of_group}, {read.order.remote_blocks[index]} at the peer,"
             else:
                 name = f"the recurrent state, in slot {read.order.remote_state} at the peer,"
             text = (
@@ -387,9 +429,12 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         start, end, num_tokens = lease.num_digested, *self._leasable(sequence, sequence.num_launched)
         if end > start:
             lease.num_digested = end
+            pairs = self._pairs(start, end, sequence.prompt_len - 1)
+            blocks = tuple(self._entries(sequence.blocks, pairs))
             ends = sequence.state is not None and num_tokens == sequence.prompt_len
-            state = sequence.state.lease_slot if sequence.state is not None and ends else NO_SLOT
-            self._digests.add_to_step(tuple(sequence.blocks[start:end]), num_tokens, lease.digests.extend, state)
+            states = self._states_of(sequence.state.lease_slot if sequence.state is not None and ends else NO_SLOT)
+            if blocks:
+                self._digests.add_to_step(blocks, self._groups_of(pairs), num_tokens, lease.digests.extend, states)
 
     def take_last_chunks(self) -> Collection[int]:
         last, self._last_chunks = self._last_chunks, []
@@ -401,16 +446,16 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             return
         lease = self._lease(sequence)
         start, end, num_tokens = lease.num_announced, *self._leasable(sequence, sequence.num_computed)
-        if end <= start:
+        blocks = self._entries(sequence.blocks, self._pairs(start, end, sequence.prompt_len - 1))
+        if not blocks:  # or all are behind windows
             return
-        blocks = sequence.blocks[start:end]
         self._pool.lease(blocks)
         lease.num_announced = end
         lease.blocks += blocks
         last = num_tokens == sequence.prompt_len
         if last and self._states is not None:
             lease.state_slot = self._states.take_lease(sequence)
-        num_digests = end - start + (lease.state_slot != NO_SLOT)
+        num_digests = len(blocks) + (lease.state_slot != NO_SLOT)
         digests, lease.digests[:num_digests] = tuple(lease.digests[:num_digests]), ()
         leased = Leased(sequence.rid, tuple(blocks), num_tokens, last, digests, lease.state_slot)
         self._events.leased.append(leased)
@@ -419,12 +464,13 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         token_ids = array("I", message.token_ids)
         hashes = BlockHashes(self._block_size, root_hash(message.cache_salt))
         cached = self._pool.match(hashes.one_by_one(token_ids, len(token_ids)))
-        skipped, state_slot = message.skip_tokens // self._block_size, NO_SLOT
+        skipped, end = message.skip_tokens // self._block_size, len(cached) // self._groups.num_groups
+        state_slot = NO_SLOT
         if self._states is not None:
-            num_cached, state_slot = self._states.find(hashes.upto(token_ids, len(cached) * self._block_size))
-            cached = cached[:num_cached]
-        num_tokens = len(cached) * self._block_size
-        lease = self._leases[message.rid] = _Lease(len(cached), len(cached), blocks=cached[skipped:])
+            end, state_slot = self._states.find(hashes.upto(token_ids, end * self._block_size))
+        num_tokens = end * self._block_size
+        pairs = self._pairs(skipped, end, num_tokens)
+        lease = self._leases[message.rid] = _Lease(end, end, blocks=self._entries(cached, pairs))
         self._pool.lease(lease.blocks)
         if self._states is not None and lease.blocks:
             lease.state_slot = state_slot
@@ -436,7 +482,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._events.leased.append(leased)
 
         if self._checksum and lease.blocks:
-            self._digests.add(tuple(lease.blocks), num_tokens, announce, lease.state_slot)
+            states = self._states_of(lease.state_slot)
+            self._digests.add(tuple(lease.blocks), self._groups_of(pairs), num_tokens, announce, states)
         else:
             announce(())
 

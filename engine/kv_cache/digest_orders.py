@@ -10,16 +10,14 @@ from collections.abc import Callable
 from itertools import count
 
 from pdserve.records import DigestOrder, ModelRunnerOutput
-from pdserve.state import NO_SLOT
 
 TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block, and that of the state
 
 
 class DigestOrders:
-    """Orders name blocks whose last one ends with the first ``num_tokens`` tokens of a prompt."""
+    """Orders name blocks that end with the first ``num_tokens`` tokens of a prompt, and their KV cache groups."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._of_step: list[DigestOrder] = []  # of the next one
         self._of_step_takers: deque[TakeDigests] = deque()  # of all steps, in the order of the orders
         self._beside: list[tuple[int, DigestOrder]] = []
@@ -35,16 +33,28 @@ class DigestOrders:
         return bool(self._beside)
 
     def add_to_step(
-        self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests, state_slot: int = NO_SLOT
+        self,
+        blocks: tuple[int, ...],
+        groups: tuple[int, ...],
+        num_tokens: int,
+        take: TakeDigests,
+        state_slots: tuple[int, ...] = (),
     ) -> None:
         """Order digests of blocks that the next step fills, and of the recurrent state that it leaves in a slot."""
-        self._of_step.append(self._order(blocks, num_tokens, state_slot))
+        self._of_step.append(DigestOrder(blocks, num_tokens, groups, state_slots))
         self._of_step_takers.append(take)
 
-    def add(self, blocks: tuple[int, ...], num_tokens: int, take: TakeDigests, state_slot: int = NO_SLOT) -> None:
+    def add(
+        self,
+        blocks: tuple[int, ...],
+        groups: tuple[int, ...],
+        num_tokens: int,
+        take: TakeDigests,
+        state_slots: tuple[int, ...] = (),
+    ) -> None:
         """Order digests beside steps."""
         number = next(self._numbers)
-        self._beside.append((number, self._order(blocks, num_tokens, state_slot)))
+        self._beside.append((number, DigestOrder(blocks, num_tokens, groups, state_slots)))
         self._beside_takers[number] = take
 
     def take_of_step(self) -> tuple[DigestOrder, ...]:
@@ -63,8 +73,3 @@ class DigestOrders:
             self._of_step_takers.popleft()(digests)
         for number, digests in output.connector.digested:
             self._beside_takers.pop(number)(digests)
-
-    def _order(self, blocks: tuple[int, ...], num_tokens: int, state_slot: int) -> DigestOrder:
-        unused = -num_tokens % self._block_size
-        slots = () if state_slot == NO_SLOT else (state_slot,)
-        return DigestOrder(blocks, len(blocks) * self._block_size - unused, slots)

@@ -1,72 +1,126 @@
-"""Manages the KV blocks of sequences: finds cached ones, allocates fresh ones, caches full ones, frees all."""
+"""Manages the KV blocks of sequences: finds cached ones, allocates fresh ones, caches full ones, frees all.
+
+A sequence has a block table per KV cache group (pdserve/kv_groups.py). Full groups get blocks for all of its tokens
+when it is admitted. Groups with a window get them step by step, for the tokens that a step computes; a block behind
+the window is freed when the steps that see it have ended, and stays in the prefix cache:
+
+    full        ████████████████████████████████████     of the whole prompt, from the admission on
+    window      ········▓▓▓▓████████····················  · no block   ▓ window   █ steps in flight
+
+So a prompt of any length holds a window and the tokens of its steps in these groups. At admission the blocks of one
+largest step must be free; if they run short later, chunks become smaller, down to a block, before a sequence is
+preempted for another. ``submit`` refuses a request whose groups together could never hold that much.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
+from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
 from pdserve.state import NO_SLOT
+
+
+class _Found(NamedTuple):
+    """What ``allocate`` gives a sequence."""
+
+    cached: list[int]  # blocks of the cached prefix
+    num_fresh: int  # further blocks
+    covered: int  # end of the logical blocks that groups with a window get at once
+    state_from: int  # slot with the recurrent state at the end of the prefix
+    num_matched: int  # logical blocks of the longest cached prefix, with or without a state at its end
 
 
 class KVCacheManager:
     """``states`` are the slots of a model with recurrent layers."""
 
     def __init__(
-        self, pool: BlockPool, connector: KVConnectorScheduler, block_size: int, states: StateSlots | None = None
+        self,
+        pool: BlockPool,
+        connector: KVConnectorScheduler,
+        block_size: int,
+        max_batch_tokens: int,
+        states: StateSlots | None = None,
     ) -> None:
+        assert states is None or not pool.groups.has_windows, "no model has recurrent layers and windows"
         self._pool = pool
         self._states = states
         self._connector = connector
         self._block_size = block_size
+        self._max_batch_tokens = max_batch_tokens
+        self._groups = pool.groups
+        self._num_groups = pool.groups.num_groups
+        windows = pool.groups.windows
+        self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._num_full = len(windows) - len(self._windows)  # groups
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windows)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        """Return the blocks that a sequence needs at most while it grows to ``num_tokens``."""
+        return self._groups.blocks_for(num_tokens, self._block_size, self._max_batch_tokens)
 
     def fits(self, sequence: Sequence) -> bool:
         """Return whether ``allocate`` would succeed now."""
         return self._find(sequence) is not None
 
     def allocate(self, sequence: Sequence) -> bool:
-        """Allocate blocks for all tokens: cached ones first, then adjacent ones. Return False if too few are free."""
+        """Allocate blocks for all tokens: cached ones first, then adjacent ones. Return False if too few are free.
+
+        Groups with a window get blocks for one largest step. For a load they get spare ones: where its window lies is
+        known when it ends.
+        """
         found = self._find(sequence)
         if found is None:
             return False
-        cached, num_fresh, source, num_matched = found
-        self._pool.hold(cached)
-        fresh = self._pool.take(num_fresh, after=cached[-1] if cached else None)
+        cached = found.cached
+        held = _blocks_of(cached) if self._windows else cached
+        self._pool.hold(held)
+        fresh = self._pool.take(found.num_fresh, after=held[-1] if held else None)
         assert fresh is not None
-        sequence.hold(cached + fresh, len(cached) * self._block_size, self._block_size)
+        num_cached = len(cached) // self._num_groups * self._block_size
         if self._states is not None:
-            self._states.allocate(sequence, source, sequence.num_computed, num_matched * self._block_size)
+            self._states.allocate(sequence, found.state_from, num_cached, found.num_matched * self._block_size)
+        if not self._windows:
+            sequence.hold(cached + fresh, num_cached, self._block_size)
+            return True
+        sequence.hold(cached, num_cached, self._block_size, self._num_groups)
+        sequence.cover(num_cached, len(cached))
+        sequence.kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
+        blocks = iter(fresh)
+        self._add_blocks(sequence, blocks, self._logical(len(sequence.token_ids)), found.covered)
+        sequence.spare = list(blocks)
         return True
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
         """Allocate the missing blocks of all sequences. Return False, and allocate none, if too few are free."""
+        if self._windows:
+            return self._grow_windows(sequences)
         short = [sequence for sequence in sequences if sequence.length > sequence.capacity]
         if not short:
             return True
-        counts = [self.blocks_for(sequence.length) - len(sequence.blocks) for sequence in short]
-        blocks = self._pool.take(sum(counts), after=short[0].blocks[-1])
-        if blocks is None:
-            return False
-        fresh = iter(blocks)
-        for sequence, count in zip(short, counts, strict=True):
-            sequence.hold_more(islice(fresh, count), self._block_size)
-        return True
+        return self._grow_to([(each, self._logical(each.length), 0) for each in short])
 
     def grow_for_drafts(self, sequences: Iterable[Sequence], most: int) -> None:
         """Allocate blocks for up to ``most`` drafts of each sequence, while blocks are free; a step needs no drafts."""
         for sequence in sequences:
-            num_missing = self.blocks_for(sequence.length + sequence.draft_limit(most)) - len(sequence.blocks)
-            if num_missing > 0:
-                blocks = self._pool.take(num_missing, after=sequence.blocks[-1])
-                if blocks is None:
-                    return
-                sequence.hold_more(blocks, self._block_size)
+            end = self._logical(sequence.length + sequence.draft_limit(most))
+            if end * self._block_size > sequence.capacity and not self._grow_to([(sequence, end, end)]):
+                return
+
+    def cover(self, sequence: Sequence, num_tokens: int) -> None:
+        """Allocate blocks of groups with a window for its next ``num_tokens`` tokens, as far as they are free."""
+        end = self._logical(sequence.num_launched + min(num_tokens, sequence.missing))
+        begin = sequence.covered // self._block_size
+        end = min(end, begin + self._pool.count(Use.FREE) // len(self._windows))
+        if end > begin:
+            self._grow_to([(sequence, 0, end)])
 
     def hash_prompt(self, sequence: Sequence) -> None:
         """Compute the block hashes of a prompt in advance, for ``cache_full_blocks``."""
@@ -75,22 +129,37 @@ class KVCacheManager:
     def look_up(self, sequence: Sequence) -> None:
         """Record how much of a waiting prompt is cached. Its hashes are kept."""
         most = min(sequence.prompt_len - 1, sequence.reusable)
-        num_cached = len(self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most)))
+        cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most))
+        num_cached = len(cached) // self._num_groups
         if self._states is not None:
             num_cached, _ = self._states.find(sequence.hashes.upto(sequence.token_ids, num_cached * self._block_size))
         sequence.looked_up(num_cached * self._block_size)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Enter the blocks that are full by now into the prefix cache."""
+        """Enter the blocks that are full by now into the prefix cache, and free those behind a window."""
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
-        for index in range(sequence.next_full // self._block_size - 1, len(hashes)):
-            self._pool.cache(hashes[index], sequence.blocks[index])
+        first = sequence.next_full // self._block_size - 1
+        if not self._windows:
+            for index in range(first, len(hashes)):
+                self._pool.cache(hashes[index], sequence.blocks[index])
+        else:
+            for index in range(first, len(hashes)):
+                for group in range(self._num_groups):
+                    block = sequence.blocks[index * self._num_groups + group]
+                    if block != NULL_BLOCK:
+                        self._pool.cache(hashes[index], block, group)
+            self._free_behind_windows(sequence)
         sequence.cached((len(hashes) + 1) * self._block_size)
         if self._states is not None:
             self._states.settle(sequence)
 
     def received(self, sequence: Sequence, num_tokens: int) -> None:
         """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens."""
+        if self._windows:
+            end = self._logical(num_tokens)
+            sequence.cover(end * self._block_size, end * self._num_groups)
+            self._pool.drop(sequence.spare, Use.HELD)
+            sequence.spare = []
         sequence.loaded(num_tokens)
         if sequence.state is not None:
             sequence.state.passed(num_tokens)
@@ -100,27 +169,105 @@ class KVCacheManager:
         """Free the blocks of a sequence, except those that a transfer may still write to. No step may be in flight."""
         assert not sequence.in_flight, f"sequence {sequence.seq} frees blocks that a step still writes to"
         quarantined = self._connector.abandon_load(sequence)  # and the slot of a state
-        self._pool.drop([block for block in sequence.blocks if block not in quarantined], Use.HELD)
+        blocks = _blocks_of(sequence.blocks) + sequence.spare if self._windows else sequence.blocks
+        self._pool.drop([block for block in blocks if block not in quarantined], Use.HELD)
         sequence.drop_blocks()
         if self._states is not None:
             self._states.free(sequence)
 
-    def _find(self, sequence: Sequence) -> tuple[list[int], int, int, int] | None:
-        """Return the blocks of the cached prefix, the number of further blocks, and of a recurrent model two more.
-
-        These are the slot with the state at the end of the prefix, and the number of blocks of the longest cached
-        prefix with or without a state. None if too few blocks or slots are free.
-        """
+    def _find(self, sequence: Sequence) -> _Found | None:
+        """Return what a sequence gets; None if too few blocks or slots are free."""
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable))
-        num_matched, source = len(cached), NO_SLOT
+        num_matched, state_from = len(cached) // self._num_groups, NO_SLOT
         if self._states is not None:
             if not self._connector.loadable(sequence):  # a load brings the state
                 hashes = sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size)
-                num_cached, source = self._states.find(hashes)
-                cached = cached[:num_cached]
-            if not self._states.has_room(sequence, source):
+                num_cached, state_from = self._states.find(hashes)
+                cached = cached[: num_cached * self._num_groups]
+            if not self._states.has_room(sequence, state_from):
                 return None
-        num_fresh = self.blocks_for(len(sequence.token_ids)) - len(cached)
-        if num_fresh > self._pool.count(Use.FREE) - self._pool.count_free(cached):
+        num_cached, needed = len(cached) // self._num_groups, self._logical(len(sequence.token_ids))
+        num_fresh, covered = self._num_full * (needed - num_cached), num_cached
+        if self._windows and self._connector.loadable(sequence):
+            size, rest = self._block_size, needed - num_cached
+            num_fresh += sum(min(rest, window_blocks(window, size, 0)) for _, window in self._windows)
+        elif self._windows:
+            covered = min(needed, num_cached + self._logical(self._max_batch_tokens))
+            num_fresh += len(self._windows) * (covered - num_cached)
+        held = _blocks_of(cached) if self._windows else cached
+        if num_fresh > self._pool.count(Use.FREE) - self._pool.count_free(held):
             return None
-        return cached, num_fresh, source, num_matched
+        return _Found(cached, num_fresh, covered, state_from, num_matched)
+
+    def _logical(self, num_tokens: int) -> int:
+        """Return the logical blocks of so many tokens: the blocks in each full group."""
+        return -(-num_tokens // self._block_size)
+
+    def _grow_windows(self, sequences: Iterable[Sequence]) -> bool:
+        """Allocate what the next token of each sequence needs, and in full groups all of its tokens."""
+        short = [
+            (each, self._logical(each.length), each.num_launched // self._block_size + 1)
+            for each in sequences
+            if each.length > each.capacity or each.num_launched >= each.covered
+        ]
+        return not short or self._grow_to(short)
+
+    def _grow_to(self, ends: list[tuple[Sequence, int, int]]) -> bool:
+        """Allocate logical blocks up to the first end in full groups, and up to the second one in the others.
+
+        Return False, and allocate none, if too few are free.
+        """
+        counts = [self._num_missing(*end) for end in ends]
+        blocks = self._pool.take(sum(counts), after=self._last_block(ends[0][0]))
+        if blocks is None:
+            return False
+        fresh = iter(blocks)
+        for sequence, end, covered in ends:
+            self._add_blocks(sequence, fresh, end, covered)
+        return True
+
+    def _num_missing(self, sequence: Sequence, end: int, covered: int) -> int:
+        missing = self._num_full * max(0, end - len(sequence.blocks) // self._num_groups)
+        if self._windows:
+            missing += len(self._windows) * max(0, covered - sequence.covered // self._block_size)
+        return missing
+
+    def _add_blocks(self, sequence: Sequence, fresh: Iterator[int], end: int, covered: int) -> None:
+        """Give a sequence the blocks that ``_num_missing`` counts."""
+        held = len(sequence.blocks) // self._num_groups
+        if not self._windows:
+            sequence.hold_more([next(fresh) for _ in range(self._num_full * (end - held))], self._block_size)
+            return
+        ready, begin = sequence.ready_blocks, sequence.covered // self._block_size
+        windows = self._groups.windows
+        more = [NULL_BLOCK if window else next(fresh) for _ in range(held, end) for window in windows]
+        sequence.hold_more(more, self._block_size, self._num_groups)
+        for index in range(begin, covered):
+            for group, _ in self._windows:
+                sequence.blocks[index * self._num_groups + group] = next(fresh)
+        if covered > begin:
+            ready = covered * self._num_groups
+        sequence.cover(max(begin, covered) * self._block_size, ready)
+
+    def _last_block(self, sequence: Sequence) -> int | None:
+        """Return a block after which to look for adjacent ones: that of the last logical block in the last group."""
+        block = sequence.blocks[-1]
+        return None if block == NULL_BLOCK else block
+
+    def _free_behind_windows(self, sequence: Sequence) -> None:
+        """Free the blocks that no later token sees; those of steps in flight see no more either. Oldest first."""
+        behind = []
+        for number, (group, window) in enumerate(self._windows):
+            end = first_block(sequence.num_computed, window, self._block_size)
+            for index in range(sequence.kept_from[number], end):
+                entry = index * self._num_groups + group
+                if sequence.blocks[entry] != NULL_BLOCK:
+                    behind.append(sequence.blocks[entry])
+                    sequence.blocks[entry] = NULL_BLOCK
+            sequence.kept_from[number] = max(end, sequence.kept_from[number])
+        behind.reverse()  # ``drop`` begins with the last one
+        self._pool.drop(behind, Use.HELD)
+
+
+def _blocks_of(entries: Iterable[int]) -> list[int]:
+    return [block for block in entries if block != NULL_BLOCK]

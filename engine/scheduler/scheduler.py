@@ -27,7 +27,7 @@ from math import isfinite
 
 import msgspec
 
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_pool import ONE_GROUP, BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
@@ -44,6 +44,7 @@ from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import StepResults
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, DecodeAheadEnded, LastChunk, Mode, Outputs, Refused, Status, Submit, Totals
+from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import ModelRunnerOutput, StepPlan
 from pdserve.request_cost import HANDOFF_SECONDS
 
@@ -65,6 +66,7 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         num_state_slots: int = 0,
+        groups: KVCacheGroups = ONE_GROUP,
         max_num_seqs: int,
         max_batch_tokens: int,
         full_step: int,
@@ -87,13 +89,13 @@ class Scheduler:
         self._max_drafts = max_drafts
         self._max_waiting = max_waiting
         self._clock = clock
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, block_size, groups)
         self.events = Batch()
         self.totals = Totals()
         self.meter = StepCostMeter()
         self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
         self.connector = connector(self.pool, self.events, block_size, self.states)
-        self._kv = KVCacheManager(self.pool, self.connector, block_size, self.states)
+        self._kv = KVCacheManager(self.pool, self.connector, block_size, max_batch_tokens, self.states)
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
@@ -345,7 +347,10 @@ class Scheduler:
                 continue
             if self._in_flight:
                 return False
-            self.room.preempt(self._live.least_urgent)
+            if (sequence := self._live.least_urgent) is not None:
+                self.room.preempt(sequence)
+            else:
+                self._refuse_newest_for_peer()
             runnable = self._in_flight.select(self._live.running.values())
         self._prompts = []
         waited = self._longest_wait(runnable)  # none joins any more once it is in the step
@@ -457,6 +462,16 @@ class Scheduler:
             self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
             self.cancel(sequence.rid)
 
+    def _refuse_newest_for_peer(self) -> None:
+        """Give up the newest running prompt for a peer: no block is free for a window of it, or of an older one.
+
+        It cannot be preempted, as a peer may read what was leased. The peer has blocks for its prompt, and computes it.
+        """
+        sequence = next(each for each in reversed(self._live.running.values()) if each.for_peer)
+        text = "no room for the next tokens of this prompt; compute it yourself"
+        self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
+        self.cancel(sequence.rid)
+
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
         """Allocate blocks for waiting sequences in order, while there are some, and add them to the step.
 
@@ -479,6 +494,8 @@ class Scheduler:
         return True
 
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
+        if self._kv.has_windows:
+            self._kv.cover(sequence, builder.room(sequence))
         if not builder.has_prompts:
             builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
         builder.add_prompt(sequence)

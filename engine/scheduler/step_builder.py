@@ -97,7 +97,7 @@ class StepBuilder:
         step, scheduled = self._step, self._scheduled
         launch = self._launch_drafts if self._max_drafts else Sequence.launch_decode
         for sequence in sequences:
-            if sequence.sent_blocks != len(sequence.blocks):
+            if sequence.sent_blocks != sequence.ready_blocks:
                 self._send_blocks(sequence)
             if sequence.constraint is not None:
                 self._add_mask(sequence)
@@ -108,7 +108,7 @@ class StepBuilder:
     def add_prompt(self, sequence: Sequence) -> None:
         """Add as many of its missing tokens as fit, at least one, up to the next snapshot of its recurrent state."""
         missing = sequence.missing
-        num_tokens = max(1, min(missing, self._room(sequence, self.crowding)))
+        num_tokens = max(1, min(missing, self._room(sequence, self.crowding), sequence.covered - sequence.num_launched))
         if sequence.state is not None and sequence.state.stops:
             num_tokens = min(num_tokens, sequence.state.stops[-1] - sequence.num_launched)
         if self.budget is not None:
@@ -150,7 +150,8 @@ class StepBuilder:
 
     def _launch_drafts(self, sequence: Sequence, step: int) -> ScheduledSequence:
         """Launch a decode with as many drafts as may be accepted and fit into its blocks."""
-        num_drafts = min(sequence.draft_limit(self._max_drafts), sequence.capacity - sequence.length)
+        room = min(sequence.capacity, sequence.covered) - sequence.length
+        num_drafts = min(sequence.draft_limit(self._max_drafts), room)
         if not num_drafts:
             return sequence.launch_decode(step)
         self._tokens_left -= num_drafts

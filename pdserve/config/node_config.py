@@ -83,15 +83,14 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:
         """The scales of this rank's layers; empty unless the cache is FP8."""
-        return self.kv_scales[self.share.first_layer : self.share.first_layer + self.share.num_layers]
+        return self.kv_scales[self.share.first_layer : self.share.layers.stop]
 
     def whole_layout(self, layout: KVLayout) -> KVLayout:
         """Return a rank's layout extended to all layers and heads, which describes the node."""
-        return layout.resized(self.model.num_layers, self.model.num_kv_heads)
+        return layout.resized(range(self.model.num_layers), self.model.num_kv_heads)
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """Return the configuration of the same node for rank ``rank`` on ``device``."""
         config = msgspec.structs.replace(self, rank=rank, device=device)
-        heads, layers = config.share.num_heads, config.share.num_layers
-        layout = self.kv_layout.resized(layers, heads)
+        layout = self.kv_layout.resized(config.share.layers, config.share.num_heads)
         return msgspec.structs.replace(config, kv_layout=layout)

@@ -83,6 +83,7 @@ def resolve(
     kv_dtype = choose_kv_dtype(options, device, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
     layout = _choose_layout(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
+    max_batch_tokens = _choose_batch_tokens(options, device, parallel, choices)
     if weights is not None and weights.quantized:
         choices.append(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
     return NodeConfig(
@@ -94,7 +95,9 @@ def resolve(
         load_format=options.load_format,
         load_from=options.load_from,
         weight_peers=options.weight_peers,
-        max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
+        max_model_len=_choose_max_model_len(
+            options, model, layout, max_batch_tokens, _measures(options, device), choices
+        ),
         parallel=parallel,
         kv_layout=layout,
         kv_scales=kv_scales,
@@ -106,7 +109,7 @@ def resolve(
         decision=decision,
         cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
         max_num_seqs=options.max_num_seqs,
-        max_batch_tokens=_choose_batch_tokens(options, device, parallel, choices),
+        max_batch_tokens=max_batch_tokens,
         itl_target=_choose_itl_target(options, choices),
         max_waiting=options.max_waiting,
         threads=options.threads or len(os.sched_getaffinity(0)),
@@ -233,17 +236,24 @@ def _choose_layout(
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
         choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
+    groups = model.kv_cache_groups
+    stages = [groups.block_layers(share.layers) for share in parallel.shares(model.num_kv_heads)]
+    if groups.num_groups > 1:
+        padding = groups.num_groups * groups.block_layers(range(model.num_layers)) - model.num_layers
+        choices.append(f"kv_groups={groups.num_groups}: {groups}; {padding} layers are padding")
     one_block = KVLayout(
         num_blocks=1,
         block_size=options.block_size,
         kernel_block_size=page,
-        num_layers=parallel.stage_layers[0],
+        num_layers=stages[0],
         spec=shard_of(model, parallel.position(0)).kv_cache_spec(kv_dtype),
+        groups=groups,
     )
     if options.simulated and options.kv_cache_memory is None:
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
-        return msgspec.structs.replace(one_block, num_blocks=max(1, KV_TOKENS // options.block_size))
-    largest = msgspec.structs.replace(one_block, num_layers=max(parallel.stage_layers))
+        num_blocks = max(1, KV_TOKENS // options.block_size) * max(1, groups.windows.count(None))
+        return msgspec.structs.replace(one_block, num_blocks=num_blocks)
+    largest = msgspec.structs.replace(one_block, num_layers=max(stages))
     weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
     memory = _choose_kv_memory(options, device, weights, choices)
     return msgspec.structs.replace(one_block, num_blocks=min(memory // largest.block_bytes, MAX_BLOCKS))
@@ -275,11 +285,16 @@ def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, ch
 
 
 def _choose_max_model_len(
-    options: NodeOptions, model: ModelConfig, layout: KVLayout, estimated: bool, choices: list[str]
+    options: NodeOptions,
+    model: ModelConfig,
+    layout: KVLayout,
+    max_batch_tokens: int,
+    estimated: bool,
+    choices: list[str],
 ) -> int:
     """Return tokens. From an ``estimated`` cache take nine tenths, because the measured one must hold them."""
-    room = layout.num_blocks * layout.block_size
     limit = model.max_position_embeddings
+    room = layout.longest(max_batch_tokens, limit)
     wanted = options.max_model_len or limit
     if wanted > limit:
         raise ConfigError(f"max_model_len {wanted} exceeds the model's {limit} positions")
@@ -291,7 +306,7 @@ def _choose_max_model_len(
         choices.append(f"max_model_len={limit}: the model's")
     if room < max(wanted, 2):
         longest = max(options.max_model_len or limit, 2)
-        needed = -(-longest // layout.block_size) * layout.block_bytes
+        needed = layout.blocks_for(longest, max_batch_tokens) * layout.block_bytes
         raise CapacityError(
             f"a KV cache of {layout.total_bytes} bytes ({layout.num_blocks} blocks, {room} tokens) has no room for one "
             f"sequence of {max(wanted, 2)} tokens; give --kv-cache-memory {needed} for {longest} tokens, or "
@@ -359,6 +374,7 @@ def _compat_fields(
         **model.kv_cache_spec(layout.dtype).compat_fields,
         "kv_scales": describe_scales(kv_scales),
         "num_layers": str(model.num_layers),
+        "kv_groups": str(layout.groups),
         "block_size": str(layout.block_size),
         "kv_checksum": options.kv_checksum or "on",
         "kv_connector": kv_connector_of(options),

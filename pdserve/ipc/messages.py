@@ -118,6 +118,7 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int  # of the prompt, up to the end of these blocks
     digests: tuple[int, ...] = ()  # of these blocks, then of the state, as announced by P; empty without checksums
     remote_state: int = NO_SLOT  # P's slot with the recurrent state after ``num_tokens``
+    pull: bool = False  # of cached blocks, which may end before the prompt does
 
 
 class HandoffEnds(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,8 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 }
 #: Fields that have the library's default where config.json lacks them.
 _WITH_DEFAULT = frozenset({*LARGEST, *_ALIASES, *(other for others in _ALIASES.values() for other in others)})
+#: Every so many layers one attends to all tokens, if a config has no ``layer_types``. Source: the library's configs.
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 #: Fields of a multimodal config that its part for text does not replace.
 _OF_WHOLE = ("architectures", "dtype", "eos_token_id", "quantization_config")
 
@@ -74,6 +76,21 @@ def read_positions(fields: ConfigFields) -> int:
             values[name] = rope.get(name) or values.get(name)
             positions = min(positions, fields.integer(name, positions))
     return positions
+
+
+def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer, so that the KV cache need not keep more; empty: all layers may see all tokens.
+
+    The runner refuses a model whose loaded layers look further.
+    """
+    window, types = fields.optional_integer("sliding_window"), fields.get("layer_types")
+    period = _WINDOW_PERIODS.get(str(fields.get("model_type")))
+    if types is None and period is not None:
+        period = fields.integer("sliding_window_pattern", period)
+        types = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
+    if window is None or not isinstance(types, list) or len(types) != num_layers:
+        return ()
+    return tuple(window if each == "sliding_attention" else None for each in types)
 
 
 def read_heads(fields: ConfigFields) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from pdserve.checkpoint.stored_head import has_other_head
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.errors import shown
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
-from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, rename_fields
+from pdserve.kv_groups import KVCacheGroups, cut_into_groups
+from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, read_windows, rename_fields
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.families import FAMILIES
@@ -60,6 +61,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     attention: tuple[AttentionSpec, ...] = ()  # per layer
+    windows: tuple[int | None, ...] = ()  # per layer of a model of the library, in tokens; None: all tokens
     weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
     keeps_quantized: bool = False  # weights stay quantized in memory; else they are dequantized when loaded
@@ -79,8 +81,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return kept or WEIGHT_FORMATS[self.weight_format]
 
     def kv_cache_spec(self, dtype: str) -> AnyKVCacheSpec:
-        """Return what each layer keeps per token. Layers with a sliding window keep all tokens, too."""
+        """Return what each layer keeps per token."""
         return FullAttentionSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+
+    @property
+    def kv_cache_groups(self) -> KVCacheGroups:
+        """The layers that share a block table; a window of all positions is none. Only for the whole model."""
+        windows = self.windows or tuple(spec.window for spec in self.attention)
+        used = (window if window and window < self.max_position_embeddings else None for window in windows)
+        return cut_into_groups(tuple(used))
 
 
 #: Fields that are the node's choice, not the checkpoint's, or that change nothing.
@@ -163,12 +172,14 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multi
     headers = read_headers(model_dir) if any(model_dir.glob("*.safetensors")) else {}
     headers = text_headers(headers) if multimodal else headers
     rules = storage_rules(weight_format, quantization) or ()
+    num_layers = fields.integer("num_hidden_layers")
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
+        windows=read_windows(fields, num_layers),
         **read_heads(fields),
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10_000.0),

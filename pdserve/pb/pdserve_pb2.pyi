@@ -52,17 +52,28 @@ class KVLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    GROUP_WINDOWS_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     """tokens"""
     kernel_block_size: _builtins.int
     """tokens"""
     num_layers: _builtins.int
+    """of a block"""
     num_kv_heads: _builtins.int
     head_dim: _builtins.int
     dtype: _builtins.str
     spec: _builtins.str
     """kind of KVCacheSpec, such as full_attention: how many planes a token has"""
+    @_builtins.property
+    def group_windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tokens, per KV cache group; 0: attention to all tokens"""
+
+    @_builtins.property
+    def layer_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """group of each layer of the model; empty: there is one group"""
+
     def __init__(
         self,
         *,
@@ -74,10 +85,12 @@ class KVLayout(_message.Message):
         head_dim: _builtins.int = ...,
         dtype: _builtins.str = ...,
         spec: _builtins.str = ...,
+        group_windows: _abc.Iterable[_builtins.int] | None = ...,
+        layer_groups: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kernel_block_size", b"kernel_block_size", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "group_windows", b"group_windows", "head_dim", b"head_dim", "kernel_block_size", b"kernel_block_size", "layer_groups", b"layer_groups", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

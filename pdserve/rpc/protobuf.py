@@ -10,6 +10,7 @@ from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
+from pdserve.kv_groups import KVCacheGroups
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, RankStates, TokenLogprobs
 from pdserve.request_cost import LinearCost, StepCosts
@@ -19,7 +20,7 @@ from pdserve.state import GatedDeltaSpec, StateLayout, StateShare
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, "logit_bias", "bad_words")
 )
-_LAYOUT_FIELDS = tuple(name for name in KVLayout.__struct_fields__ if name != "spec")
+_LAYOUT_FIELDS = tuple(name for name in KVLayout.__struct_fields__ if name not in ("spec", "groups"))
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -89,9 +90,12 @@ def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
 
 
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
-    """The message holds the kind of the spec, and its fields by name."""
+    """The message holds the kind of the spec, and its fields by name. Groups without a window have 0 there."""
     fields = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
-    return pb.KVLayout(spec=layout.spec.kind, **fields, **asdict(layout.spec))
+    windows = [window or 0 for window in layout.groups.windows]
+    return pb.KVLayout(
+        spec=layout.spec.kind, group_windows=windows, layer_groups=layout.groups.layers, **fields, **asdict(layout.spec)
+    )
 
 
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
@@ -102,7 +106,9 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
             f"KV cache spec {message.spec!r} is not one of {', '.join(KV_CACHE_SPECS)}; upgrade this node"
         )
     spec: Any = kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
-    return KVLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS}, spec=spec)
+    windows = tuple(window or None for window in message.group_windows)
+    groups = KVCacheGroups(windows or (None,), tuple(message.layer_groups))
+    return KVLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS}, spec=spec, groups=groups)
 
 
 def step_costs_to_pb(costs: StepCosts) -> pb.Throughput:

@@ -12,6 +12,7 @@ import grpc.aio
 import msgspec
 
 from pdserve.hashing import unpack_block_hashes
+from pdserve.kv_groups import blocks_for
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub, PoolingNodeStub
 from pdserve.request_cost import RequestLoad
@@ -115,7 +116,7 @@ class NodeClient:
             in_flight=self.in_flight,
             stalled=node.stalled,
             has_suspect=self.stream is not None and self.stream.suspect is not None,
-            load=self._current_load(node.kv_layout.block_size),
+            load=self._current_load(node.kv_layout),
             costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
         )
@@ -173,17 +174,19 @@ class NodeClient:
         """The load as the node last reported it, without requests that were sent since."""
         return self._load
 
-    def _current_load(self, block_size: int) -> RequestLoad:
+    def _current_load(self, layout: pb.KVLayout) -> RequestLoad:
         """The reported load plus the requests that reports do not include yet."""
-        load, unreported = self._load, self._unreported
-        blocks = sum(-(-tokens // block_size) for _, _, tokens, _ in unreported) if block_size else 0
+        load, unreported, block_size = self._load, self._unreported, max(1, layout.block_size)
+        windows = tuple(window or None for window in layout.group_windows) or (None,)
+        blocks = sum(blocks_for(windows, tokens, block_size) for _, _, tokens, _ in unreported)
         return RequestLoad(
             requests=load.waiting + load.running + len(unreported),
             waiting=load.waiting,
             backlog=load.backlog + sum(uncached for _, uncached, _, _ in unreported),
             free_blocks=max(0, load.free_blocks - blocks),
             total_blocks=load.total_blocks,
-            block_size=max(1, block_size),
+            block_size=block_size,
+            windows=windows,
             decoding=load.decoding,
             for_peers=load.for_peers + sum(for_peer for _, _, _, for_peer in unreported),
             prompt_share=load.prompt_share,

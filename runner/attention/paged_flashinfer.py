@@ -43,7 +43,7 @@ class _Chunks:
 
     has_singles: bool
     tokens: slice
-    pages: Pages  # filled if a kernel does not gather
+    pages: list[Pages]  # by group; filled if a kernel does not gather
 
 
 class PagedFlashInferAttention(PagedTritonAttention):
@@ -55,7 +55,7 @@ class PagedFlashInferAttention(PagedTritonAttention):
         super().__init__(config, cache, placement, max_num_seqs)
         layout, device = cache.layout, cache.tensor.device
         self._page = layout.kernel_block_size
-        self._lists = PageLists(max_num_seqs, self._page, device)
+        self._lists = [PageLists(max_num_seqs, self._page, device, window) for window in layout.groups.windows]
         sizes = Sizes(config.num_heads, layout.num_kv_heads, layout.head_dim, self._page, placement.dtype)
         # Kernels of a step run one after the other, so they can share the memory between their two phases.
         workspace = sizes.workspace(device)
@@ -96,28 +96,29 @@ class PagedFlashInferAttention(PagedTritonAttention):
         for kernel in self._kernels.values():
             kernel.plan(host, gather=pays and kernel.gains_by_gathering)
         if not all(kernel.gathers for kernel in self._kernels.values()):
-            self._lists.build(batch, int(batch.seq_lens.max()))
+            for lists, each in zip(self._lists, batch.by_group, strict=True):
+                lists.build(each, int(batch.seq_lens.max()))
+        query_starts = batch.device_query_starts[first:] - begin
         self._chunks = _Chunks(
             has_singles=first > 0,
             tokens=slice(begin, end),
-            pages=Pages(
-                batch.device_query_starts[first:] - begin, *self._lists.of(slice(first, rows)), self._lists.pages
-            ),
+            pages=[Pages(query_starts, *lists.of(slice(first, rows)), lists.pages) for lists in self._lists],
         )
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         chunks, kernel = self._chunks, self._kernels.get(self._specs[layer])
         if chunks is None or kernel is None:
             return super().attend(layer, q, sinks)
-        cache = self._layers[layer]
+        cache, group = self._layers[layer], self._groups[layer]
         out = torch.empty_like(q)
         if chunks.has_singles:
-            self._decode(layer, q, cache, self._step.batch, out, several=False)
+            self._decode(layer, q, cache, self._batch(layer), out, several=False)
         queries, results = q[chunks.tokens], out[chunks.tokens]
         if kernel.gathers:
-            kernel.run_gathered(queries, *self._gathered.gather(cache, self._scales[layer]), results)
+            keys, values = self._gathered.gather(cache, self._scales[layer], group)
+            kernel.run_gathered(queries, keys, values, results)
         else:
-            kernel.run_paged(queries, cache, chunks.pages, results)
+            kernel.run_paged(queries, cache, chunks.pages[group], results)
         return out.view(out.shape[0], -1)
 
     def _pays(self, lengths: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> bool:

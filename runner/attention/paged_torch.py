@@ -100,22 +100,27 @@ class PagedTorchAttention(AttentionBackend):
         self._cos_sin: tuple[Tensor, Tensor] | None = None  # expanded for this step by its first layer
         self._num_tokens = 0  # of sequences, without padding
         self._stored: Tensor | None = None  # tokens that have a slot, None for all
-        self._slots = torch.empty(0, dtype=torch.int64)  # [stored tokens * 2 * num_kv_heads]
-        self._plans: dict[int | None, _WindowPlan] = {}
+        self._slots: list[Tensor] = []  # by group: [stored tokens * 2 * num_kv_heads] int64
+        # Layers with the same pages and the same window share a plan.
+        self._kinds = [(group, spec.window) for group, spec in zip(cache.groups, config.attention, strict=True)]
+        self._plans: dict[tuple[int, int | None], _WindowPlan] = {}
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
         assert not graph, "plain torch gathers by shapes that differ from step to step"
         query_starts, seq_lens = batch.query_starts.astype(np.int64), batch.seq_lens.astype(np.int64)
         lengths = np.diff(query_starts)
-        host = _HostBatch(query_starts, seq_lens, batch.page_table.cpu().numpy(), batch.slots.shape[0])
+        hosts = [
+            _HostBatch(query_starts, seq_lens, each.page_table.cpu().numpy(), each.slots.shape[0])
+            for each in batch.by_group
+        ]
         self._cos_sin, self._num_tokens = None, int(query_starts[-1])
-        self._plan_stores(batch.slots.cpu().numpy())
+        self._slots = [self._plan_stores(each.slots.cpu().numpy()) for each in batch.by_group]
         self._plans = {
-            window: _WindowPlan(
-                decodes=tuple(self._plan_decodes(host, np.flatnonzero(lengths == 1), window)),
-                chunks=tuple(self._plan_chunk(host, int(row), window) for row in np.flatnonzero(lengths > 1)),
+            (group, window): _WindowPlan(
+                decodes=tuple(self._plan_decodes(hosts[group], np.flatnonzero(lengths == 1), window)),
+                chunks=tuple(self._plan_chunk(hosts[group], int(row), window) for row in np.flatnonzero(lengths > 1)),
             )
-            for window in {spec.window for spec in self._specs}
+            for group, window in set(self._kinds)
         }
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
@@ -141,10 +146,10 @@ class PagedTorchAttention(AttentionBackend):
         else:
             rows = both.to(self._kv_dtype)
         rows = rows.view(-1, self._head_dim)
-        self._cache.token_rows[layer].index_copy_(0, self._slots, rows)
+        self._cache.token_rows[layer].index_copy_(0, self._slots[self._kinds[layer][0]], rows)
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        plan = self._plans[self._specs[layer].window]
+        plan = self._plans[self._kinds[layer]]
         if len(plan.decodes) == 1 and not plan.chunks and isinstance(plan.decodes[0].rows, slice):
             return self._decode(layer, plan.decodes[0], q, sinks)
         out = q.new_empty(q.shape[0], self._heads * self._head_dim)
@@ -155,7 +160,8 @@ class PagedTorchAttention(AttentionBackend):
             self._attend_chunk(layer, chunk, q, out, sinks)
         return out
 
-    def _plan_stores(self, slots: NDArray[np.int64]) -> None:
+    def _plan_stores(self, slots: NDArray[np.int64]) -> Tensor:
+        """Return the rows that the tokens with a slot are stored in; the same tokens have one in all groups."""
         held = slots >= 0
         self._stored = None
         if not held.all():
@@ -163,7 +169,7 @@ class PagedTorchAttention(AttentionBackend):
             slots = slots[held]
         # A slot counts the tokens of one head; the cache has other heads and layers between two pages.
         rows = slots + slots // self._page * ((self._rows_per_page - 1) * self._page)
-        self._slots = self._index(rows[:, None] + self._slot_rows)
+        return self._index(rows[:, None] + self._slot_rows)
 
     # ------------------------------------------------------------ one token per sequence
 

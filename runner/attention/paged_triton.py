@@ -27,7 +27,7 @@ from runner.placement import TensorPlacement
 
 @dataclass(frozen=True)
 class _Step:
-    batch: AttentionBatch
+    batches: tuple[AttentionBatch, ...]  # by group
     has_few: bool  # sequences with one token, or a few
     has_several: bool  # one of these has several
     has_chunks: bool  # sequences with more
@@ -39,7 +39,7 @@ class PagedTritonAttention(AttentionBackend):
     def __init__(self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int) -> None:
         layout = cache.layout
         assert fits_triton(layout.head_dim), layout.head_dim
-        self._layers, self._scales = cache.layers, cache.scales
+        self._layers, self._groups, self._scales = cache.layers, cache.groups, cache.scales
         self._specs, self._heads = config.attention, config.num_heads
         self._tiles = choose_tiles(config.num_heads // layout.num_kv_heads, layout.head_dim, placement)
         self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device, cache.scales)
@@ -49,26 +49,30 @@ class PagedTritonAttention(AttentionBackend):
         lengths, few = np.diff(batch.query_starts), self._tiles.few
         is_mixed = bool((lengths > 1).any())
         if graph:  # replayed with other lengths
-            self._current = _Step(batch, True, is_mixed, is_mixed)
+            self._current = _Step(batch.by_group, True, is_mixed, is_mixed)
         else:
-            self._current = _Step(batch, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
+            self._current = _Step(batch.by_group, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
-        slots, cache = self._step.batch.slots, self._layers[layer]
+        slots, cache = self._batch(layer).slots, self._layers[layer]
         return rope_store(qkv, self._heads, rotary, norms, slots, cache, self._scales[layer])
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        store_kv(k, v, self._step.batch.slots, self._layers[layer], self._scales[layer])
+        store_kv(k, v, self._batch(layer).slots, self._layers[layer], self._scales[layer])
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        step, cache = self._step, self._layers[layer]
+        step, batch, cache = self._step, self._batch(layer), self._layers[layer]
         out = torch.empty_like(q)
         if step.has_few:
-            self._decode(layer, q, cache, step.batch, out, step.has_several, sinks)
+            self._decode(layer, q, cache, batch, out, step.has_several, sinks)
         if step.has_chunks:
             scales = self._scales[layer]
-            prefill_attention(q, cache, step.batch, self._specs[layer], self._tiles, out, scales, sinks)
+            prefill_attention(q, cache, batch, self._specs[layer], self._tiles, out, scales, sinks)
         return out.view(out.shape[0], -1)
+
+    def _batch(self, layer: int) -> AttentionBatch:
+        """Return the step in the pages of a layer's group."""
+        return self._step.batches[self._groups[layer]]
 
     @property
     def _step(self) -> _Step:

@@ -13,8 +13,8 @@ _CHUNKS = 8  # iterations per program
 @triton.jit
 def _block_digest_kernel(
     words,  # [blocks of the cache, BLOCK_WORDS] integers
-    work,  # [blocks, 2 (block, its leading tokens that count)] int64
-    multipliers,  # [BLOCK_WORDS] int64
+    work,  # [blocks, 3 (block, its leading tokens that count, its group)] int64
+    multipliers,  # [groups, BLOCK_WORDS] int64
     digests,  # out [blocks] int64, zero before
     BLOCK_WORDS: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
@@ -25,8 +25,9 @@ def _block_digest_kernel(
 ):
     """Grid (blocks, parts of a block). Integer sums do not depend on the order of the atomic additions."""
     block = tl.program_id(0)
-    source = words + tl.load(work + 2 * block) * BLOCK_WORDS
-    limit = tl.load(work + 2 * block + 1)
+    source = words + tl.load(work + 3 * block) * BLOCK_WORDS
+    limit = tl.load(work + 3 * block + 1)
+    multipliers += tl.load(work + 3 * block + 2) * BLOCK_WORDS
     first = tl.program_id(1) * (CHUNK * CHUNKS)
     total = tl.zeros([CHUNK], dtype=tl.int64)
     for chunk in range(CHUNKS):
@@ -41,11 +42,11 @@ def _block_digest_kernel(
 def block_digests(words: Tensor, work: Tensor, multipliers: Tensor, page_size: int, row_words: int) -> Tensor:
     """Return the digests of some blocks. Shape [blocks] int64, modulo 2⁶⁴.
 
-    words [blocks of the cache, words of a block], dense integers of up to 8 bytes; work [blocks, 2] int64, each block
-    with the number of its leading tokens that count; multipliers [pages, …, page_size, row_words] int64, dense, one
-    per word of a block.
+    words [blocks of the cache, words of a block], dense integers of up to 8 bytes; work [blocks, 3] int64, each block
+    with the number of its leading tokens that count and its group; multipliers [groups, pages, …, page_size, row_words]
+    int64, dense, one per word of a block of each group.
     """
-    pages, block_words = multipliers.shape[0], multipliers.numel()
+    pages, block_words = multipliers.shape[1], multipliers[0].numel()
     assert words.is_contiguous()
     assert work.is_contiguous()
     digests = multipliers.new_zeros(len(work))

@@ -78,16 +78,17 @@ class GatheredKeys:
         starts = np.zeros(len(seq_lens) + 1, dtype=np.int32)
         np.cumsum(-(-seq_lens // TILE) * TILE, out=starts[1:])
         self._seq_lens = batch.device_seq_lens[first : len(batch.seq_lens)]
-        self._page_table = batch.page_table[first : len(batch.seq_lens)]
+        self._page_tables = [each.page_table[first : len(batch.seq_lens)] for each in batch.by_group]
         self._longest, self._total = int(seq_lens.max()), int(starts[-1])
         return starts
 
-    def gather(self, cache: Tensor, scales: KVScales = UNSCALED) -> tuple[Tensor, Tensor]:
+    def gather(self, cache: Tensor, scales: KVScales = UNSCALED, group: int = 0) -> tuple[Tensor, Tensor]:
         """Return keys and values of the planned sequences, [tokens, kv_heads, head_dim] each, until the next call.
 
-        cache: a layer's view [pages, kv_heads, 2, page_size, head_dim]; head_dim a power of two. ``scales`` are those
-        of an FP8 cache.
+        cache: the view [pages, kv_heads, 2, page_size, head_dim] of a layer of ``group``, which has no window; head_dim
+        a power of two. ``scales`` are those of an FP8 cache.
         """
+        page_table = self._page_tables[group]
         _, kv_heads, _, page_size, head_dim = cache.shape
         assert self._total <= self.capacity
         assert cache.stride()[3:] == (head_dim, 1)
@@ -96,8 +97,8 @@ class GatheredKeys:
             cache,
             *cache.stride()[:3],
             self._seq_lens,
-            self._page_table,
-            self._page_table.stride(0),
+            page_table,
+            page_table.stride(0),
             keys,
             values,
             keys.stride(0),

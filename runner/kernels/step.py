@@ -33,24 +33,30 @@ def put_tokens_kernel(state, words, offsets_at, tokens, count, CHUNK: tl.constex
     tl.store(state + offset, tl.load(tokens + at, mask=at < count), mask=offset >= 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "slots_at", "query_starts_at", "token_stride", "block_stride", "tokens"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_seqs", "slots_at", "query_starts_at", "token_stride", "block_stride", "mapping_stride", "tokens"),
+    ]
+)
 def build_inputs_kernel(
     words,  # [*] int32: the upload
     slots_at,  # offset in words: the slot of each sequence [num_seqs]
     query_starts_at,  # offset in words: where its tokens begin [num_seqs + 1]
     num_seqs,
     token_ids,  # state: [slots, token_stride]
-    blocks,  # state: [slots, block_stride]
+    blocks,  # state: [slots, block_stride], of each logical block an entry per group
     num_computed,  # state: [slots]
     token_stride,
     block_stride,
     input_ids,  # out [tokens] int32
     positions,  # out [tokens] int64
-    slot_mapping,  # out [tokens] int64
+    slot_mapping,  # out [GROUPS, mapping_stride] int64
+    mapping_stride,
     seq_lens,  # out [rows] int32
     query_starts,  # out [rows + 1] int32
     tokens,
     BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid (rows + 1,): a program per row, and one for padding tokens. Rows beyond the sequences have no tokens."""
@@ -61,7 +67,8 @@ def build_inputs_kernel(
             at = begin + tl.arange(0, CHUNK)
             tl.store(input_ids + at, 0, mask=at < tokens)
             tl.store(positions + at, 0, mask=at < tokens)
-            tl.store(slot_mapping + at, -1, mask=at < tokens)
+            for group in tl.static_range(GROUPS):
+                tl.store(slot_mapping + group * mapping_stride + at, -1, mask=at < tokens)
         tl.store(query_starts, 0)
     elif row >= num_seqs:
         tl.store(seq_lens + row, 0)
@@ -79,36 +86,43 @@ def build_inputs_kernel(
             position = computed + at
             tl.store(input_ids + begin + at, tl.load(token_ids + slot * token_stride + position, mask=mask), mask=mask)
             tl.store(positions + begin + at, position.to(tl.int64), mask=mask)
-            block = tl.load(blocks + slot * block_stride + position // BLOCK_SIZE, mask=mask, other=0)
-            # Pages of a block are adjacent, so a token's slot does not depend on the page size.
-            tl.store(slot_mapping + begin + at, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+            for group in tl.static_range(GROUPS):
+                entry = position // BLOCK_SIZE * GROUPS + group
+                block = tl.load(blocks + slot * block_stride + entry, mask=mask, other=0)
+                # Pages of a block are adjacent, so a token's slot does not depend on the page size.
+                mapped = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+                tl.store(slot_mapping + group * mapping_stride + begin + at, mapped, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "slots_at", "block_stride", "page_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "slots_at", "block_stride", "page_stride", "table_stride"])
 def build_page_table_kernel(
     words,
     slots_at,
     num_seqs,
-    blocks,  # state: [slots, block_stride]
+    blocks,  # state: [slots, block_stride], of each logical block an entry per group
     block_stride,
     seq_lens,  # [rows] int32
-    page_table,  # out [rows, page_stride] int32
+    page_table,  # out [groups, rows, page_stride] int32, groups table_stride apart
     page_stride,
+    table_stride,
     PAGE_SIZE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Translate logical blocks to kernel pages. Grid (rows, chunks of the longest sequence's pages)."""
+    """Translate logical blocks to kernel pages. Grid (rows, chunks of the longest sequence's pages, groups)."""
     row = tl.program_id(0)
+    group = tl.program_id(2).to(tl.int64)
+    groups = tl.num_programs(2)
     pages = (tl.load(seq_lens + row) + PAGE_SIZE - 1) // PAGE_SIZE
     begin = tl.program_id(1) * CHUNK
     if (row < num_seqs) & (begin < pages):
         slot = tl.load(words + slots_at + row).to(tl.int64)
         at = begin + tl.arange(0, CHUNK)
         mask = at < pages
-        block = tl.load(blocks + slot * block_stride + at // PAGES_PER_BLOCK, mask=mask, other=0)
+        entry = at // PAGES_PER_BLOCK * groups + group
+        block = tl.load(blocks + slot * block_stride + entry, mask=mask, other=0)
         page = block * PAGES_PER_BLOCK + at % PAGES_PER_BLOCK
-        tl.store(page_table + row.to(tl.int64) * page_stride + at, page, mask=mask)
+        tl.store(page_table + group * table_stride + row.to(tl.int64) * page_stride + at, page, mask=mask)
 
 
 @triton.jit(do_not_specialize=["slots_at", "query_starts_at", "draw_of_row_at", "token_stride"])

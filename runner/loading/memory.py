@@ -76,7 +76,7 @@ def layout_that_fits(
     remain in use (CUDA graphs). All ranks get as many blocks as the one with the least room. Raises CapacityError if a
     sequence of ``max_model_len`` tokens does not fit.
     """
-    few = -(-config.max_batch_tokens // config.kv_layout.block_size)
+    few = config.kv_layout.blocks_for(config.max_batch_tokens, config.max_batch_tokens)
     small = msgspec.structs.replace(config.kv_layout, num_blocks=few)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(parallel.device)
@@ -104,7 +104,7 @@ def layout_that_fits(
 
 def _check_longest(config: NodeConfig, layout: KVLayout) -> None:
     """Raise CapacityError unless the KV cache holds the longest sequence."""
-    room = layout.num_blocks * layout.block_size
+    room = layout.longest(config.max_batch_tokens, config.max_model_len)
     if room < config.max_model_len:
         raise CapacityError(
             f"{gib(layout.total_bytes)} left for the KV cache hold {room} tokens, less than one sequence of "

@@ -94,17 +94,17 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         token_rows = np.repeat(rows, lengths)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
         assert (seq_lens <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
-        pages = table.pages[token_rows, positions // self._page_size].astype(np.int64)
         max_pages = int(seq_lens.max() - 1) // self._page_size + 1
         seq_lens = seq_lens.astype(np.int32)
+        pages = [each[token_rows, positions // self._page_size].astype(np.int64) for each in table.pages]
         self._attention.plan(
-            AttentionBatch(
-                query_starts=query_starts,
-                seq_lens=seq_lens,
+            AttentionBatch.of_groups(
+                query_starts,
+                seq_lens,
                 device_query_starts=torch.from_numpy(query_starts).to(self._device),
                 device_seq_lens=torch.from_numpy(seq_lens).to(self._device),
-                page_table=torch.from_numpy(table.pages[rows, :max_pages]).to(self._device),
-                slots=self._to_device(pages * self._page_size + positions % self._page_size),
+                page_tables=[torch.from_numpy(each[rows, :max_pages]).to(self._device) for each in table.pages],
+                slots=[self._to_device(each * self._page_size + positions % self._page_size) for each in pages],
             )
         )
         device_positions = self._to_device(positions)

@@ -14,10 +14,11 @@ class SequenceTable(SequenceRows):
     def __init__(self, rows: int, max_model_len: int, layout: KVLayout) -> None:
         super().__init__(rows)
         self._pages_per_block = layout.pages_per_block
+        self._num_groups = layout.groups.num_groups
         max_pages = (max_model_len // layout.block_size + 1) * layout.pages_per_block
         # Untouched memory costs nothing, and most sequences are much shorter than the limit.
         self.token_ids: NDArray[np.int32] = np.zeros((rows, max_model_len + 1), dtype=np.int32)
-        self.pages: NDArray[np.int32] = np.zeros((rows, max_pages), dtype=np.int32)
+        self.pages: NDArray[np.int32] = np.zeros((self._num_groups, rows, max_pages), dtype=np.int32)
         self.num_tokens: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_pages: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
@@ -33,11 +34,13 @@ class SequenceTable(SequenceRows):
 
     def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None:
         row = self._row_of[seq]
-        per_block = self._pages_per_block
+        per_block, groups = self._pages_per_block, self._num_groups
         begin = int(self.num_pages[row])
-        end = begin + len(block_ids) * per_block
-        pages = np.asarray(block_ids, dtype=np.int32)[:, None] * per_block + np.arange(per_block, dtype=np.int32)
-        self.pages[row, begin:end] = pages.reshape(-1)
+        end = begin + len(block_ids) // groups * per_block
+        # A group that keeps no block has page 0 there, which no attention reads.
+        blocks = np.maximum(np.asarray(block_ids, dtype=np.int32), 0).reshape(-1, groups).T
+        pages = blocks[:, :, None] * per_block + np.arange(per_block, dtype=np.int32)
+        self.pages[:, row, begin:end] = pages.reshape(groups, -1)
         self.num_pages[row] = end
 
     def append(self, row: int, token_id: int) -> None:

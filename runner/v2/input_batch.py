@@ -69,10 +69,11 @@ class InputBuffers:
         self._layout = layout
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        groups = layout.groups.num_groups
+        self._slot_mapping = torch.full((groups, max_tokens), -1, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
-        self._page_table = torch.zeros(max_seqs, max_pages, dtype=torch.int32, device=device)
+        self._page_table = torch.zeros(groups, max_seqs, max_pages, dtype=torch.int32, device=device)
 
     def build(self, batch: InputBatch, descriptor: BatchDescriptor, state: DeviceState) -> None:
         """Fill the buffers on the device's stream, padded to ``descriptor`` as a captured graph of that size needs."""
@@ -93,14 +94,16 @@ class InputBuffers:
             self.input_ids,
             self.positions,
             self._slot_mapping,
+            self._slot_mapping.stride(0),
             self._seq_lens,
             self._query_starts,
             tokens,
             BLOCK_SIZE=layout.block_size,
+            GROUPS=layout.groups.num_groups,
             CHUNK=_TOKEN_CHUNK,
         )
         longest = -(-int(batch.seq_lens.max()) // layout.kernel_block_size)
-        build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK))](
+        build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK), layout.groups.num_groups)](
             words,
             arrays_at[SLOTS],
             num_seqs,
@@ -108,6 +111,7 @@ class InputBuffers:
             state.block_tables.stride(0),
             self._seq_lens,
             self._page_table,
+            self._page_table.stride(1),
             self._page_table.stride(0),
             PAGE_SIZE=layout.kernel_block_size,
             PAGES_PER_BLOCK=layout.pages_per_block,
@@ -127,20 +131,20 @@ class InputBuffers:
         query_starts = np.concatenate(([0], lengths.cumsum(dtype=np.int32)), dtype=np.int32)
         self.input_ids[:tokens] = 0
         self.positions[:tokens] = 0
-        self._slot_mapping[:tokens] = -1
+        self._slot_mapping[:, :tokens] = -1
         self._seq_lens[:rows] = torch.from_numpy(lengths)
         self._query_starts[: rows + 1] = torch.from_numpy(query_starts)
-        self._page_table[:rows] = 0
+        self._page_table[:, :rows] = 0
         return self._attention_batch(query_starts, lengths, descriptor)
 
     def _attention_batch(
         self, query_starts: NDArray[np.int32], seq_lens: NDArray[np.int32], descriptor: BatchDescriptor
     ) -> AttentionBatch:
-        return AttentionBatch(
-            query_starts=query_starts,
-            seq_lens=seq_lens,
+        return AttentionBatch.of_groups(
+            query_starts,
+            seq_lens,
             device_query_starts=self._query_starts[: descriptor.rows + 1],
             device_seq_lens=self._seq_lens[: descriptor.rows],
-            page_table=self._page_table[: descriptor.rows],
-            slots=self._slot_mapping[: descriptor.tokens],
+            page_tables=[table[: descriptor.rows] for table in self._page_table],
+            slots=[slots[: descriptor.tokens] for slots in self._slot_mapping],
         )

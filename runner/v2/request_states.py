@@ -50,7 +50,8 @@ class RequestStates(SequenceRows):
         slot = self._row_of[seq]
         first = int(self._num_blocks[slot])
         offset = self._state.offset(self._state.block_tables, slot, first)
-        self._writes.write(offset, np.array(block_ids, dtype=np.int32))
+        # A group that keeps no block has block 0 there, which no attention reads.
+        self._writes.write(offset, np.maximum(np.array(block_ids, dtype=np.int32), 0))
         self._num_blocks[slot] += len(block_ids)
 
     def remove(self, seq: int) -> None:

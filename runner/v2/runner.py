@@ -42,7 +42,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[InputBatch]]:
         model, device, max_num_seqs = config.model, self._device, config.max_num_seqs
         max_blocks = config.max_model_len // layout.block_size + 1
-        self._state = DeviceState(max_num_seqs, config.max_model_len + 1, max_blocks, device)
+        entries = max_blocks * layout.groups.num_groups
+        self._state = DeviceState(max_num_seqs, config.max_model_len + 1, entries, device)
         words = 2 * config.max_model_len + config.max_batch_tokens + 8 * max_num_seqs  # two of the longest prompts
         writes = StagedWrites(words, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)

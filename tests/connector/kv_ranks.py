@@ -1,7 +1,7 @@
 """Nodes of several ranks, and the content of their caches by plain indexing, without the connector's offsets.
 
 A node's KV is one array of *cells* ``[blocks, heads, layers, planes, block_size, cells per row]``; ``packed``
-returns one rank's part of it in memory order.
+returns one rank's part of it in memory order. With KV cache groups, a block has cells of the layers of one group.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
+from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import KVRegion, RankKV
 
 
@@ -36,6 +37,7 @@ class Model(NamedTuple):
     head_dim: int
     dtype: str
     spec: type[FullAttentionSpec] = FullAttentionSpec
+    groups: KVCacheGroups = KVCacheGroups()
 
 
 class Node(NamedTuple):
@@ -64,8 +66,9 @@ def node(model: Model, stage_layers: Sequence[int], num_shards: int, page: int, 
             num_blocks[number % len(num_blocks)],
             model.block_size,
             page,
-            share.num_layers,
+            model.groups.block_layers(share.layers),
             model.spec(share.num_heads, model.head_dim, model.dtype),
+            model.groups,
         )
         for number, share in enumerate(shares)
     ]
@@ -79,13 +82,22 @@ def random_cells(layout: KVLayout, share: KVShare, num_blocks: int) -> NDArray[n
     return np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
 
 
-def packed(cells: NDArray[Any], layout: KVLayout, share: KVShare) -> NDArray[Any]:
-    """Return the rank's part of the cells in memory order; one-dimensional, a copy."""
+def packed(
+    cells: NDArray[Any], layout: KVLayout, share: KVShare, groups: Sequence[int] = (), padding: int = 0
+) -> NDArray[Any]:
+    """Return the rank's part of the cells in memory order; one-dimensional, a copy.
+
+    ``groups`` has the group of each block. Cells of layers that a block lacks are ``padding``.
+    """
     heads = slice(share.first_head, share.first_head + share.num_heads)
-    layers = slice(share.first_layer, share.first_layer + share.num_layers)
-    pages = [
-        cells[block, heads, layers, :, first : first + layout.kernel_block_size]
-        for block in range(layout.num_blocks)
-        for first in range(0, layout.block_size, layout.kernel_block_size)
-    ]
+    pages = []
+    for block in range(layout.num_blocks):
+        group, held = groups[block] if groups else 0, cells[block, heads]
+        places = zip(share.layers, layout.groups.places(share.layers), strict=True)
+        of_block = np.full((len(held), layout.num_layers, *held.shape[2:]), padding, dtype=cells.dtype)
+        for layer, (its, index) in places:
+            if its == group:
+                of_block[:, index] = held[:, layer]
+        for first in range(0, layout.block_size, layout.kernel_block_size):
+            pages.append(of_block[:, :, :, first : first + layout.kernel_block_size])
     return np.concatenate([page.ravel() for page in pages])

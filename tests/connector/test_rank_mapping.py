@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,9 +17,10 @@ from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
+from pdserve.kv_groups import KVCacheGroups, cut_into_groups
 from pdserve.records import KVRead, KVRegion, Peer, RankKV
 
-EMPTY = -1
+EMPTY, PADDING = -1, -2
 ROW_BYTES = 4  # head_dim 2 in float16
 MODEL = Model(num_heads=4, block_size=4, head_dim=2, dtype="float16")
 OURS = node(MODEL, (2,), 1, 4, [40])
@@ -55,8 +56,10 @@ def nodes(draw: st.DrawFn, model: Model, num_layers: int) -> Node:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     spec = draw(st.sampled_from([FullAttentionSpec, OnePlaneSpec]))
-    model = Model(draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 6, 12])), 2, "float16", spec)
-    num_layers = draw(st.integers(1, 5))
+    num_layers = draw(st.integers(1, 6))
+    windows = draw(st.lists(st.sampled_from([None, None, 8, 20]), min_size=num_layers, max_size=num_layers))
+    groups = cut_into_groups(windows)
+    model = Model(draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 6, 12])), 2, "float16", spec, groups)
     return Case(model, num_layers, draw(nodes(model, num_layers)), draw(nodes(model, num_layers)))
 
 
@@ -66,7 +69,17 @@ def blocks_of(draw: st.DataObject, layouts: list[KVLayout], remote: list[KVLayou
     local = draw.draw(st.permutations(range(num_local)))[: draw.draw(st.integers(0, num_local))]
     shift = draw.draw(st.integers(0, num_remote - 1))
     ids = draw.draw(st.sampled_from([[(b + shift) % num_remote for b in local], local[::-1]]))
-    return KVRead(1, "e1", tuple(local), tuple(b % num_remote for b in ids))
+    num_groups = layouts[0].groups.num_groups
+    groups = draw.draw(st.lists(st.integers(0, num_groups - 1), min_size=len(local), max_size=len(local)))
+    remote_ids, of_remote = tuple(b % num_remote for b in ids), dict[int, int]()
+    groups = [of_remote.setdefault(block, group) for block, group in zip(remote_ids, groups, strict=True)]
+    return KVRead(1, "e1", tuple(local), remote_ids, tuple(groups) if num_groups > 1 else ())
+
+
+def groups_of_blocks(layout: KVLayout, blocks: tuple[int, ...], groups: tuple[int, ...]) -> list[int]:
+    """Return the group of each block of a cache; those that a read does not name have any."""
+    known = dict(zip(blocks, groups, strict=False))
+    return [known.get(block, 0) for block in range(layout.num_blocks)]
 
 
 def cells_of(case: Case) -> NDArray[Any]:
@@ -93,12 +106,13 @@ def test_each_wanted_byte_lands_once_and_no_other_byte_does(case: Case, draw: st
     cells = cells_of(case)
     memory = np.full(layout.total_bytes, EMPTY, dtype=np.int64)
     for source in source_ranks(ours, rank, Peer("node", "e1", theirs.ranks)):
-        remote = packed(cells, source.rank.layout, source.rank.part)
+        its_groups = groups_of_blocks(source.rank.layout, read.remote_blocks, read.groups)
+        remote = packed(cells, source.rank.layout, source.rank.part, its_groups, PADDING)
         assert len(remote) == source.rank.layout.total_bytes
         for chunk in plan_read(read, source.slices, limit):
-            ranges = source.slices.byte_ranges(chunk.local, chunk.remote)
+            ranges = source.slices[chunk.number].byte_ranges(chunk.local, chunk.remote)
             assert chunk.num_ranges == len(ranges.local)
-            assert ranges.num_bytes.sum() <= max(limit, source.slices.num_bytes)
+            assert ranges.num_bytes.sum() <= max(limit, source.slices[chunk.number].num_bytes)
             for at, origin, count in zip(*(column.tolist() for column in ranges), strict=True):
                 assert 0 <= at < at + count <= len(memory)
                 assert 0 <= origin < origin + count <= len(remote)
@@ -107,7 +121,10 @@ def test_each_wanted_byte_lands_once_and_no_other_byte_does(case: Case, draw: st
     expected = np.full((layout.num_blocks, *cells.shape[1:]), EMPTY, dtype=np.int64)
     for mine, its in zip(read.local_blocks, read.remote_blocks, strict=True):
         expected[mine] = cells[its]
-    assert (memory == packed(expected, layout, share)).all()
+    wanted = packed(expected, layout, share, groups_of_blocks(layout, read.local_blocks, read.groups), PADDING)
+    assert ((memory == wanted) | (wanted == PADDING)).all()
+    written = (memory != EMPTY).reshape(layout.num_blocks, -1).any(axis=1).nonzero()[0]  # padding, too
+    assert set(written.tolist()) <= set(read.local_blocks)
 
 
 @given(cases(), st.data())
@@ -117,7 +134,7 @@ def test_all_adjacent_ranges_are_merged(case: Case, draw: st.DataObject) -> None
     read = blocks_of(draw, [layout], case.theirs.layouts)
     for source in source_ranks(case.ours, rank, Peer("node", "e1", case.theirs.ranks)):
         for chunk in plan_read(read, source.slices, layout.total_bytes):
-            ranges = source.slices.byte_ranges(chunk.local, chunk.remote)
+            ranges = source.slices[chunk.number].byte_ranges(chunk.local, chunk.remote)
             order = np.argsort(ranges.local)  # adjacent ranges become neighbours
             local, remote, count = (column[order] for column in ranges)
             together = (local[:-1] + count[:-1] == local[1:]) & (remote[:-1] + count[:-1] == remote[1:])
@@ -128,7 +145,7 @@ def test_all_adjacent_ranges_are_merged(case: Case, draw: st.DataObject) -> None
 def test_descriptors_are_the_ranges_before_merging(case: Case, draw: st.DataObject) -> None:
     rank = draw.draw(st.integers(0, len(case.ours.layouts) - 1))
     for source in source_ranks(case.ours, rank, Peer("node", "e1", case.theirs.ranks)):
-        for side in source.slices:
+        for side in chain.from_iterable(source.slices):
             prepared = [b * side.block_bytes + offset for offset in side.offsets for b in range(side.num_blocks)]
             blocks = np.array(draw.draw(st.permutations(range(side.num_blocks))), np.int32)
             assert [prepared[number] for number in side.descriptors(blocks)] == side.starts(blocks).tolist()
@@ -169,7 +186,7 @@ def shape(num_shards: int, stage_layers: tuple[int, ...] = (4,), page: int = 64)
 )
 def test_blocks_have_as_few_ranges_as_possible(ours: Node, theirs: Node, num_sources: int, num_ranges: int) -> None:
     found = source_ranks(ours, 0, Peer("node", "e1", theirs.ranks))
-    assert [source.slices.num_ranges for source in found] == [num_ranges] * num_sources
+    assert [source.num_ranges for source in found] == [num_ranges] * num_sources
 
 
 # ---------------------------------------------------------------- refusals
@@ -204,6 +221,13 @@ def test_unequal_field_is_refused_with_both_values(field: str, value: object) ->
 def test_heads_of_the_models_are_compared_not_of_ranks() -> None:
     theirs = node(Model(8, 4, 2, "float16"), (2,), 2, 4, [4])  # 4 heads per rank, as on our rank
     assert "num_kv_heads: 4 here, 8 at the peer" in refused(*theirs.ranks)
+
+
+def test_unequal_groups_are_refused_with_both_values() -> None:
+    groups = KVCacheGroups((None, 8), (0, 1))
+    theirs = msgspec.structs.replace(LAYOUT, groups=groups, num_layers=1)
+    message = refused(rank_of(theirs))
+    assert "kv_groups: all layers of full here, 1 layers of full, 1 layers of 8 at the peer" in message
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 2**31])
@@ -267,7 +291,7 @@ def packed_node(page: int, stage_layers: tuple[int, ...] = (2,), num_shards: int
 
 def test_equal_packed_blocks_are_one_range() -> None:
     (source,) = source_ranks(packed_node(16), 0, Peer("node", "e1", packed_node(16).ranks))
-    assert (source.slices.num_ranges, source.slices.num_bytes) == (1, packed_node(16).layouts[0].block_bytes)
+    assert (source.num_ranges, source.slices[0].num_bytes) == (1, packed_node(16).layouts[0].block_bytes)
 
 
 @pytest.mark.parametrize(

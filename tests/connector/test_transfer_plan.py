@@ -53,14 +53,14 @@ class Copy(NamedTuple):
     num_bytes: int
 
 
-def whole(ours: KVLayout, theirs: KVLayout) -> BlockSlices:
+def whole(ours: KVLayout, theirs: KVLayout) -> tuple[BlockSlices, ...]:
     return slice_blocks(ours, KVShare.whole(ours), theirs, KVShare.whole(theirs))
 
 
 def planned(read: KVRead, ours: KVLayout, theirs: KVLayout, max_bytes: int) -> list[list[Copy]]:
     """The byte ranges of each chunk."""
     slices = whole(ours, theirs)
-    placed = [slices.byte_ranges(chunk.local, chunk.remote) for chunk in plan_read(read, slices, max_bytes)]
+    placed = [slices[0].byte_ranges(chunk.local, chunk.remote) for chunk in plan_read(read, slices, max_bytes)]
     return [[Copy(*row) for row in np.stack(ranges, axis=1).tolist()] for ranges in placed]
 
 

@@ -345,8 +345,11 @@ class DecodeSide:
         if isinstance(event, PeerError):
             call.open = False
         elif event.HasField("kv_ready"):
-            start = call.skip // BLOCK + len(call.announced)
-            call.announced += [(block, BLOCK * (start + i)) for i, block in enumerate(event.kv_ready.block_ids)]
+            ready = event.kv_ready
+            start, end = max(call.skip, call.handoff.announced) // BLOCK, -(-ready.num_tokens // BLOCK)
+            position = ready.num_tokens if call.job.pull else len(call.job.handoff_tokens) - 1
+            pairs = self.node.scheduler.pool.groups.pairs(start, end, position, BLOCK)
+            call.announced += [(block, BLOCK * at) for block, (at, _) in zip(ready.block_ids, pairs, strict=True)]
         self.on(call, event, now)
 
     def on(self, call: Call, event: Event, now: float) -> None:

@@ -80,6 +80,7 @@ class ScriptedWorld(World):
         checksum: bool = False,
         drafts: tuple[int, int] = (0, 0),
         state_slots: tuple[int, int] = (0, 0),
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """``blocks`` are the KV blocks of P and D, ``drafts`` those of a decode; ``checksum`` turns digests on.
 
@@ -88,6 +89,7 @@ class ScriptedWorld(World):
         self._state_slots = state_slots
         self._blocks = blocks
         self._drafts = drafts
+        self._windows = windows
         self._checksum = checksum
         self._arrivals = sorted(jobs, key=lambda job: job.arrival)
         self._broken: set[int] = set()
@@ -106,8 +108,14 @@ class ScriptedWorld(World):
 
     def _make(self, side: int) -> Node:
         blocks, drafts = self._blocks[side], self._drafts[side]
-        slots = self._state_slots[side]
-        return Node(blocks, *self.depth, kv_checksum=self._checksum, max_drafts=drafts, state_slots=slots)
+        return Node(
+            blocks,
+            *self.depth,
+            kv_checksum=self._checksum,
+            max_drafts=drafts,
+            state_slots=self._state_slots[side],
+            windows=self._windows,
+        )
 
     @property
     def transfers(self) -> dict[int, Transfer]:

@@ -172,7 +172,7 @@ def test_a_rank_without_report_keeps_steps_and_reads_open_and_is_named(missing: 
 def test_digests_add_up_and_replicated_kv_counts_once() -> None:
     """4 shards of 2 heads: ranks 0 and 1 hold the same, 2 and 3 too. Each has a part of a recurrent state."""
     aggregator = aggregator_of(ParallelConfig((4,), 4))
-    aggregator.expect_step(1, (DigestOrder((1, 2), 32), DigestOrder((3,), 16, (5,))))
+    aggregator.expect_step(1, (DigestOrder((1, 2), 32), DigestOrder((3,), 16, state_slots=(5,))))
     for rank, values in enumerate([(2**63 - 1, 1, 5), (111, 222, 333), (1, -4, 6), (444, 555, 666)]):
         aggregator.add(rank, ModelRunnerOutput(StepOutput(1, digests=(values[:2], (values[2], rank)))))
     assert aggregator.take(1).step.digests == ((-(2**63), -3), (11, 6))

@@ -8,6 +8,9 @@ With recurrent layers, it also keeps a digest of the tokens so far in the slot o
 that of the tokens in the KV cache.
 
 Its drafts are right or wrong at random. Wrong ones leave their KV behind.
+
+With KV cache groups, it reads every token from a full group, and in each group with a window it compares the tokens of
+the window before each query with those of the sequence.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from zlib import crc32
 import numpy as np
 
 from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups
 from pdserve.pausing import Pausing, complete
 from pdserve.records import (
     DigestOrder,
@@ -142,12 +146,15 @@ class ToyRunner:
         stages: int = 1,
         layered: bool = False,
         num_state_slots: int = 0,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """``layered``: launches take long enough for results of earlier steps to arrive meanwhile."""
         self._layered = layered
         self.max_in_flight = max_in_flight
         self.stages = stages
-        self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
+        groups = KVCacheGroups(windows, tuple(range(len(windows))))
+        self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"), groups)
+        self._windows = windows
         self.busy = False  # whether steps in flight go on for now; their results may be taken all the same
         self.launched: list[StepPlan] = []
         self.behind: list[int] = []  # steps that were in flight at each of these launches
@@ -198,7 +205,7 @@ class ToyRunner:
     @property
     def used(self) -> set[int]:
         """Blocks of known sequences and of steps in flight."""
-        return {block for state in self._states.values() for block in state.blocks} | self.writing.keys()
+        return {block for state in self._states.values() for block in self._read_by(state)} | self.writing.keys()
 
     def launch(self, plan: StepPlan) -> ToyStep:
         return complete(self.launch_with_pauses(plan))
@@ -256,7 +263,8 @@ class ToyRunner:
                 token_ids += tokens
                 continue
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
-                self._slot(state, position)[:] = state.token_ids[position], position
+                self._write(state, position, state.token_ids[position])
+                self._check_windows(state, position)
                 self._advance(state, state.token_ids[position])
             state.num_computed += work.num_tokens
             if work.num_samples:
@@ -301,9 +309,11 @@ class ToyRunner:
 
     def _digests(self, order: DigestOrder) -> tuple[int, ...]:
         size, digests = self.kv_layout.block_size, []
-        for index, block in enumerate(order.block_ids):
-            valid = self.cache[block, 0, 0, :, : order.num_tokens - index * size, 0]
-            digests.append(crc32(valid.tobytes()))
+        groups = order.groups or (0,) * len(order.block_ids)
+        last = {group: index for index, group in enumerate(groups)}
+        for index, (block, group) in enumerate(zip(order.block_ids, groups, strict=True)):
+            count = (order.num_tokens - 1) % size + 1 if last[group] == index else size
+            digests.append(crc32(self.cache[block, 0, 0, :, :count, 0].tobytes()))
         return (*digests, *(crc32(self.slots[slot].tobytes()) for slot in order.state_slots))
 
     def _advance(self, state: _State, token: int) -> None:
@@ -327,7 +337,9 @@ class ToyRunner:
             state = self._states[item.seq]
             is_decode = index < plan.num_decodes
             first, end = state.least_launched, state.num_launched + item.num_tokens
-            assert all(others.get(block, item.seq) == item.seq for block in state.blocks), "two write to one block"
+            assert all(others.get(block, item.seq) == item.seq for block in self._read_by(state)), (
+                "two write to one block"
+            )
             others |= dict.fromkeys((block for block, _ in self._slots(state, first, end)), item.seq)
             state.num_launched = end
             state.least_launched += 1 if is_decode else item.num_tokens
@@ -351,9 +363,10 @@ class ToyRunner:
         first, token_ids, right = state.num_computed, list[int](), True
         draft = state.token_ids[first]
         for position in range(first, first + 1 + num_drafts):
-            self._slot(state, position)[:] = draft, position
+            self._write(state, position, draft)
             self._advance(state, draft)
             if right:
+                self._check_windows(state, position)
                 state.num_computed += 1
                 token_ids += self._sample(state, 1, mask)
                 draft = token_ids[-1]
@@ -365,7 +378,7 @@ class ToyRunner:
         return token_ids
 
     def _sample(self, state: _State, num_samples: int, mask: bytes) -> list[int]:
-        seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
+        seen = self._seen(state)
         self._check_state(state, seen)
         choices = range(num_samples) if num_samples > 1 else (state.choice,)
         bits = int.from_bytes(mask, "little")
@@ -375,16 +388,51 @@ class ToyRunner:
         return token_ids
 
     def _score(self, state: _State, targets: Targets) -> PromptLogprobs:
-        seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
+        seen = self._seen(state)
         rows = enumerate(targets.token_ids, targets.first)
         ranks = [next_token(seen[:at], token) for at, token in rows]
         return PromptLogprobs(targets.first, 0, b"".join(struct.pack("<fI", -1.0, rank) for rank in ranks))
 
     def _slots(self, state: _State, first: int, end: int) -> list[Slot]:
-        """Return the slots of a sequence's positions."""
-        size = self.kv_layout.block_size
-        return [(state.blocks[position // size], position % size) for position in range(first, end)]
+        """Return the slots of a sequence's positions, in all groups."""
+        groups = range(len(self._windows))
+        return [self._slot_of(state, position, group) for position in range(first, end) for group in groups]
 
-    def _slot(self, state: _State, position: int) -> np.ndarray:
-        size = self.kv_layout.block_size
-        return self.cache[state.blocks[position // size], 0, 0, :, position % size, 0]
+    def _slot_of(self, state: _State, position: int, group: int) -> Slot:
+        index, offset = divmod(position, self.kv_layout.block_size)
+        block = state.blocks[index * len(self._windows) + group]
+        assert block != NULL_BLOCK, f"position {position} has no block in group {group}"
+        return block, offset
+
+    def _slot(self, state: _State, position: int, group: int = 0) -> np.ndarray:
+        block, offset = self._slot_of(state, position, group)
+        return self.cache[block, 0, 0, :, offset, 0]
+
+    def _write(self, state: _State, position: int, token: int) -> None:
+        for group in range(len(self._windows)):
+            self._slot(state, position, group)[:] = token, position
+
+    def _seen(self, state: _State) -> np.ndarray:
+        """Return the computed tokens as a full group has them; without one, those in windows were compared."""
+        if self._windows[0] is not None:
+            return np.array(state.token_ids[: state.num_computed])
+        return np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
+
+    def _check_windows(self, state: _State, position: int) -> None:
+        """Compare what the query at ``position`` reads in groups with a window with the tokens of its sequence."""
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                for seen in range(max(0, position - window + 1), position):
+                    found = self._slot(state, seen, group).tolist()
+                    assert found == [state.token_ids[seen], seen], (seen, position, group)
+
+    def _read_by(self, state: _State) -> set[int]:
+        """Return the blocks that the next steps of a sequence may read."""
+        size, count = self.kv_layout.block_size, len(self._windows)
+        blocks = set()
+        for entry, block in enumerate(state.blocks):
+            index, group = divmod(entry, count)
+            window = self._windows[group]
+            if window is None or (index + 1) * size > state.num_computed - window + 1:
+                blocks.add(block)
+        return blocks - {NULL_BLOCK}

@@ -39,6 +39,7 @@ from pdserve.ipc.messages import (
     Submit,
     ToEngine,
 )
+from pdserve.kv_groups import KVCacheGroups
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
@@ -120,6 +121,7 @@ class Node:
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
         state_slots: int = 0,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         batch_tokens = max(batch_tokens, max_num_seqs * (1 + max_drafts))
         self._batch_tokens = batch_tokens
@@ -131,6 +133,7 @@ class Node:
             num_blocks=num_blocks,
             block_size=BLOCK,
             num_state_slots=state_slots,
+            groups=KVCacheGroups(windows, tuple(range(len(windows)))),
             max_num_seqs=max_num_seqs,
             max_batch_tokens=batch_tokens,
             full_step=full_step,
@@ -144,7 +147,7 @@ class Node:
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots)
+        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows)
         self.connector = connector or LocalConnector(ConnectorSetup(self.epoch, states=self.runner.rank_states))
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = rank(self.runner, self.connector)
@@ -236,10 +239,12 @@ class Node:
         assert states is None or states.pool.count(Use.FREE) == states.pool.total
 
     def _add_leased(self, rid: int, blocks: tuple[int, ...], unused: int = 0) -> None:
-        """Note leased blocks, the last of which has ``unused`` slots at its end."""
+        """Note leased blocks; the last one of each group has ``unused`` slots at its end."""
         self.leased[rid] = self.leased.get(rid, ()) + blocks
-        slots = [(block, offset) for block in blocks for offset in range(BLOCK)]
-        self._leased_slots.setdefault(rid, set()).update(slots[: len(slots) - unused])
+        last = blocks[-self.scheduler.pool.groups.num_groups :]
+        slots = {(block, offset) for block in blocks for offset in range(BLOCK)}
+        slots -= {(block, offset) for block in last for offset in range(BLOCK - unused, BLOCK)}
+        self._leased_slots.setdefault(rid, set()).update(slots)
 
     def _pulled(self, rid: int) -> None:
         """Note the blocks of a pull: they are leased before they are announced."""

@@ -211,6 +211,37 @@ def test_triton_kernels_yield_the_tokens_of_transformers(
     assert [r.output for r in results] == [reference_greedy(reference, prompt, 4) for prompt in prompts]
 
 
+@pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V1", "triton"), ("V2", "triton")])
+@pytest.mark.parametrize(
+    ("family", "overrides", "block_size"),
+    [
+        ("gpt_oss", {"sliding_window": 9, "num_hidden_layers": 2}, 4),
+        ("mistral", {"sliding_window": 17, "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, 8),
+        ("mistral", {"sliding_window": 17}, 8),
+    ],
+)
+def test_blocks_behind_windows_are_never_read(
+    version: str,
+    backend: str,
+    family: str,
+    overrides: dict[str, Any],
+    block_size: int,
+    tmp_path: Path,
+    build: Callable[..., ModelRunner],
+) -> None:
+    """They are freed and filled with NaN while sequences of several chunks and single tokens go on."""
+    layers = {"num_hidden_layers": len(overrides.get("layer_types", "ab"))}
+    directory = make_checkpoint(tmp_path / "model", family, **{**layers, **overrides})
+    reference = reference_model(directory)
+    device = "cuda" if torch.cuda.is_available() and backend == "triton" else "cpu"
+    sizes = {"block_size": block_size, "kernel_block_size": 4}
+    stepper = Stepper(build(directory, runner=version, attention_backend=backend, device=device, **sizes))
+    prompts = prompts_of((1, 43, 70) if backend == "torch" else (1, 43))
+    results = stepper.generate(prompts, 8, chunk=13, stagger=1)
+    assert [r.output for r in results] == [reference_greedy(reference, prompt, 8) for prompt in prompts]
+    assert stepper.num_freed > 0
+
+
 @pytest.mark.parametrize("native", [False, True])
 def test_bfloat16_errs_no_more_than_transformers(
     native: bool, tmp_path: Path, build: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
+from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import DigestOrder
 from runner.kernels.block_digest import block_digests
 from runner.kv_digest import KVDigester
@@ -51,7 +53,7 @@ def digests(kv: LogicalKV, layout: KVLayout, share: KVShare | None = None, num_t
     ]
     pages = held.reshape(*held.shape[:4], layout.pages_per_block, layout.kernel_block_size, -1)
     memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()  # the order of pdserve/kv.py
-    layout = layout.resized(share.num_layers, share.num_heads)
+    layout = layout.resized(share.layers, share.num_heads)
     cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
     blocks = tuple(range(len(kv)))
     order = DigestOrder(blocks, len(kv) * BLOCK if num_tokens is None else num_tokens)
@@ -131,9 +133,54 @@ def test_the_triton_kernel_computes_what_torch_computes(page: int, head_dim: int
     digester = KVDigester(memory, layout, KVShare.whole(layout))
     digester._uses_triton = False
     expected = digester.compute(orders)
-    work = torch.tensor([[5, BLOCK], [0, BLOCK], [3, 3], [2, 1], [1, BLOCK], [4, BLOCK]], device=DEVICE)
+    rows = [[5, BLOCK, 0], [0, BLOCK, 0], [3, 3, 0], [2, 1, 0], [1, BLOCK, 0], [4, BLOCK, 0]]
+    work = torch.tensor(rows, device=DEVICE)
     found = block_digests(digester._words, work, digester._multipliers, page, digester._row_words)
     assert found.tolist() == expected.tolist()
+
+
+GROUPS = KVCacheGroups((None, 8, 8), (1, 0, 2, 1))  # a block has two layers; those of groups 0 and 2 have padding
+
+
+def grouped_digests(
+    kv: LogicalKV, stages: tuple[int, ...], order: DigestOrder, triton: bool = False, padding: int = 0
+) -> list[int]:
+    """Return the sum of the digests of all stages; block b has the layers of the group that the order says."""
+    total = np.zeros(len(order.block_ids), dtype=np.int64)
+    for stage in range(len(stages)):
+        share = KVShare.of_rank(stage, stages, 0, 1, HEADS)
+        layout = msgspec.structs.replace(make_layout(len(kv), page=4), groups=GROUPS)
+        layout = layout.resized(share.layers, HEADS)
+        held = np.full((len(kv), layout.num_layers, *kv.shape[2:]), padding, dtype=np.uint8)
+        for block, group in zip(order.block_ids, order.groups, strict=True):
+            for layer, (its, index) in zip(share.layers, GROUPS.places(share.layers), strict=True):
+                if its == group:
+                    held[block, index] = kv[block, layer]
+        pages = held.reshape(*held.shape[:4], layout.pages_per_block, layout.kernel_block_size, -1)
+        memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()
+        cache = torch.from_numpy(memory.reshape(-1)).view(torch.float16).view(layout.shape).to(DEVICE)
+        digester = KVDigester(cache, layout, share)
+        if triton:
+            work = torch.tensor([list(row) for row in digester._blocks_with_tokens(order)], device=DEVICE)
+            words, rows = digester._words, digester._row_words
+            total += block_digests(words, work, digester._multipliers, 4, rows).cpu().numpy()
+        else:
+            total += digester.compute([order]).cpu().numpy()
+    return [int(digest) % WRAP for digest in total]
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("stages", [(4,), (2, 2), (1, 3), (3, 1)])
+def test_digests_of_groups_do_not_depend_on_stages_or_padding(stages: tuple[int, ...], triton: bool) -> None:
+    kv = random_kv(make_layout(6), 1)
+    order = DigestOrder((4, 0, 2, 5, 1), 2 * BLOCK - 3, groups=(0, 0, 1, 2, 2))
+    expected = grouped_digests(kv, (4,), order)
+    assert grouped_digests(kv, stages, order, triton, padding=7) == expected
+    assert len(set(expected)) == 5
+    kv[[0, 2, 1], :, :, :, BLOCK - 3 :] ^= 1  # behind the last token
+    assert grouped_digests(kv, stages, order) == expected
+    kv[1, 2, 0, 0, BLOCK - 4] ^= 1  # layer 2 of a block of its group
+    assert [a != b for a, b in zip(grouped_digests(kv, stages, order), expected, strict=True)] == [False] * 4 + [True]
 
 
 def test_digests_follow_the_orders_and_do_not_depend_on_chunks() -> None:

@@ -55,14 +55,16 @@ def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto", max_mode
 
 def outputs_after_prefix_hits(stepper: Stepper, prompt: list[int]) -> list[list[int]]:
     """Return the outputs of two sequences that begin with the KV of a third one, which still runs."""
+    stepper.keeps_windows = True
     first = stepper.add(prompt)
     stepper.step()
     blocks, size = stepper.live[first].blocks, stepper.runner.kv_layout.block_size
+    num_groups = stepper.runner.kv_layout.groups.num_groups
     hits = []
     for shared in (1, len(prompt) // size):
         hits.append(stepper.add(prompt))
         hit = stepper.live[hits[-1]]
-        hit.blocks, hit.computed = blocks[:shared].copy(), shared * size
+        hit.blocks, hit.computed = blocks[: shared * num_groups].copy(), shared * size
     while any(len(stepper.live[seq].output) < NUM_TOKENS for seq in hits):
         stepper.step(chunk=9)
     return [stepper.live[seq].output[:NUM_TOKENS] for seq in hits]

@@ -209,7 +209,8 @@ def node_config(
         num_blocks=num_blocks,
         block_size=block_size,
         kernel_block_size=kernel_block_size,
-        num_layers=model.num_layers,
+        num_layers=model.kv_cache_groups.block_layers(range(model.num_layers)),
+        groups=model.kv_cache_groups,
         spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, FP8_E4M3 if kv_scales else dtype),
     )
     parallel = choose_parallel_config(model, pp, tp, stage_layers, ep)

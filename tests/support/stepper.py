@@ -1,4 +1,7 @@
-"""A minimal engine for a model runner: blocks, chunked prefill, continuous batching. No policy, no limits."""
+"""A minimal engine for a model runner: blocks, chunked prefill, continuous batching. No policy, no limits.
+
+Blocks behind a window are freed after each step; in host memory they are filled with NaN, which no attention may read.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from pdserve.kv_groups import NULL_BLOCK, first_block
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
@@ -38,6 +42,8 @@ class Stepper:
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
         self.free = list(range(runner.kv_layout.num_blocks))
+        self.keeps_windows = False  # for sequences that begin with the blocks of another one
+        self.num_freed = 0  # blocks behind windows
         random.Random(seed).shuffle(self.free)
         self.live: dict[int, Running] = {}
         self.scored: dict[int, list[PromptLogprobs]] = {}  # by sequence
@@ -55,7 +61,7 @@ class Stepper:
 
     def finish(self, seq: int) -> Running:
         sequence = self.live.pop(seq)
-        self.free += sequence.blocks
+        self.free += [block for block in sequence.blocks if block != NULL_BLOCK]
         self._finished.append(seq)
         return sequence
 
@@ -106,6 +112,8 @@ class Stepper:
         for item in scheduled:
             sequence = self.live[item.seq]
             sequence.computed += item.num_tokens
+            if not self.keeps_windows:
+                self._free_behind_windows(sequence)
             if item.num_samples:
                 drawn = list(islice(samples, item.num_samples))
                 sequence.tokens.append(drawn[0].token_id)
@@ -135,10 +143,30 @@ class Stepper:
         return [results[seq] for seq in seqs]
 
     def _extend(self, sequence: Running, num_tokens: int) -> list[int]:
-        wanted = -(-num_tokens // self.runner.kv_layout.block_size) - len(sequence.blocks)
+        layout = self.runner.kv_layout
+        wanted = -(-num_tokens // layout.block_size) * layout.groups.num_groups - len(sequence.blocks)
         blocks = [self.free.pop() for _ in range(wanted)]
+        if layout.groups.has_windows:
+            for block in blocks:
+                self._fill(block, 0)
         sequence.blocks += blocks
         return blocks
+
+    def _free_behind_windows(self, sequence: Running) -> None:
+        layout = self.runner.kv_layout
+        for group, window in enumerate(layout.groups.windows):
+            for index in range(first_block(sequence.computed, window, layout.block_size)):
+                entry = index * layout.groups.num_groups + group
+                if (block := sequence.blocks[entry]) != NULL_BLOCK:
+                    sequence.blocks[entry] = NULL_BLOCK
+                    self._fill(block, 0xFF)
+                    self.free.insert(0, block)
+                    self.num_freed += 1
+
+    def _fill(self, block: int, value: int) -> None:
+        region, size = self.runner.kv_region, self.runner.kv_layout.block_bytes
+        if region.device == "cpu":
+            ctypes.memset(region.address + block * size, value, size)
 
 
 def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
@@ -149,10 +177,13 @@ def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
     sequence, layout = source.live[seq], target.runner.kv_layout
     new = target.add(sequence.tokens, prompt_len=sequence.prompt_len)
     target.live[new].computed = sequence.computed
-    target.live[new].blocks = [target.free.pop() for _ in sequence.blocks]
+    blocks = [NULL_BLOCK if block == NULL_BLOCK else target.free.pop() for block in sequence.blocks]
+    target.live[new].blocks = blocks
     ours, theirs = target.runner.kv_region, source.runner.kv_region
     assert ours.num_bytes == theirs.num_bytes == layout.total_bytes
-    for to, block in zip(target.live[new].blocks, sequence.blocks, strict=True):
+    for to, block in zip(blocks, sequence.blocks, strict=True):
+        if block == NULL_BLOCK:
+            continue
         ctypes.memmove(
             ours.address + to * layout.block_bytes, theirs.address + block * layout.block_bytes, layout.block_bytes
         )

@@ -21,7 +21,6 @@ from connector.completion_queue import CompletionQueue
 from connector.planning.rank_mapping import SourceRank, error_prefix, naming_rank
 from pdserve.errors import PeerError
 from pdserve.records import KVRead, Peer, ReadResult
-from pdserve.state import NO_SLOT
 from pdserve.transports import Connected, combine
 
 logger = logging.getLogger(__name__)
@@ -97,10 +96,7 @@ class PeerConnection:
         self._name = f"{peer.node_id} (epoch {peer.epoch})"
         self._completions = completions
         self._stats = TransferStats()
-        slices = [source.slices for source in sources if source.slices is not None]
-        self._block_bytes = sum(each.num_bytes for each in slices)
-        self._num_ranges = sum(each.num_ranges for each in slices)
-        self._state_bytes = sum(each.state_slices.num_bytes for each in sources if each.state_slices is not None)
+        self._num_ranges = sum(source.num_ranges for source in sources)
         self._ranks: list[RankConnection] = []
         try:
             for source in sources:
@@ -133,8 +129,10 @@ class PeerConnection:
             self._completions.read_refused(read, f"{self._name}: {error}")
             return
         self._stats.begin(ordered_at)
-        num_descriptors = sum(chunk.num_ranges for chunks in plans for _, chunk in chunks)
-        end = partial(self._end, read, num_descriptors)
+        chunks = [chunk for plan in plans for chunk in plan]
+        num_bytes = sum(chunk.num_bytes(part.source.slices) for part, chunk in chunks)
+        num_descriptors = sum(chunk.num_ranges for _, chunk in chunks)
+        end = partial(self._end, read, num_bytes, num_descriptors)
         pending = PendingRead(sum(map(len, plans)), end)
         if not any(plans):
             end("")
@@ -183,13 +181,11 @@ class PeerConnection:
         )
         self._completions.connected(self.connected)
 
-    def _end(self, read: KVRead, num_descriptors: int, error: str) -> None:
+    def _end(self, read: KVRead, num_bytes: int, num_descriptors: int, error: str) -> None:
         if error:
             seconds = self._stats.end(0, 0, failed=True)
             self._completions.read_ended(ReadResult(read.read_id, f"{self._name}: {error}", seconds=seconds))
             return
-        num_bytes = len(read.local_blocks) * self._block_bytes
-        num_bytes += self._state_bytes if read.local_state != NO_SLOT else 0
         seconds = self._stats.end(num_bytes, num_descriptors, failed=False)
         self._completions.read_ended(ReadResult(read.read_id, "", num_bytes, num_descriptors, seconds))
         if self._stats.num_reads == 1 and self.connected.transport == "tcp":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -52,11 +53,11 @@ class TransferContext(NamedTuple):
 
 
 class PreparedPart(NamedTuple):
-    """What comes from a rank, and the numbers of NIXL's prepared descriptors."""
+    """What comes from a rank, and the numbers of NIXL's prepared descriptors, by number of the slices."""
 
     source: SourcePart
-    local: int
-    remote: int
+    local: list[int]
+    remote: list[int]
 
 
 class PartChunk(NamedTuple):
@@ -160,10 +161,16 @@ class RankConnection:
         self._context.agent.remove(self._rank.agent)
 
     def _prepare_part(self, part: SourcePart) -> PreparedPart:
-        remote = self._prepare(self._rank.agent, part.remote, part.slices.remote)
-        return PreparedPart(part, self._prepare(None, part.local, part.slices.local), remote)
+        return PreparedPart(
+            part,
+            [self._prepare(None, part.local, slices.local) for slices in part.slices],
+            [self._prepare(self._rank.agent, part.remote, slices.remote) for slices in part.slices],
+        )
 
     def _prepare(self, owner: str | None, region: KVRegion, ranges: BlockRanges) -> int:
+        """Return the number of prepared descriptors; -1 for a group of which the rank has no layers."""
+        if not len(ranges.offsets):
+            return -1
         self._prepared.append(self._context.agent.prepare(owner, region, ranges))
         return self._prepared[-1]
 
@@ -175,7 +182,8 @@ class RankConnection:
         if not self._waiting or len(self._transfers) >= CHUNKS_IN_FLIGHT:
             return False
         read, (part, chunk) = self._waiting.popleft()
-        slices, agent = part.source.slices, self._context.agent
+        slices, agent = part.source.slices[chunk.number], self._context.agent
         local, remote = slices.local.descriptors(chunk.local), slices.remote.descriptors(chunk.remote)
-        self._transfers.post(lambda: agent.read(part.local, local, part.remote, remote), read.end_chunk)
+        create = partial(agent.read, part.local[chunk.number], local, part.remote[chunk.number], remote)
+        self._transfers.post(create, read.end_chunk)
         return True

@@ -207,6 +207,8 @@ def _decode_attention_kernel(
     for block in range(begin, end, BLOCK_KEYS):
         keys = block + tl.arange(0, BLOCK_KEYS)
         seen = keys < end
+        if WINDOW > 0:  # pages behind the window may belong to another sequence by now
+            seen = seen & (keys > first_position - WINDOW)
         page = tl.load(pages + keys // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
         at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
         k = tl.load(at[None, :] + columns[:, None], mask=seen[None, :], other=0.0).to(DOT)
@@ -217,8 +219,6 @@ def _decode_attention_kernel(
             if WINDOW > 0:
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         else:
-            if WINDOW > 0:
-                seen = seen & (keys > first_position - WINDOW)
             visible = seen[None, :]
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))

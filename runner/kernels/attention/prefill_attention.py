@@ -40,6 +40,7 @@ def _attend(
     result,
     begin,
     end,
+    first_key,  # that a query sees, with a window: pages before it may belong to another sequence by now
     positions,  # [BLOCK_ROWS] of the queries
     keys_of_head,
     page_stride,
@@ -60,6 +61,8 @@ def _attend(
         keys = block + tl.arange(0, BLOCK_KEYS)
         if MASKED:
             held = keys < seq_len
+            if WINDOW > 0:
+                held = held & (keys >= first_key)
             page = tl.load(pages + keys // PAGE_SIZE, mask=held, other=0).to(tl.int64)
             at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
             k = tl.load(at[None, :] + columns[:, None], mask=held[None, :], other=0.0).to(DOT)
@@ -146,12 +149,12 @@ def _prefill_attention_kernel(
     else:
         begin = (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
         top, total, result = _attend(
-            queries, top, total, result, 0, begin, positions, keys_of_head, page_stride, v_stride, pages, seq_len,
+            queries, top, total, result, 0, begin, 0, positions, keys_of_head, page_stride, v_stride, pages, seq_len,
             scale, HEAD_DIM, PAGE_SIZE, WINDOW, False, BLOCK_KEYS, DOT,
         )  # fmt: skip
     top, total, result = _attend(
-        queries, top, total, result, begin, end, positions, keys_of_head, page_stride, v_stride, pages, seq_len,
-        scale, HEAD_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
+        queries, top, total, result, begin, end, first_position - WINDOW + 1, positions, keys_of_head, page_stride,
+        v_stride, pages, seq_len, scale, HEAD_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
     )  # fmt: skip
     result = result / tl.maximum(total, 1.0)[:, None]  # the top score counts as 1; less only if no key is stored
     if cache.dtype.element_ty == tl.float8e4nv:

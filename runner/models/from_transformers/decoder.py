@@ -218,6 +218,7 @@ class TransformersDecoder(Model):
                     f"where config.json says {expected}; layers that differ from it are not supported"
                 )
         self._check_windows(calls)
+        self._check_groups(calls)
         return tuple(calls.specs[layer] for layer in layers)
 
     def _check_state(self) -> None:
@@ -235,6 +236,17 @@ class TransformersDecoder(Model):
                 raise ConfigError(
                     f"layer {layer} attends to more tokens than the {kept} that transformers' cache keeps, so what "
                     "the model was trained with is not known"
+                )
+
+    def _check_groups(self, calls: TracedCalls) -> None:
+        """Raise ConfigError if a layer attends to more tokens than the KV cache keeps for it."""
+        positions = self.config.max_position_embeddings
+        for layer, spec in calls.specs.items():
+            kept = self.config.windows[layer] if self.config.windows else None
+            if kept is not None and (spec.window or positions) > kept:
+                raise ConfigError(
+                    f"layer {layer} attends to {spec.window or positions} tokens where config.json says {kept}: "
+                    "correct layer_types and sliding_window there"
                 )
 
     def _run_body(self, inputs: Tensor, positions: Tensor, calls: AttentionCalls) -> Tensor:

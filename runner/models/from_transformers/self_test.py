@@ -18,6 +18,7 @@ from torch import Tensor
 from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, shown
 from pdserve.kv import KVLayout
+from pdserve.kv_groups import KVCacheGroups
 from runner.attention.paged_torch import PagedTorchAttention
 from runner.batch import AttentionBatch
 from runner.kv_cache import KVCache
@@ -82,7 +83,9 @@ def _paged_logits(
     """Return logits [tokens, vocab_size] float32 of each prompt, on ranks of the last stage; nothing on others."""
     page = layout.kernel_block_size
     needed = [-(-len(prompt) // page) for prompt in prompts]
-    layout = msgspec.structs.replace(layout, num_blocks=sum(needed), block_size=page)
+    one_group = KVCacheGroups()  # windows are masked: they need no blocks of their own here
+    num_layers = len(decoder.parallel.position.layers)
+    layout = KVLayout(sum(needed), page, page, num_layers, layout.spec, one_group)
     model = msgspec.structs.replace(shard_of(decoder.config, decoder.parallel.position), attention=decoder.attention)
     backend = PagedTorchAttention(model, KVCache(layout, placement.device), placement)
     pages = np.random.default_rng(0).permutation(sum(needed)).astype(np.int32)

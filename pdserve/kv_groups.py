@@ -1,0 +1,161 @@
+"""KV cache groups: which layers share a block table, and which blocks of a sequence each group keeps.
+
+Layers with a sliding window need the KV of the last tokens only. So layers of equal spec and equal window form groups
+of equal size, and each group has its own block table. A block holds some tokens in the layers of one group. Blocks of
+all groups have the same number of bytes: there is one pool, one region and one stride.
+
+    gpt-oss, 24 layers               full 1 3 5 …       [ 12 layers ]    all blocks are kept
+                                     window 0 2 4 …     [ 12 layers ]    blocks behind the window are freed
+    Gemma 3 27B, 62 layers           full 5 11 17 …     [ 10 layers ]
+                                     window 0 1 2 …     [ 10 layers ] × 6, of which two have 8, and padding
+
+A sequence has one flat list of blocks: the entry of logical block i in group g is at ``i * num_groups + g``. It is
+``NULL_BLOCK`` where the group keeps no block. With one group it is the usual list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from pdserve.errors import ConfigError
+
+NULL_BLOCK = -1  # in lists of block ids: the group keeps no block there; attention reads none of its tokens
+
+# Costs in layers with a window. Padding in a full group takes memory for all tokens, elsewhere for a window only. A
+# group more takes time on hosts and makes blocks smaller.
+_FULL_LAYER, _GROUP = 8, 2
+
+Windows = tuple[int | None, ...]  # tokens, per group; None: attention to all tokens
+Pair = tuple[int, int]  # a logical block of a sequence, and a group
+
+
+class KVCacheGroups(msgspec.Struct, frozen=True):
+    """The groups of a model. Full groups come first. Without ``layers``, one group has them all."""
+
+    windows: Windows = (None,)
+    layers: tuple[int, ...] = ()  # the group of each layer of the model
+
+    def __post_init__(self) -> None:
+        groups = len(self.windows)
+        if not groups or any(window is not None and window < 1 for window in self.windows):
+            raise ConfigError(f"windows {self.windows} of KV cache groups: each must be at least 1 token, or none")
+        if groups > 1 and not self.has_windows:
+            raise ConfigError(f"{groups} KV cache groups without a window; layers that keep all tokens are one group")
+        if groups > 1 and sorted(set(self.layers)) != list(range(groups)):
+            raise ConfigError(f"layers are in KV cache groups {sorted(set(self.layers))}; there are {groups} groups")
+
+    def __str__(self) -> str:
+        counts = Counter(self.layers)
+        sizes = [f"{counts[group]} layers of {window or 'full'}" for group, window in enumerate(self.windows)]
+        return ", ".join(sizes) if self.layers else f"all layers of {self.windows[0] or 'full'}"
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+    def places(self, layers: range) -> tuple[Pair, ...]:
+        """Return the group of each of consecutive layers, and its index in the blocks of a rank that holds them."""
+        held: Counter[int] = Counter()
+        places = []
+        for layer in layers:
+            group = self.layers[layer] if self.layers else 0
+            places.append((group, held[group]))
+            held[group] += 1
+        return tuple(places)
+
+    def block_layers(self, layers: range) -> int:
+        """Return the layers of a block, with padding, on a rank that holds these consecutive layers."""
+        return max((index + 1 for _, index in self.places(layers)), default=0) if self.layers else len(layers)
+
+    def pairs(self, start: int, end: int, position: int, block_size: int) -> Iterator[Pair]:
+        """Yield which of the logical blocks ``start … end - 1`` are seen from the block of ``position`` on, by group.
+
+        Both sides of a handoff derive from it, in this order, which blocks are leased, announced and read. ``position``
+        is the last one of a prompt that is handed off, and the one after the tokens of a pull, which ends with a block.
+        """
+        position = position // block_size * block_size
+        first = [first_seen(position, window, block_size) for window in self.windows]
+        for block in range(start, end):
+            for group, begin in enumerate(first):
+                if block >= begin:
+                    yield block, group
+
+    def blocks_for(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
+        """Return the blocks that a sequence needs at most while it grows to ``num_tokens``.
+
+        A step computes up to ``step_tokens`` of them, whose KV is held beside that of the window before.
+        """
+        return blocks_for(self.windows, num_tokens, block_size, step_tokens)
+
+    def longest(self, num_blocks: int, block_size: int, step_tokens: int) -> int | None:
+        """Return the tokens of the longest sequence that ``num_blocks`` blocks hold; None: any sequence."""
+        if None not in self.windows and self.blocks_for(1 << 40, block_size, step_tokens) <= num_blocks:
+            return None
+        low, high = 0, num_blocks  # in logical blocks
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.blocks_for(middle * block_size, block_size, step_tokens) <= num_blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * block_size
+
+
+def blocks_for(windows: Windows, num_tokens: int, block_size: int, step_tokens: int = 0) -> int:
+    """See KVCacheGroups."""
+    blocks = -(-num_tokens // block_size)
+    return sum(
+        blocks if window is None else min(blocks, window_blocks(window, block_size, step_tokens)) for window in windows
+    )
+
+
+def window_blocks(window: int, block_size: int, step_tokens: int) -> int:
+    """Return the most blocks that a group holds of one sequence in a step: its window, the step, and both rests."""
+    return -(-window // block_size) + -(-step_tokens // block_size) + 2
+
+
+def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
+    """Return the first logical block that a group keeps of a sequence with ``num_tokens`` tokens.
+
+    Later tokens see the ``window - 1`` tokens before them. The group also keeps what the first token of the last block
+    sees: so the same prompt, and other outputs of it, find all full blocks before their last token in the cache.
+    """
+    if window is None or not num_tokens:
+        return 0
+    return first_seen((num_tokens - 1) // block_size * block_size, window, block_size)
+
+
+def first_seen(position: int, window: int | None, block_size: int) -> int:
+    """Return the first logical block that the token at ``position`` sees."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def cut_into_groups(windows: Sequence[int | None]) -> KVCacheGroups:
+    """Return the groups of a model whose layers have these windows.
+
+    All groups have the same size, so some layers may be padding; the chosen size costs least in padding and groups. The
+    layers of a kind are dealt to its groups in turn, so that each pipeline stage has about as many layers of every
+    group.
+    """
+    kinds = sorted(Counter(windows).items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
+    if len(kinds) <= 1:
+        return KVCacheGroups(tuple(window for window, _ in kinds) or (None,))
+
+    def cost(size: int) -> int:
+        return sum(-(-count // size) * (size * (1 if window else _FULL_LAYER) + _GROUP) for window, count in kinds)
+
+    size = min(range(1, len(windows) + 1), key=cost)
+    of_group: list[int | None] = []
+    layers = [0] * len(windows)
+    for window, count in kinds:
+        num_groups = -(-count // size)
+        members = (layer for layer, each in enumerate(windows) if each == window)
+        for number, layer in enumerate(members):
+            layers[layer] = len(of_group) + number % num_groups
+        of_group += [window] * num_groups
+    return KVCacheGroups(tuple(of_group), tuple(layers))
