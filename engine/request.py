@@ -286,9 +286,24 @@ class Sequence:
         self.covered = num_tokens
         self.ready_blocks = ready_blocks
 
+    def hold_windows(self, kept_from: list[int], spare: list[int]) -> None:
+        """Begin with these blocks of windows, and take spare ones."""
+        self.kept_from = kept_from
+        self.spare = spare
+
+    def put_block(self, entry: int, block: int) -> int:
+        """Replace an entry of ``blocks``, and return the former one."""
+        former, self.blocks[entry] = self.blocks[entry], block
+        return former
+
     def use_spare(self, entry: int) -> None:
         """Put a spare block at an entry of ``blocks``."""
-        self.blocks[entry] = self.spare.pop()
+        self.put_block(entry, self.spare.pop())
+
+    def drop_spare(self) -> list[int]:
+        """Return the spare blocks, and hold none."""
+        spare, self.spare = self.spare, []
+        return spare
 
     def loaded(self, num_tokens: int) -> None:
         """All KV of its load is here: that of the first ``num_tokens`` tokens, at most ``load_len``."""

@@ -92,10 +92,10 @@ class KVCacheManager:
             return True
         sequence.hold(cached, num_cached, self._block_size, self._num_groups)
         sequence.cover(num_cached, len(cached))
-        sequence.kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
         blocks = iter(fresh)
         self._add_blocks(sequence, blocks, self._logical(len(sequence.token_ids)), found.covered)
-        sequence.spare = list(blocks)
+        kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
+        sequence.hold_windows(kept_from, spare=list(blocks))
         return True
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
@@ -158,8 +158,7 @@ class KVCacheManager:
         if self._windows:
             end = self._logical(num_tokens)
             sequence.cover(end * self._block_size, end * self._num_groups)
-            self._pool.drop(sequence.spare, Use.HELD)
-            sequence.spare = []
+            self._pool.drop(sequence.drop_spare(), Use.HELD)
         sequence.loaded(num_tokens)
         if sequence.state is not None:
             sequence.state.passed(num_tokens)
@@ -244,7 +243,7 @@ class KVCacheManager:
         sequence.hold_more(more, self._block_size, self._num_groups)
         for index in range(begin, covered):
             for group, _ in self._windows:
-                sequence.blocks[index * self._num_groups + group] = next(fresh)
+                sequence.put_block(index * self._num_groups + group, next(fresh))
         if covered > begin:
             ready = covered * self._num_groups
         sequence.cover(max(begin, covered) * self._block_size, ready)
@@ -260,13 +259,10 @@ class KVCacheManager:
         for number, (group, window) in enumerate(self._windows):
             end = first_block(sequence.num_computed, window, self._block_size)
             for index in range(sequence.kept_from[number], end):
-                entry = index * self._num_groups + group
-                if sequence.blocks[entry] != NULL_BLOCK:
-                    behind.append(sequence.blocks[entry])
-                    sequence.blocks[entry] = NULL_BLOCK
+                behind.append(sequence.put_block(index * self._num_groups + group, NULL_BLOCK))
             sequence.kept_from[number] = max(end, sequence.kept_from[number])
         behind.reverse()  # ``drop`` begins with the last one
-        self._pool.drop(behind, Use.HELD)
+        self._pool.drop(_blocks_of(behind), Use.HELD)
 
 
 def _blocks_of(entries: Iterable[int]) -> list[int]:

@@ -319,7 +319,8 @@ class ToyRunner:
     def _advance(self, state: _State, token: int) -> None:
         """Let a sequence's recurrent state take in a token."""
         if state.slot != NO_SLOT:
-            self.slots[state.slot, :2] = _advanced(*map(int, self.slots[state.slot, :2]), token)
+            count, digest = map(int, self.slots[state.slot, :2])
+            self.slots[state.slot, :2] = _advanced(count, digest, token)
 
     def _check_state(self, state: _State, seen: Iterable[int]) -> None:
         if state.slot != NO_SLOT:
