@@ -138,8 +138,7 @@ class ReadResult(msgspec.Struct, frozen=True):
 class DigestOrder(msgspec.Struct, frozen=True):
     """Compute a digest of each block, then of each slot of recurrent state.
 
-    The blocks are consecutive blocks of a prompt, which end after ``num_tokens`` tokens. Further places of the last
-    block of each group do not count.
+    The last block of each group ends with token ``num_tokens`` of a prompt.
     """
 
     block_ids: tuple[int, ...]
@@ -164,17 +163,13 @@ NO_ORDERS = KVConnectorOrders()
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence that the runner does not know, because it is new or was preempted.
-
-    ``block_ids`` is the flat list of pdserve/kv_groups.py, also in NewBlocks. The runner is not told when a block
-    behind a window is freed: no attention reads it.
-    """
+    """A sequence that the runner does not know, because it is new or was preempted."""
 
     seq: int  # unique in this engine
     token_ids: bytes  # uint32: prompt, then the output so far
     prompt_len: int
     num_computed: int  # leading tokens whose KV is in ``block_ids`` already
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # as in pdserve/kv_groups.py; later, blocks behind a window are freed without notice
     sampling: SamplingParams
     choice: int = 0  # index among the n choices of its request
     num_scored: int = 1  # leading prompt tokens whose log-probabilities were reported already

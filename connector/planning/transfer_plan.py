@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.planning.block_slicing import BlockSlices
-from pdserve.errors import PeerError
+from connector.planning.read_checks import check_read
 from pdserve.records import KVRead
 
 
@@ -35,18 +35,6 @@ class ReadChunk(NamedTuple):
 
     def num_bytes(self, slices: Sequence[BlockSlices]) -> int:
         return len(self.local) * slices[self.number].num_bytes
-
-
-def check_read(read: KVRead, num_local: int, num_remote: int) -> None:
-    """Raise PeerError unless both lists have one length, lie inside their caches and name each local block once."""
-    if len(read.local_blocks) != len(read.remote_blocks):
-        raise PeerError(
-            f"read {read.read_id}: {len(read.remote_blocks)} remote for {len(read.local_blocks)} local blocks"
-        )
-    _check_ids("remote", read.remote_blocks, num_remote)
-    _check_ids("local", read.local_blocks, num_local)
-    if len(set(read.local_blocks)) != len(read.local_blocks):
-        raise PeerError(f"read {read.read_id} names a local block twice")
 
 
 def plan_read(read: KVRead, slices: Sequence[BlockSlices], max_bytes: int) -> list[ReadChunk]:
@@ -93,10 +81,3 @@ def _count_merges(slices: BlockSlices, local_ids: NDArray[np.int32], remote_ids:
         return [0] * len(local_ids)
     merged = (np.diff(local_ids) == 1) & (np.diff(remote_ids) == 1)
     return [0, *np.cumsum(merged).tolist()]
-
-
-def _check_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> None:
-    # Compare Python integers: an id from a peer must not wrap around in int32.
-    if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
-        wrong = next(b for b in block_ids if not 0 <= b < num_blocks)
-        raise PeerError(f"{side} block {wrong} is outside 0 … {num_blocks - 1}")

@@ -111,6 +111,11 @@ class LiveSequences:
 
         return max(preemptible, key=order, default=None)  # the first of equals
 
+    @property
+    def newest_for_peers(self) -> list[Sequence]:
+        """The newest running prompt for a peer, to be refused where nothing can be preempted."""
+        return [each for each in self.running.values() if each.for_peer][-1:]
+
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Free the blocks of a sequence. If it was running or loading, queue it before the others of its client."""
         self._free(sequence)

@@ -36,7 +36,8 @@ from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.itl_target import OVERDUE, ItlTarget
+from engine.scheduler.itl_target import ItlTarget
+from engine.scheduler.joining_streams import JoiningStreams
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.room import Room
@@ -109,6 +110,7 @@ class Scheduler:
             clock=clock,
         )
         self._fair_share = FairShare(self._live)
+        self._joining = JoiningStreams(self.connector, clock)
         self._in_flight = StepsInFlight(stages)
         self._itl_target = ItlTarget(
             self.meter,
@@ -258,7 +260,7 @@ class Scheduler:
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.loading and self._live.for_peers and not has_room:
-                self._refuse_for_peers()
+                self._refuse(each for each in self._live.waiting if each.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected
@@ -350,10 +352,10 @@ class Scheduler:
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)
             else:
-                self._refuse_newest_for_peer()
+                self._refuse(self._live.newest_for_peers)
             runnable = self._in_flight.select(self._live.running.values())
         self._prompts = []
-        waited = self._longest_wait(runnable)  # none joins any more once it is in the step
+        waited = self._joining.longest_wait(runnable, self._busy)  # none joins any more once it is in the step
         self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
             self._add_decodes(builder, self._decode_ahead(runnable))
@@ -380,12 +382,6 @@ class Scheduler:
             for sequence in sequences:
                 self.states.decoded(sequence)
 
-    def _longest_wait(self, runnable: RunnableSequences) -> float | None:
-        """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
-        joining = (each for each in chain(runnable.decodes, runnable.prompts) if each.joins_after_handoff)
-        first = min((each.request.waits_since for each in joining), default=None)
-        return None if first is None else self._clock() + self._busy - first + HANDOFF_SECONDS
-
     def _limit_prompts(
         self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None
     ) -> Collection[Sequence]:
@@ -399,7 +395,7 @@ class Scheduler:
         decoding = sum(each.decodes_here for each in self._live.running.values())
         coming = min(1, len(self._live.loading))  # a stream that comes must not wait for a whole step
         builder.budget = self._itl_target.budget(
-            decoding=decoding or coming, waited=waited, arrival_in=self._arrival_in()
+            decoding=decoding or coming, waited=waited, arrival_in=self._joining.arrival_in(self._busy)
         )
         outputs = [each for each in runnable.prompts if each.continues_output]
         prompts = [each for each in runnable.prompts if not each.continues_output]
@@ -407,14 +403,6 @@ class Scheduler:
             builder.budget.reserve(prompts[0])
             prompts = [*sorted(prompts[1:], key=lambda each: each.missing), prompts[0]]
         return outputs + prompts
-
-    def _arrival_in(self) -> float | None:
-        """Return the seconds from the start of the planned step until the next stream joins; None if none is near.
-
-        Streams that are long overdue do not count.
-        """
-        begin = self._clock() + self._busy
-        return min((at - begin for at in self.connector.arrivals if at > begin - OVERDUE), default=None)
 
     def _decode_ahead(self, runnable: RunnableSequences) -> tuple[Sequence, ...]:
         """Return the sequences that decode for their peers in this step, beside prompts, too.
@@ -452,25 +440,15 @@ class Scheduler:
             self._fair_share.made_room(self._num_plans)
         return True
 
-    def _refuse_for_peers(self) -> None:
-        """Refuse the waiting prompts for peers, as this node lacks room and holds some for prompts at its own peers.
+    def _refuse(self, for_peers: Iterable[Sequence]) -> None:
+        """Refuse prompts for peers, which have blocks for them and compute them, as this node lacks room.
 
-        Each of two such nodes could wait for the other forever. The peer has blocks for its prompt, and computes it.
+        They might wait forever: the peers for prompts of this node, and windows that grow for those of other prompts.
         """
-        text = "no room for prompts of peers while prompts of this node wait for peers; compute the prompt yourself"
-        for sequence in [sequence for sequence in self._live.waiting if sequence.for_peer]:
+        text = "no room for prompts of peers while other prompts hold blocks; compute the prompt yourself"
+        for sequence in list(for_peers):
             self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
             self.cancel(sequence.rid)
-
-    def _refuse_newest_for_peer(self) -> None:
-        """Give up the newest running prompt for a peer: no block is free for a window of it, or of an older one.
-
-        It cannot be preempted, as a peer may read what was leased. The peer has blocks for its prompt, and computes it.
-        """
-        sequence = next(each for each in reversed(self._live.running.values()) if each.for_peer)
-        text = "no room for the next tokens of this prompt; compute it yourself"
-        self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
-        self.cancel(sequence.rid)
 
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
         """Allocate blocks for waiting sequences in order, while there are some, and add them to the step.

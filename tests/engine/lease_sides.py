@@ -98,11 +98,11 @@ class Call:
     open: bool = True  # to D
     events: deque[StreamEvent] = field(default_factory=deque)
     announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
+    num_announced: int = 0  # tokens
     num_reads: int = 0  # in flight
     stream: int = field(default_factory=_streams.__next__)  # unique, also the prompt's rid on P
     expired_early: bool = False  # P has freed it before the agreed time, and D must notice
     released: bool = False  # D has sent Release
-    num_ready: int = 0  # prompt tokens up to the end of the announced blocks
 
     @property
     def lease(self) -> LeaseId:
@@ -347,8 +347,8 @@ class DecodeSide:
             call.open = False
         elif event.HasField("kv_ready"):
             ready = event.kv_ready
-            start, end = max(call.skip, call.num_ready) // BLOCK, -(-ready.num_tokens // BLOCK)
-            call.num_ready = ready.num_tokens
+            start, end = max(call.skip, call.num_announced) // BLOCK, -(-ready.num_tokens // BLOCK)
+            call.num_announced = ready.num_tokens
             position = ready.num_tokens if call.job.pull else len(call.job.handoff_tokens) - 1
             pairs = self.node.scheduler.pool.groups.pairs(start, end, position, BLOCK)
             call.announced += [(block, BLOCK * at) for block, (at, _) in zip(ready.block_ids, pairs, strict=True)]

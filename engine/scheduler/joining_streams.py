@@ -1,0 +1,33 @@
+"""When streams join the decodes of a node after a handoff: how long some have waited, and when the next one comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.scheduler.itl_target import OVERDUE
+from engine.scheduler.microbatch import RunnableSequences
+from pdserve.request_cost import HANDOFF_SECONDS
+
+
+class JoiningStreams:
+    """Times are of the scheduler's ``clock``. ``busy``: seconds until the device can begin the planned step."""
+
+    def __init__(self, connector: KVConnectorScheduler, clock: Callable[[], float]) -> None:
+        self._connector = connector
+        self._clock = clock
+
+    def longest_wait(self, runnable: RunnableSequences, busy: float) -> float | None:
+        """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
+        joining = (each for each in chain(runnable.decodes, runnable.prompts) if each.joins_after_handoff)
+        first = min((each.request.waits_since for each in joining), default=None)
+        return None if first is None else self._clock() + busy - first + HANDOFF_SECONDS
+
+    def arrival_in(self, busy: float) -> float | None:
+        """Return the seconds from the start of the planned step until the next stream joins; None if none is near.
+
+        Streams that are long overdue do not count.
+        """
+        begin = self._clock() + busy
+        return min((at - begin for at in self._connector.arrivals if at > begin - OVERDUE), default=None)
