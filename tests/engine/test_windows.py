@@ -14,7 +14,7 @@ from toy_node import BATCH_TOKENS, BLOCK, Node
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from pdserve.hashing import BlockHashes, root_hash
-from pdserve.ipc.messages import Mode
+from pdserve.ipc.messages import FreeLease, Mode
 from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, cut_into_groups, first_block, first_seen, window_blocks
 from pdserve.sampling_params import SamplingParams
 
@@ -273,3 +273,20 @@ def test_blocks_behind_a_window_are_not_handed_off(windows: Windows) -> None:
     assert most == 16 * num_full + (len(windows) - num_full) * (16 - first_block(62, 6, BLOCK))
     assert world.d.node.runner.num_tokens == 3, "D computes its own tokens only"
     world.close()
+
+
+def test_prompt_for_a_peer_is_refused_when_nothing_can_be_preempted_for_its_window() -> None:
+    """Its peer computes it then. Blocks that were leased stay leased until the peer releases them."""
+    node = Node(60, 1, windows=FULL_AND_WINDOW)
+    node.submit(1, list(range(60)), SamplingParams(max_tokens=2), Mode.LEASE)
+    batch = node.step()
+    assert [leased.num_tokens for leased in batch.leased] == [BATCH_TOKENS]
+    others = node.scheduler.pool.take(node.scheduler.pool.count(Use.FREE)) or []
+    while not (batch := node.step()).refused:
+        assert node.scheduler.status().running
+    assert [(entry.rid, entry.kind) for entry in batch.refused] == [(1, "Overloaded")]
+    assert node.scheduler.status().leased > 0
+    node.scheduler.pool.drop(others, Use.HELD)
+    node.obey(FreeLease(1))
+    node.assert_all_free()
+    node.close()
