@@ -113,7 +113,7 @@ def as_text(config: NodeConfig) -> str:
 def longest_sequence_bytes(config: NodeConfig) -> dict[str, int]:
     """Return the bytes of rank 0's KV that the longest sequence holds while it decodes, and without windows."""
     layout, num_layers = config.kv_layout, config.share.num_layers
-    blocks = layout.blocks_for(config.max_model_len, 0)
+    blocks = layout.blocks_for(config.max_model_len)
     every = -(-config.max_model_len // layout.block_size) * (layout.block_bytes // layout.num_layers) * num_layers
     return {"with_windows": blocks * layout.block_bytes, "without_windows": every}
 

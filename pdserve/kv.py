@@ -168,8 +168,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     def total_bytes(self) -> int:
         return self.block_bytes * self.num_blocks
 
-    def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the blocks that a sequence needs at most while it grows to ``num_tokens``."""
+    def blocks_for(self, num_tokens: int, step_tokens: int = 0) -> int:
+        """Return the blocks of a sequence; see KVCacheGroups."""
         return self.groups.blocks_for(num_tokens, self.block_size, step_tokens)
 
     def longest(self, step_tokens: int, limit: int) -> int:

@@ -87,10 +87,12 @@ class KVCacheGroups(msgspec.Struct, frozen=True):
                 if block >= begin:
                     yield block, group
 
-    def blocks_for(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
-        """Return the blocks that a sequence needs at most while it grows to ``num_tokens``.
+    def blocks_for(self, num_tokens: int, block_size: int, step_tokens: int = 0) -> int:
+        """Return the blocks that a sequence of so many tokens holds while it decodes.
 
-        A step computes up to ``step_tokens`` of them, whose KV is held beside that of the window before.
+        With ``step_tokens``, return those that it needs at most until then: a step computes up to so many tokens, whose
+        KV is held beside that of the window before. Of a prompt that is handed off, the window before its cached prefix
+        is held beside that at its end.
         """
         return blocks_for(self.windows, num_tokens, block_size, step_tokens)
 
@@ -108,15 +110,19 @@ class KVCacheGroups(msgspec.Struct, frozen=True):
 
 def blocks_for(windows: Windows, num_tokens: int, block_size: int, step_tokens: int = 0) -> int:
     """See KVCacheGroups."""
-    blocks = -(-num_tokens // block_size)
-    return sum(
-        blocks if window is None else min(blocks, window_blocks(window, block_size, step_tokens)) for window in windows
-    )
+    blocks, needed = -(-num_tokens // block_size), 0
+    for window in windows:
+        if window is None:
+            needed += blocks
+        else:
+            others = max(step_tokens, window) if step_tokens else 0
+            needed += min(blocks, window_blocks(window, block_size, others))
+    return needed
 
 
-def window_blocks(window: int, block_size: int, step_tokens: int) -> int:
-    """Return the most blocks that a group holds of one sequence in a step: its window, the step, and both rests."""
-    return -(-window // block_size) + -(-step_tokens // block_size) + 2
+def window_blocks(window: int, block_size: int, others: int = 0) -> int:
+    """Return the most blocks with a window and ``others`` tokens behind it; neither ends with a block."""
+    return -(-window // block_size) + -(-others // block_size) + 2
 
 
 def first_block(num_tokens: int, window: int | None, block_size: int) -> int:

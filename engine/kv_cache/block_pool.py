@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from itertools import takewhile
 
 from engine.kv_cache.free_runs import FreeRuns
 from pdserve.ipc.kv_events import KVEvents
@@ -130,26 +129,30 @@ class BlockPool:
         return blocks
 
     def _match_windows(self, hashes: Iterable[bytes]) -> list[int]:
-        windows, size = self.groups.windows, self._block_size
-        full = [block_of for block_of, window in zip(self._block_of, windows, strict=True) if window is None]
-        chain = list(takewhile(lambda block_hash: all(block_hash in block_of for block_of in full), hashes))
-        count, shorter = len(chain), True
-        while shorter:
+        groups = list(zip(self._block_of, self.groups.windows, strict=True))
+        full = [block_of for block_of, window in groups if window is None]
+        chain = []
+        for block_hash in hashes:
+            if any(block_hash not in block_of for block_of in full):
+                break
+            chain.append(block_hash)
+        count, before = len(chain), -1
+        while count != before:
             before = count
-            for block_of, window in zip(self._block_of, windows, strict=True):
+            for block_of, window in groups:
                 if window is not None:
-                    count = self._longest(block_of, window, chain[:count])
-            shorter = count < before
-        first = [first_seen(count * size, window, size) for window in windows]
-        return [
-            block_of[block_hash] if index >= begin else NULL_BLOCK
-            for index, block_hash in enumerate(chain[:count])
-            for block_of, begin in zip(self._block_of, first, strict=True)
-        ]
+                    count = self._longest(block_of, window, chain, count)
+        del chain[count:]
+        entries = [NULL_BLOCK] * (count * len(groups))
+        for group, (block_of, window) in enumerate(groups):
+            begin = first_seen(count * self._block_size, window, self._block_size)
+            found = [block_of[block_hash] for block_hash in chain[begin:]]
+            entries[begin * len(groups) + group :: len(groups)] = found
+        return entries
 
-    def _longest(self, block_of: dict[bytes, int], window: int, chain: Sequence[bytes]) -> int:
-        """Return the blocks of the longest prefix of ``chain`` of which a group has the window before the end."""
-        end = index = len(chain)
+    def _longest(self, block_of: dict[bytes, int], window: int, chain: Sequence[bytes], count: int) -> int:
+        """Return how many of the first ``count`` blocks end with a window that a group has."""
+        end = index = count
         while index > first_seen(end * self._block_size, window, self._block_size):
             index -= 1
             if chain[index] not in block_of:

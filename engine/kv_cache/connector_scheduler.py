@@ -241,7 +241,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         sequence = load.sequence
         position = message.num_tokens if message.pull else sequence.load_len - 1
         pairs = self._pairs(load.num_announced, end, position)
-        problem = self._check_announcement(message, sequence, len(pairs))
+        problem = self._check_announcement(message, sequence, pairs)
         read_id = self._next_id
         self._next_id += 1
         if problem:
@@ -331,13 +331,16 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     def _states_of(self, slot: int) -> tuple[int, ...]:
         return () if slot == NO_SLOT else (slot,)
 
-    def _check_announcement(self, message: StartRead, sequence: Sequence, num_missing: int) -> str:
-        """Return why a peer's announcement of blocks is wrong, or an empty string."""
-        num_tokens, num_blocks, load_len = message.num_tokens, len(message.remote_blocks), sequence.load_len
+    def _check_announcement(self, message: StartRead, sequence: Sequence, pairs: list[Pair]) -> str:
+        """Return why a peer's announcement of blocks is wrong, or an empty string. ``pairs`` are what it must name."""
+        num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
+        load_len, num_missing = sequence.load_len, len(pairs)
         if num_tokens > load_len or (num_tokens % self._block_size and num_tokens != load_len):
             return f"the peer named blocks up to token {num_tokens} of a prompt of {load_len}"
         if not num_blocks or num_blocks != num_missing:
             return f"the peer named {num_blocks} blocks where {num_missing} are missing"
+        if sum(self._groups.windows[group] is not None for _, group in pairs) > len(sequence.spare):
+            return "the peer named blocks of windows after those of a pull that ends earlier"
         has_state = message.remote_state != NO_SLOT
         if has_state if self._states is None else num_tokens == load_len and not has_state:
             return f"the peer named {'a' if has_state else 'no'} recurrent state up to token {num_tokens} of {load_len}"

@@ -189,7 +189,7 @@ class KVCacheManager:
         num_fresh, covered = self._num_full * (needed - num_cached), num_cached
         if self._windows and self._connector.loadable(sequence):
             size, rest = self._block_size, needed - num_cached
-            num_fresh += sum(min(rest, window_blocks(window, size, 0)) for _, window in self._windows)
+            num_fresh += sum(min(rest, window_blocks(window, size)) for _, window in self._windows)
         elif self._windows:
             covered = min(needed, num_cached + self._logical(self._max_batch_tokens))
             num_fresh += len(self._windows) * (covered - num_cached)

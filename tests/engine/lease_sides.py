@@ -198,11 +198,14 @@ class PrefillSide:
         """Handle the events of a step."""
         for refused in batch.refused:
             if (call := self._calls.pop(refused.rid, None)) is not None:
-                assert self.table.cancel(call.lease), "a prompt was refused after its first part"
+                cancelled = self.table.cancel(call.lease)
+                windows = self.node.scheduler.pool.groups.has_windows  # it may lack their room later
+                assert cancelled or windows, "a prompt was refused after its first part"
                 del self._unleased[refused.rid]
                 error = Overloaded(refused.message) if refused.kind == "Overloaded" else PeerError(refused.message)
                 call.events.append(pb.PrefillEvent(failed=failure_to_pb(error)))
-                self._free(call.lease)
+                if cancelled:
+                    self._free(call.lease)
         for rid, _, token_id, *_ in batch.outputs.rows():
             if rid in self._unleased:
                 self._samples[rid] += (token_id,)

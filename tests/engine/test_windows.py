@@ -14,8 +14,8 @@ from toy_node import BATCH_TOKENS, BLOCK, Node
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from pdserve.hashing import BlockHashes, root_hash
-from pdserve.ipc.messages import Mode
-from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, cut_into_groups, first_block, first_seen
+from pdserve.ipc.messages import FreeLease, Mode
+from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, cut_into_groups, first_block, first_seen, window_blocks
 from pdserve.sampling_params import SamplingParams
 
 Windows = tuple[int | None, ...]
@@ -160,12 +160,14 @@ def test_a_sequence_holds_no_more_than_its_windows_need(windows: Windows) -> Non
     """Beside full groups: a window, the tokens of a step and two blocks; while it decodes, a window and two blocks."""
     node, prompt = Node(400, 2, windows=windows, max_num_seqs=1), list(range(200))
     node.submit(0, prompt, SamplingParams(max_tokens=60), Mode.LOCAL)
-    groups, length = KVCacheGroups(windows, tuple(range(len(windows)))), 0
+    length = 0
     while not node.engine.idle:
         held = node.step().status.held
         length = len(prompt) + len(node.tokens[0, 0])
         in_flight = 2 * BATCH_TOKENS if length == len(prompt) else 2
-        assert held <= groups.blocks_for(length + 1, BLOCK, in_flight)
+        blocks = -(-(length + 1) // BLOCK)
+        most = [window_blocks(window, BLOCK, in_flight) if window else blocks for window in windows]
+        assert held <= sum(most)
     assert length == 260
     assert node.tokens[0, 0] == reference(prompt, 0, 60)
     node.close()
@@ -221,6 +223,7 @@ def test_second_request_hits_the_prefix_cache_of_the_first() -> None:
     ),
     windows=WINDOWS,
     checksum=st.booleans(),
+    room=st.sampled_from([0, 10, 100]),
 )
 @settings(max_examples=50, deadline=None)
 def test_handoffs_are_exact_with_a_fault_at_any_stage(
@@ -228,8 +231,12 @@ def test_handoffs_are_exact_with_a_fault_at_any_stage(
     requests: list[tuple[int, int, bool, str, str, int, bool]],
     windows: Windows,
     checksum: bool,
+    room: int,
 ) -> None:
-    """Parts, pulls, decode-ahead, choices and faults; all blocks are free at the end."""
+    """Parts, pulls, decode-ahead, choices and faults, with much and with little room; all blocks are free at the end.
+
+    If P lacks room for further windows of several prompts, D computes one of them.
+    """
     jobs = [
         ScriptedJob(
             [*range(length // 2), *([7 if shared else rid] * (length - length // 2))],
@@ -243,8 +250,9 @@ def test_handoffs_are_exact_with_a_fault_at_any_stage(
         )
         for rid, (length, n, shared, what, when, ahead, pull) in enumerate(requests)
     ]
-    blocks = 40 * len(windows) + 60
-    world = ScriptedWorld(depth, (blocks, blocks - 20), jobs, checksum=checksum, windows=windows)
+    groups = KVCacheGroups(windows, tuple(range(len(windows))))
+    blocks = groups.blocks_for(100, BLOCK, BATCH_TOKENS) + room
+    world = ScriptedWorld(depth, (blocks, blocks), jobs, checksum=checksum, windows=windows)
     world.run()
     world.close()
 
@@ -265,3 +273,20 @@ def test_blocks_behind_a_window_are_not_handed_off(windows: Windows) -> None:
     assert most == 16 * num_full + (len(windows) - num_full) * (16 - first_block(62, 6, BLOCK))
     assert world.d.node.runner.num_tokens == 3, "D computes its own tokens only"
     world.close()
+
+
+def test_prompt_for_a_peer_is_refused_when_nothing_can_be_preempted_for_its_window() -> None:
+    """Its peer computes it then. Blocks that were leased stay leased until the peer releases them."""
+    node = Node(60, 1, windows=FULL_AND_WINDOW)
+    node.submit(1, list(range(60)), SamplingParams(max_tokens=2), Mode.LEASE)
+    batch = node.step()
+    assert [leased.num_tokens for leased in batch.leased] == [BATCH_TOKENS]
+    others = node.scheduler.pool.take(node.scheduler.pool.count(Use.FREE)) or []
+    while not (batch := node.step()).refused:
+        assert node.scheduler.status().running
+    assert [(entry.rid, entry.kind) for entry in batch.refused] == [(1, "Overloaded")]
+    assert node.scheduler.status().leased > 0
+    node.scheduler.pool.drop(others, Use.HELD)
+    node.obey(FreeLease(1))
+    node.assert_all_free()
+    node.close()
