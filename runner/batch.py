@@ -28,6 +28,7 @@ class AttentionBatch:
     # [rows, max_pages] int32, device: pages from position 0; entries behind a sequence's pages are undefined
     page_table: Tensor
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
+    state_slots: Tensor | None = None  # [rows] int32, device: slots of recurrent state; None: the model has no state
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class Quantized(NamedTuple):
 
 
 Activations = Tensor | Quantized
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """Weights of a gated delta net that its recurrent part reads, of a rank."""
+
+    conv: Tensor  # [channels, conv_width]
+    a_log: Tensor  # [value_heads] float32
+    dt_bias: Tensor  # [value_heads] float32
 
 
 @dataclass(frozen=True)

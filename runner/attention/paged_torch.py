@@ -103,7 +103,7 @@ class PagedTorchAttention(AttentionBackend):
         self._slots = torch.empty(0, dtype=torch.int64)  # [stored tokens * 2 * num_kv_heads]
         self._plans: dict[int | None, _WindowPlan] = {}
 
-    def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
+    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
         assert not graph, "plain torch gathers by shapes that differ from step to step"
         query_starts, seq_lens = batch.query_starts.astype(np.int64), batch.seq_lens.astype(np.int64)
         lengths = np.diff(query_starts)

@@ -105,6 +105,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
                 device_seq_lens=torch.from_numpy(seq_lens).to(self._device),
                 page_table=torch.from_numpy(table.pages[rows, :max_pages]).to(self._device),
                 slots=self._to_device(pages * self._page_size + positions % self._page_size),
+                state_slots=torch.from_numpy(table.state_slots[rows]).to(self._device),
             )
         )
         device_positions = self._to_device(positions)
