@@ -222,6 +222,65 @@ _MINIMAX_M2: dict[str, Any] = {
     "rope_theta": 5000000,
 }
 
+# Of its 48 layers.
+_QWEN3_NEXT_12L: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 12,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000,
+}
+
+# The widths of Qwen3.5-27B's text model, with 8 of its 64 layers.
+_QWEN3_5_8L: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 8,
+    "full_attention_interval": 4,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-27m": _QWEN3
     | {
@@ -248,6 +307,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B_A3B | {"quantization_config": _FP8_BLOCKS},
+    "qwen3-next-12l": _QWEN3_NEXT_12L,
+    "qwen3.5-8l": _QWEN3_5_8L,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "glm-4.5-air": _GLM_45_AIR,
     "minimax-m2": _MINIMAX_M2,

@@ -75,6 +75,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         },
         "kv_groups": {"windows": list(layout.groups.windows), "layers": list(layout.groups.layers)},
         "longest_sequence_bytes": longest_sequence_bytes(config),
+        "state_layout": _describe_states(config),
         "ranks": [_describe_rank(rank) for rank in _ranks(config)],
         "bytes_per_token": layout.bytes_per_token,
         "num_blocks": layout.num_blocks,
@@ -104,6 +105,7 @@ def as_text(config: NodeConfig) -> str:
         *_window_rows(config),
         ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
         ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
+        *_state_rows(config),
         *(_rank_rows(config) if config.parallel.num_ranks > 1 else ()),
     ]
     lines = [f"{name:<10} {text}" for name, text in rows]
@@ -129,6 +131,23 @@ def _window_rows(config: NodeConfig) -> list[tuple[str, str]]:
     ]
 
 
+def _describe_states(config: NodeConfig) -> dict[str, Any] | None:
+    """Return the sizes of rank 0's recurrent states, None for a model without any."""
+    states = config.state_layout
+    if states is None:
+        return None
+    return {"num_slots": states.num_slots, "bytes_per_sequence": states.slot_bytes, "num_layers": states.num_layers}
+
+
+def _state_rows(config: NodeConfig) -> list[tuple[str, str]]:
+    states = config.state_layout
+    if states is None:
+        return []
+    estimated = ", estimated" if config.measure_kv_memory else ""
+    size = f"{states.slot_bytes} bytes per sequence, {states.total_bytes / 2**20:.0f} MiB in all"
+    return [("state", f"{states.num_slots} slots × {states.num_layers} recurrent layers{estimated}"), ("", size)]
+
+
 def _ranks(config: NodeConfig) -> list[NodeConfig]:
     return [config.for_rank(rank, config.device) for rank in range(config.parallel.num_ranks)]
 
@@ -139,7 +158,7 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
         "rank": config.rank,
         "stage": config.position.stage,
         "shard": config.position.shard,
-        "layers": [share.first_layer, share.first_layer + share.num_layers - 1],
+        "layers": [config.position.layers[0], config.position.layers[-1]],
         "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
         "parameters": num_parameters(config.model, config.position),
         "active_parameters": active_parameters(config.model, config.position),

@@ -8,6 +8,7 @@ from typing import Protocol
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing
 from pdserve.records import DigestOrder, KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
+from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
@@ -53,6 +54,14 @@ class ModelRunner(Protocol):
     @property
     def kv_region(self) -> KVRegion:
         """Memory of the registered KV cache."""
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """Geometry of the registered recurrent states; None if the model has none."""
+
+    @property
+    def state_region(self) -> KVRegion | None:
+        """Memory of the registered recurrent states; None if the model has none."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step. A plan without scheduled sequences only updates state."""

@@ -15,6 +15,7 @@ from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import DigestOrder, KVRegion, StepOutput, StepPlan
+from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend, import_early
@@ -22,7 +23,7 @@ from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
-from runner.loading.memory import layout_that_fits
+from runner.loading.memory import layouts_that_fit
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
 from runner.pending_step import FinishedStep, step_without_samples
@@ -30,6 +31,7 @@ from runner.pinned_memory import reserve_pinned_memory
 from runner.pooling import PromptPooling
 from runner.sampling.prompt_logprobs import PromptScoring
 from runner.sequence_rows import SequenceRows
+from runner.state_cache import StateCache, StateSlotCopies
 from runner.step_parts import StepFeature, StepPart, StepWithParts
 from runner.warmup import product_sizes, run_largest_steps, run_mixed_steps, run_small_steps
 
@@ -65,7 +67,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
         self._closed = False
         self._kept = frozenset(self.__dict__) | {"_kept"}
-        layout = config.kv_layout
+        layout, states = config.kv_layout, config.state_layout
         if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)
             importing = import_early(config.attention_backend)
@@ -74,8 +76,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             importing.join()
         if config.measure_kv_memory:
             progress("measuring memory", -1.0)
-            layout = layout_that_fits(config, parallel, self._try_layout)
-        self._allocate(config, layout)
+            layout, states = layouts_that_fit(config, parallel, self._try_layouts)
+        self._allocate(config, layout, states)
         if self._device.type == "cuda":
             progress("compiling kernels", -1.0)
             reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
@@ -85,6 +87,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             run_mixed_steps(self, config)
             self._capture_graphs(config, progress)
             self._cache.clear()
+            if self._states is not None:
+                self._states.clear()
 
     # ------------------------------------------------------------ a subclass's own
 
@@ -210,11 +214,16 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     # ------------------------------------------------------------ memory
 
     @torch.inference_mode()
-    def _allocate(self, config: NodeConfig, layout: KVLayout) -> None:
+    def _allocate(self, config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> None:
         """Allocate everything that depends on the size of the KV cache or on the limits of a step."""
         self._cache = KVCache(layout, self._device, config.share, config.rank_kv_scales)
         self.kv_layout: KVLayout = layout
         self.kv_region: KVRegion = self._cache.region
+        self._states = None
+        if states is not None and config.state_share is not None:
+            self._states = StateCache(states, self._device, config.state_share)
+        self.state_layout: StateLayout | None = states
+        self.state_region: KVRegion | None = None if self._states is None else self._states.region
         self._attention = build_backend(
             config.attention_backend,
             self._model.shard,
@@ -222,18 +231,21 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             self._model.placement,
             config.max_num_seqs,
             config.max_model_len + config.max_batch_tokens,
+            self._states,
         )
-        self._digests = BlockDigests(self._cache)
-        shared: list[StepFeature[Any]] = [self._digests]
+        self._digests = BlockDigests(self._cache, self._states)
+        # Digests are those of slots as they are behind the step's copies.
+        copies = [] if self._states is None else [StateSlotCopies(self._states)]
+        shared: list[StepFeature[Any]] = [*copies, self._digests]
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))
             if config.pooling is not None:
                 shared.append(PromptPooling(config.pooling, self._model.decoder.logits, config.max_num_seqs))
         self._features: list[StepFeature[BatchT]] = [*shared, *self._allocate_state(config, layout)]
 
-    def _try_layout(self, config: NodeConfig, layout: KVLayout) -> int:
+    def _try_layouts(self, config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> int:
         """Run the largest steps on a small cache and free it again. Return the bytes that CUDA graphs will keep."""
-        self._allocate(config, layout)
+        self._allocate(config, layout, states)
         run_largest_steps(self, config)
         kept = self._graph_bytes(config)
         self._free()

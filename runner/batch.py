@@ -32,6 +32,7 @@ class AttentionBatch:
     # [rows, max_pages] int32, device: pages from position 0; entries behind a sequence's pages are undefined
     page_table: Tensor
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
+    state_slots: Tensor | None = None  # [rows] int32, device: slots of recurrent state; None: the model has no state
     others: tuple[AttentionBatch, ...] = ()
 
     @classmethod
@@ -44,11 +45,12 @@ class AttentionBatch:
         device_seq_lens: Tensor,
         page_tables: Iterable[Tensor],
         slots: Iterable[Tensor],
+        state_slots: Tensor | None = None,
     ) -> AttentionBatch:
         """Return the batch of a step, given the page table and the slots of each group."""
         lengths = query_starts, seq_lens, device_query_starts, device_seq_lens
         first, *others = (cls(*lengths, *each) for each in zip(page_tables, slots, strict=True))
-        return replace(first, others=tuple(others))
+        return replace(first, state_slots=state_slots, others=tuple(others))
 
     @property
     def by_group(self) -> tuple[AttentionBatch, ...]:
@@ -78,6 +80,15 @@ class Quantized(NamedTuple):
 
 
 Activations = Tensor | Quantized
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """Weights of a gated delta net that its recurrent part reads, of a rank."""
+
+    conv: Tensor  # [channels, conv_width]
+    a_log: Tensor  # [value_heads] float32
+    dt_bias: Tensor  # [value_heads] float32
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdserve.config.node_config import NodeConfig
 from pdserve.records import StepPlan
 
 # Tokens of small steps with prompts, by the most sequences in them. Products of 448 tokens take longer than of 512.
@@ -46,12 +47,21 @@ class GraphSizes:
     descriptors: tuple[BatchDescriptor, ...]  # the largest first
 
     @classmethod
-    def within(cls, max_num_seqs: int, max_batch_tokens: int) -> GraphSizes:
-        """Return the sizes of all graphs of a runner with these limits."""
+    def of_node(cls, config: NodeConfig) -> GraphSizes:
+        """Return the sizes of all graphs of a node's runner.
+
+        Kernels of recurrent layers for prompts cannot be captured.
+        """
+        return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed=config.model.state is None)
+
+    @classmethod
+    def within(cls, max_num_seqs: int, max_batch_tokens: int, mixed: bool = True) -> GraphSizes:
+        """Return the sizes of all graphs of a runner with these limits; ``mixed``: also of steps with prompts."""
         decode = [size for size in (1, 2, 4) if size < max_num_seqs] + list(range(8, max_num_seqs, 8)) + [max_num_seqs]
-        mixed = {(min(rows, max_num_seqs), tokens) for rows, tokens_of in _MIXED.items() for tokens in tokens_of}
+        pairs = ((rows, tokens) for rows, tokens_of in _MIXED.items() for tokens in tokens_of if mixed)
         sizes = [BatchDescriptor(rows, rows * each, each) for each in _DECODE_TOKENS for rows in decode]
-        sizes += [BatchDescriptor(*size) for size in sorted(mixed) if size[0] < size[1] <= max_batch_tokens]
+        of_mixed = {(min(rows, max_num_seqs), tokens) for rows, tokens in pairs}
+        sizes += [BatchDescriptor(*size) for size in sorted(of_mixed) if size[0] < size[1] <= max_batch_tokens]
         return cls(tuple(sorted(sizes, key=lambda size: -size.tokens)))
 
     @property

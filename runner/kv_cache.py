@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.errors import CapacityError
 from pdserve.kv import FP8_E4M3, UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.records import KVRegion
-
-_MEMORY_PAGE = 4096  # bytes; registration pins whole memory pages
+from runner.memory import registrable_zeros
 
 
 class KVCache:
@@ -46,9 +44,7 @@ class KVCache:
         self.scales = tuple(scales) or (UNSCALED,) * len(places)
         assert len(self.scales) == len(places)
         dtype: torch.dtype = torch.float8_e4m3fn if self.is_fp8 else getattr(torch, layout.dtype)
-        memory = _zeros(layout.total_bytes + _MEMORY_PAGE, device)
-        begin = -memory.data_ptr() % _MEMORY_PAGE
-        flat = memory[begin : begin + layout.total_bytes].view(dtype)
+        flat = registrable_zeros(layout.total_bytes, device, "KV cache").view(dtype)
         assert flat.numel() == math.prod(layout.shape)
         self.tensor: Tensor = flat.view(layout.shape)
         self.layers = [self.tensor[:, :, index] for _, index in places]
@@ -71,13 +67,3 @@ class KVCache:
             device=self.tensor.device.type,
             device_id=self.tensor.device.index or 0,
         )
-
-
-def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    try:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as exc:
-        raise CapacityError(
-            f"{device} has no longer {num_bytes / 2**30:.2f} GiB for the KV cache: another process took memory while "
-            "this node started; lower --gpu-memory-utilization of both, or set --kv-cache-memory"
-        ) from exc

@@ -1,4 +1,4 @@
-"""Digests of KV blocks: one 64-bit number per block that all ranks of all layouts compute alike.
+"""Digests of KV blocks and recurrent states: a 64-bit number each that all ranks of all layouts compute alike.
 
     digest of a block = Σ word · multiplier(position of the word in the model's KV)   mod 2⁶⁴
 
@@ -7,6 +7,9 @@ model, not in memory: layer, KV head, plane, token of the block, word of the row
 the digests of ranks with different parts add up to that of the whole block; of ranks with equal parts, one counts.
 Multipliers are odd, so each single changed word changes the digest. They look random, so swapped words change it as
 well.
+
+The digest of a slot of recurrent state is such a sum for each layer, of words by their position among the layer's heads
+in the model, and these times a multiplier of the layer.
 
 A digest finds accidents. An attacker who chooses the bytes can make them fit.
 """
@@ -25,11 +28,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.records import DigestOrder, StepOutput, StepPlan
 from runner.kernels.reference import mix64
 from runner.kv_cache import KVCache
 from runner.pending_step import HostCopy
+from runner.state_cache import StateCache
 from runner.step_parts import StepFeature, StepPart
 
 # Words per multiplication of plain torch. On a CPU they stay in its cache, and malloc does not map memory for each
@@ -57,7 +61,10 @@ class KVDigester:
         self._uses_triton = memory.device.type == "cuda" and find_spec("triton") is not None
 
     def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
-        """Return the digests of all blocks of the orders. Shape [blocks] int64, device. Does not synchronise."""
+        """Return the digests of all blocks of the orders. Shape [blocks] int64, device. Does not synchronise.
+
+        There is at least one block.
+        """
         work = torch.tensor([row for order in orders for row in self._blocks_with_tokens(order)])  # [blocks, 3]
         if not self._uses_triton:
             return self._compute_with_torch(*work.unbind(1))
@@ -99,16 +106,63 @@ class KVDigester:
         return multipliers
 
 
-class BlockDigests(StepFeature[object]):
-    """Digests that plans order, of the cache as it is after their step."""
+class StateDigester:
+    """Digests of the slots of one rank's recurrent states, computed on their device in stream order."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
+    def __init__(self, states: StateCache) -> None:
+        layout, share = states.layout, states.share
+        spec, shards = layout.spec, share.num_shards
+        value_bytes = spec.value_heads * spec.value_dim * spec.key_dim * 4
+        key_conv, value_conv = (heads * dim * (spec.conv_width - 1) * DTYPE_BYTES[spec.dtype] for heads, dim in
+                                ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim)))  # fmt: skip
+        parts = (value_bytes, key_conv, key_conv, value_conv)  # bytes of a shard: delta rule, queries, keys, values
+        word = next(word for word in _WORDS if all(size % word.itemsize == 0 for size in parts))
+        positions, before = [], 0  # in the model, in words
+        for size in parts:
+            words = size // word.itemsize
+            positions.append(before + share.shard * words + np.arange(words, dtype=np.uint64))
+            before += shards * words
+        delta, conv = multipliers_at(positions[0]), multipliers_at(np.concatenate(positions[1:]))
+        weights = np.zeros(spec.layer_bytes // word.itemsize, np.uint64)  # no padding counts
+        weights[: len(delta)] = delta
+        weights[spec.delta_bytes // word.itemsize :][: len(conv)] = conv
+        of_layers = multipliers_at(np.arange(share.first_layer, share.first_layer + layout.num_layers, dtype=np.uint64))
+        device, self._num_layers = states.slots.device, layout.num_layers
+        self._weights = torch.from_numpy(weights.view(np.int64)).to(device)  # [words of a layer]
+        self._of_layers = torch.from_numpy(of_layers.view(np.int64)).to(device)  # [num_layers]
+        self._words = states.slots.view(word).view(-1, len(weights))  # [num_slots * num_layers, words of a layer]
+        self._uses_triton = device.type == "cuda" and find_spec("triton") is not None
+
+    def compute(self, slots: Sequence[int]) -> Tensor:
+        """Return the digests of some slots. Shape [slots] int64, device. Does not synchronise."""
+        rows = torch.tensor(slots)[:, None] * self._num_layers + torch.arange(self._num_layers)
+        if self._uses_triton:
+            from runner.kernels.block_digest import block_digests
+
+            work = torch.stack((rows.flatten(), torch.ones(rows.numel(), dtype=torch.int64)), dim=1)
+            work = work.pin_memory().to(self._words.device, non_blocking=True)
+            sums = block_digests(self._words, work, self._weights[None], 1, len(self._weights)).view(rows.shape)
+        else:
+            each = [(self._words[row] * self._weights).sum() for row in rows.flatten().tolist()]  # int64 wraps around
+            sums = torch.stack(each).view(rows.shape)
+        return (sums * self._of_layers).sum(1)
+
+
+class BlockDigests(StepFeature[object]):
+    """Digests that plans order, of the cache and of states as they are after their step."""
+
+    def __init__(self, cache: KVCache, states: StateCache | None = None) -> None:
+        self._cache, self._states = cache, states
 
     @cached_property
     def _digester(self) -> KVDigester:
         """The first use allocates more than twice the memory of a block."""
         return KVDigester(self._cache.tensor, self._cache.layout, self._cache.share)
+
+    @cached_property
+    def _state_digester(self) -> StateDigester:
+        assert self._states is not None, "a plan orders digests of states that the model does not have"
+        return StateDigester(self._states)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -119,19 +173,26 @@ class BlockDigests(StepFeature[object]):
     def start(self, order: DigestOrder) -> DigestsOfBlocks:
         """Digest blocks beside the steps in flight, none of which writes to them."""
         if self._cache.tensor.device.type != "cuda":
-            return DigestsOfBlocks(HostCopy.start(self._digester.compute([order])))
+            return DigestsOfBlocks(HostCopy.start(self.compute([order])))
         with torch.cuda.stream(self._stream):
-            return DigestsOfBlocks(HostCopy.start(self._digester.compute([order])))
+            return DigestsOfBlocks(HostCopy.start(self.compute([order])))
+
+    def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
+        """Return the digests of the blocks of all orders, then of the slots of all. Shape [digests] int64, device."""
+        slots = [slot for order in orders for slot in order.state_slots]
+        found = [self._digester.compute(orders)] if any(order.block_ids for order in orders) else []
+        found += [self._state_digester.compute(slots)] if slots else []
+        return torch.cat(found)
 
     def part(self, plan: StepPlan) -> StepPart[object] | None:
-        return _OrderedDigests(self._digester, plan.digests) if plan.digests else None
+        return _OrderedDigests(self, plan.digests) if plan.digests else None
 
 
 @dataclass(frozen=True, slots=True)
 class DigestsOfBlocks:
     """A pdserve.protocols.PendingDigests."""
 
-    copy: HostCopy  # [blocks] int64
+    copy: HostCopy  # [digests] int64
 
     def done(self) -> bool:
         return self.copy.done()
@@ -141,15 +202,17 @@ class DigestsOfBlocks:
 
 
 class _OrderedDigests(StepPart[object]):
-    def __init__(self, digester: KVDigester, orders: Sequence[DigestOrder]) -> None:
-        self._digester, self._orders = digester, orders
+    def __init__(self, feature: BlockDigests, orders: Sequence[DigestOrder]) -> None:
+        self._feature, self._orders = feature, orders
 
     def after_step(self) -> None:
-        self._digests = HostCopy.start(self._digester.compute(self._orders))
+        self._digests = HostCopy.start(self._feature.compute(self._orders))
 
     def on_result(self, output: StepOutput) -> StepOutput:
         values = iter(self._digests.wait().tolist())
-        digests = tuple(tuple(islice(values, len(order.block_ids))) for order in self._orders)
+        blocks = [tuple(islice(values, len(order.block_ids))) for order in self._orders]
+        states = [tuple(islice(values, len(order.state_slots))) for order in self._orders]
+        digests = tuple(of_blocks + of_states for of_blocks, of_states in zip(blocks, states, strict=True))
         return msgspec.structs.replace(output, digests=digests)
 
 
@@ -166,5 +229,8 @@ def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np
     of_word = layers[:, None, None, :, None, None, None]
     position = of_word * share.total_heads + head + share.first_head
     position = ((position * planes + plane) * layout.block_size + page * page_size + token) * row_words + word
-    mixed = mix64((position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
-    return np.where(of_word < 0, np.uint64(0), mixed)
+    return np.where(of_word < 0, np.uint64(0), multipliers_at(position.astype(np.uint64)))
+
+
+def multipliers_at(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return mix64((positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)

@@ -38,6 +38,7 @@ from pdserve.records import (
     TokenLogprobs,
 )
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
@@ -71,6 +72,8 @@ class SimulatedRunner:
         self._steps = SimulatedSteps(config.costs)
         self.kv_layout = config.kv_layout
         self.kv_region = KVRegion(0, self.kv_layout.total_bytes, "cpu", 0)
+        self.state_layout: StateLayout | None = None  # simulated nodes have none, whatever the model
+        self.state_region: KVRegion | None = None
         self._vocab_size = config.model.vocab_size
         self._vocabulary = SimulatedVocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}

@@ -8,6 +8,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
 from pdserve.records import TOKEN_BYTES, DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 from runner.graph_sizes import GraphSizes
 
 #: Prompt tokens of steps; those run that are too large for a graph. Each is at most twice the one before: the tiles of
@@ -58,7 +59,7 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
     Tensors of the prompts then begin at other offsets, for which Triton compiles kernels again.
     """
-    in_graphs = _graph_sizes(config).most_mixed_tokens
+    in_graphs = GraphSizes.of_node(config).most_mixed_tokens
     for others in (1, 4):
         most = min(config.max_batch_tokens - others, config.max_model_len - 2)
         for chunk in sorted({min(chunk, most) for chunk in _CHUNKS if chunk > in_graphs}):
@@ -77,24 +78,22 @@ def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int
 
 
 def _sequence(runner: ModelRunner, number: int, length: int, sampling: SamplingParams = GREEDY) -> NewSequence:
-    """Return a sequence with room for two more tokens. All share blocks: nothing reads their tokens."""
+    """Return a sequence with room for two more tokens. All share blocks and states: nothing reads their tokens."""
     layout = runner.kv_layout
     num_entries = ((length + 2) // layout.block_size + 1) * layout.groups.num_groups
     blocks = tuple((number + at) % layout.num_blocks for at in range(num_entries))
-    return NewSequence(-1 - number, bytes(length * TOKEN_BYTES), length, 0, blocks, sampling)
+    state_slot = NO_SLOT if runner.state_layout is None else number % runner.state_layout.num_slots
+    tokens = bytes(length * TOKEN_BYTES)
+    return NewSequence(-1 - number, tokens, length, 0, blocks, sampling, state_slot=state_slot)
 
 
 def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
     """Return the numbers of tokens and of samples for ``Model.run_products``: those of steps without a graph."""
     tokens = [
-        *range(_graph_sizes(config).most_mixed_tokens + 8, 2048, 8),
+        *range(GraphSizes.of_node(config).most_mixed_tokens + 8, 2048, 8),
         *range(2048, config.max_batch_tokens + 1, 128),
     ]
     return [each for each in tokens if each <= config.max_batch_tokens], list(range(1, config.max_num_seqs + 1))
-
-
-def _graph_sizes(config: NodeConfig) -> GraphSizes:
-    return GraphSizes.within(config.max_num_seqs, config.max_batch_tokens)
 
 
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
@@ -109,7 +108,9 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()
     for _ in range(2):
         runner.launch(StepPlan(-1, scheduled=tokens, num_decodes=len(tokens), masks=masks)).result()
-    digests = (DigestOrder((0,), 1),) if config.kv_checksum else ()
-    runner.launch(StepPlan(-1, finished=tuple(seqs), digests=digests)).result()
+    has_states = runner.state_layout is not None
+    digests = (DigestOrder((0,), 1, state_slots=(0,) if has_states else ()),) if config.kv_checksum else ()
+    copies = ((0, 1),) if has_states else ()
+    runner.launch(StepPlan(-1, finished=tuple(seqs), digests=digests, state_copies=copies)).result()
     for order in digests:
         runner.digest(order).result()

@@ -37,30 +37,41 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = 0  # experts per token
     expert_intermediate_size: int = 0
     full_layers: int = 0  # layers that keep all tokens, where others have a sliding window; 0: all do
+    kv_layers: int = 0  # layers with a KV cache; 0: all
+    state_bytes: int = 0  # of recurrent layers, per sequence
 
     @classmethod
     def of(cls, model: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:
         """``kv_cache_dtype`` is a value of the flag, or the dtype of a KVLayout."""
-        fields = {name: getattr(model, name) for name in cls.__struct_fields__ if hasattr(model, name)}
+        names = (name for name in cls.__struct_fields__ if name != "kv_layers" and hasattr(model, name))
+        fields = {name: getattr(model, name) for name in names}
         if moe := model.moe:
             experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
             fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
         groups = model.kv_cache_groups
         if groups.layers:
             fields["full_layers"] = sum(groups.windows[group] is None for group in groups.layers)
+        if state := model.state:
+            kv_layers = len(model.kv_layers)
+            fields |= {"kv_layers": kv_layers, "state_bytes": (model.num_layers - kv_layers) * state.layer_bytes}
         return cls(**fields, kv_cache_dtype=FP8_E4M3 if kv_cache_dtype in (FP8_E4M3, "fp8") else "auto")
 
     @property
     def kv_bytes(self) -> int:
         """KV bytes per token of a long sequence: layers with a window add none."""
         dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
-        return (self.full_layers or self.num_layers) * FullAttentionSpec(
-            self.num_kv_heads, self.head_dim, dtype
-        ).page_bytes(1)
+        layers = self.full_layers or self.kv_layers or self.num_layers
+        return layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
+
+    def handoff_bytes(self, tokens: float) -> float:
+        """Bytes that a node reads of a sequence with these tokens: KV, and the recurrent state."""
+        return tokens * self.kv_bytes + self.state_bytes
 
     def __str__(self) -> str:
         cache = "" if self.kv_cache_dtype == "auto" else f", KV cache in {self.kv_cache_dtype}"
-        return f"{self.num_layers} layers of {self.hidden_size}, {self.num_kv_heads} KV heads of {self.head_dim}{cache}"
+        state = f", {self.state_bytes} bytes of state per sequence" if self.state_bytes else ""
+        layers = f"{self.num_layers} layers of {self.hidden_size}"
+        return f"{layers}, {self.num_kv_heads} KV heads of {self.head_dim}{cache}{state}"
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,7 +129,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
         What is left to be read then is what the prompt's last step has computed.
         """
-        last = min(prompt, self.step_tokens) * self.shape.kv_bytes / 1e9
+        last = self.shape.handoff_bytes(min(prompt, self.step_tokens)) / 1e9
         slower = max(0.0, last / kv_gb_per_s - last / self.kv_gb_per_s)
         return _line_at(self.second_token_ms, prompt) / 1e3 + slower
 

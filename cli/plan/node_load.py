@@ -93,7 +93,7 @@ class NodeLoad:
     def on_prefill(self, rate: float, nodes: int) -> PlannedRole:
         """Model prefill nodes. ``rate`` is in requests per second over all nodes."""
         busy = rate * self.prefill_mean / nodes
-        traffic = rate * self.workload.mean_prompt * self.costs.shape.kv_bytes / 1e9 / nodes
+        traffic = rate * self.costs.shape.handoff_bytes(self.workload.mean_prompt) / 1e9 / nodes
         share = 1.0 - self.limits.headroom
         if busy > share:
             return PlannedRole(nodes=nodes, lacks="compute", utilisation=busy, kv_gb_per_s=traffic)
@@ -103,7 +103,7 @@ class NodeLoad:
 
     def on_decode(self, rate: float, nodes: int) -> PlannedRole:
         """Model decode nodes. Requests still on P hold blocks here, for twice their mean prefill time."""
-        traffic = rate * self.workload.mean_prompt * self.costs.shape.kv_bytes / 1e9 / nodes
+        traffic = rate * self.costs.shape.handoff_bytes(self.workload.mean_prompt) / 1e9 / nodes
         expected = rate / nodes * 2 * self.prefill_mean
         handoff = [(self.handoff_seconds, 1.0)]
         role = self._decoding(rate / nodes, nodes, expected, self.step, lambda batch: (), handoff)

@@ -51,6 +51,7 @@ def as_json(load: NodeLoad, plan: Plan) -> dict[str, Any]:
         "requests_per_s_per_gpu": plan.rate / plan.nodes / costs.gpus,
         "output_tokens_per_s_per_gpu": plan.rate * workload.mean_output / plan.nodes / costs.gpus,
         "kv_bytes_per_token": costs.shape.kv_bytes,
+        "state_bytes_per_sequence": costs.shape.state_bytes,
         "network_gb_per_s": load.network,
         "worthwhile": _split_is_better(plan),
         "prediction_errors": msgspec.to_builtins(PREDICTION_ERRORS),
@@ -146,6 +147,8 @@ def _notes(load: NodeLoad, plan: Plan) -> Iterator[str]:
     tokens = plan.rate * load.workload.mean_output
     yield f"each GPU serves {plan.rate / count:.3g} requests/s and {tokens / count:,.0f} output tokens/s"
     room = f"{load.costs.kv_tokens:,} tokens of KV, {load.costs.shape.kv_bytes / 1024:.0f} KiB each"
+    if load.costs.shape.state_bytes:
+        room += f", and {load.costs.shape.state_bytes / 2**20:.0f} MiB of recurrent state per sequence"
     yield f"each decode node holds {room}: at most {plan.decode.most_batch} sequences, limited by {plan.decode.most_by}"
     most = max(plan.prefill.kv_gb_per_s, plan.decode.kv_gb_per_s)
     yield f"KV traffic into or out of a node is at most {most:.3g} GB/s of the network's {load.network:.3g}"

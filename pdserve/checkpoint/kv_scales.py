@@ -13,7 +13,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pdserve.checkpoint.files import open_regular
@@ -34,26 +34,27 @@ def is_kv_scale(tensor: str) -> bool:
     return _NAME.fullmatch(tensor) is not None
 
 
-def read_kv_scales(headers: Mapping[Path, Mapping[str, Tensor]], num_layers: int) -> tuple[KVScales, ...]:
-    """Return the scales of each layer; empty if the checkpoint has none.
+def read_kv_scales(headers: Mapping[Path, Mapping[str, Tensor]], layers: Sequence[int]) -> tuple[KVScales, ...]:
+    """Return the scales of each of ``layers``; empty if the checkpoint has none.
 
-    Layers behind ``num_layers`` predict further tokens and are left out. Raises CheckpointError for a tensor that is no
+    Layers behind the model's predict further tokens and are left out. Raises CheckpointError for a tensor that is no
     positive number, and for a layer without its scale.
     """
     found: dict[tuple[int, str], float] = {}
+    wanted = set(layers)
     for path, tensors in headers.items():
         for name, tensor in tensors.items():
             match = _NAME.fullmatch(name)
-            if match is not None and int(match[1]) < num_layers:
+            if match is not None and int(match[1]) in wanted:
                 scale = _read(path, name, tensor)
                 found.update(((int(match[1]), plane), scale) for plane in match[2] or match[3])
     if not found:
         return ()
-    missing = [f"{plane}_scale of layer {layer}" for layer in range(num_layers) for plane in "kv"
+    missing = [f"{plane}_scale of layer {layer}" for layer in layers for plane in "kv"
                if (layer, plane) not in found]  # fmt: skip
     if missing:
         raise CheckpointError(f"the checkpoint has scales of an FP8 KV cache, but no {missing[0]}; {_REMEDY}")
-    return tuple(KVScales(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers))
+    return tuple(KVScales(found[layer, "k"], found[layer, "v"]) for layer in layers)
 
 
 def _read(path: Path, name: str, tensor: Tensor) -> float:

@@ -37,7 +37,7 @@ def choose_kv_dtype(options: NodeOptions, device: DeviceInfo, dtype: str, choice
 def choose_kv_scales(
     options: NodeOptions, model_dir: Path, model: ModelConfig, kv_dtype: str, choices: list[str]
 ) -> tuple[KVScales, ...]:
-    """Return the scales of the model's layers: the checkpoint's, else 1.0; empty unless the cache is FP8."""
+    """Return the scales of the model's ``kv_layers``: the checkpoint's, else 1.0; empty unless the cache is FP8."""
     if kv_dtype != FP8_E4M3:
         return ()
     scheme = model.quantization.get("kv_cache_scheme") or {}
@@ -47,9 +47,9 @@ def choose_kv_scales(
             f"kv_cache_dtype {options.kv_cache_dtype}: the checkpoint's kv_cache_scheme is {shown(scheme)}; supported "
             f"is {_SCHEME}. Use auto"
         )
-    scales = read_kv_scales(read_headers(model_dir), model.num_layers) if options.reads_weights else ()
+    scales = read_kv_scales(read_headers(model_dir), model.kv_layers) if options.reads_weights else ()
     source = "the checkpoint's" if scales else "the checkpoint has none"
-    scales = scales or (UNSCALED,) * model.num_layers
+    scales = scales or (UNSCALED,) * len(model.kv_layers)
     choices.append(f"kv_scales={describe_scales(scales)}: {source}")
     return scales
 

@@ -11,6 +11,7 @@ from pdserve.kv import KVLayout, KVScales, KVShare
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import PoolingConfig
 from pdserve.rpc.timeouts import PeerTiming
+from pdserve.state import StateLayout, StateShare
 from pdserve.weights.change import FileStates
 
 
@@ -27,7 +28,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a node for one of its ranks; ``for_rank`` returns that of another rank.
 
-    ``rank``, ``device`` and ``kv_layout`` are the rank's; all other fields are equal on all ranks.
+    ``rank``, ``device``, ``kv_layout`` and ``state_layout`` are the rank's; all other fields are equal on all ranks.
     """
 
     model_dir: str
@@ -42,7 +43,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     rank: int = 0
     kv_layout: KVLayout
-    kv_scales: tuple[KVScales, ...] = ()  # of all layers of the model; empty unless the cache is FP8
+    state_layout: StateLayout | None = None  # of recurrent layers; None: the model, or a simulated node, has none
+    state_slots: int | None = None  # as the user chose; None: as many as ``choose_slots`` finds
+    kv_scales: tuple[KVScales, ...] = ()  # of all layers with a KV cache; empty unless the cache is FP8
     kv_checksum: bool
     kv_connector: str = "nixl"  # of connector/__init__.py: a name, or module:Class
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
@@ -78,7 +81,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shares(self) -> tuple[KVShare, ...]:
         """The layers and KV heads that each rank holds, by rank."""
-        return self.parallel.shares(self.model.num_kv_heads)
+        return self.parallel.shares(self.model)
+
+    @property
+    def state_share(self) -> StateShare | None:
+        """The part of the recurrent state that this rank holds; None if there is no state."""
+        return None if self.state_layout is None else self.parallel.state_shares(self.model)[self.rank]
 
     @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:
@@ -87,10 +95,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def whole_layout(self, layout: KVLayout) -> KVLayout:
         """Return a rank's layout extended to all layers and heads, which describes the node."""
-        return layout.resized(range(self.model.num_layers), self.model.num_kv_heads)
+        return layout.resized(range(len(self.model.kv_layers)), self.model.num_kv_heads)
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """Return the configuration of the same node for rank ``rank`` on ``device``."""
         config = msgspec.structs.replace(self, rank=rank, device=device)
-        layout = self.kv_layout.resized(config.share.layers, config.share.num_heads)
-        return msgspec.structs.replace(config, kv_layout=layout)
+        layout, states = self.kv_layout.resized(config.share.layers, config.share.num_heads), self.state_layout
+        if states is not None and config.state_share is not None:
+            states = msgspec.structs.replace(states, num_layers=config.state_share.num_layers)
+        return msgspec.structs.replace(config, kv_layout=layout, state_layout=states)

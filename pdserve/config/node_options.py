@@ -210,6 +210,16 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="KV cache",
         ),
     ] = None
+    state_slots: Annotated[
+        int | None,
+        Flag(
+            "slots of recurrent state, for models that have one: a sequence needs one, a snapshot for prefix hits, too",
+            metavar="N",
+            at_least=2,
+            unset="as many as sequences of 4,096 tokens fit",
+            group="KV cache",
+        ),
+    ] = None
     kv_checksum: Annotated[
         str | None,
         Flag(

@@ -17,8 +17,10 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
+from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.moe import MoEConfig
+from pdserve.state import StateShare
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -43,13 +45,29 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         return RankPosition(self, *divmod(rank, self.tp))
 
-    def shares(self, num_kv_heads: int) -> tuple[KVShare, ...]:
-        """Return each rank's part of the KV of a model with ``num_kv_heads`` heads."""
+    def shares(self, model: ModelConfig) -> tuple[KVShare, ...]:
+        """Return each rank's part of the KV of ``model``. Layers count among those that have a KV cache."""
+        kv_layers = self.kv_layers(model)
         positions = (self.position(rank) for rank in range(self.num_ranks))
         return tuple(
-            KVShare.of_rank(position.stage, self.stage_layers, position.shard, self.tp, num_kv_heads)
+            KVShare.of_rank(position.stage, kv_layers, position.shard, self.tp, model.num_kv_heads)
             for position in positions
         )
+
+    def state_shares(self, model: ModelConfig) -> tuple[StateShare, ...]:
+        """Return each rank's part of the recurrent state of ``model``; empty if it has none."""
+        if model.state is None:
+            return ()
+        counts = [each - kv for each, kv in zip(self.stage_layers, self.kv_layers(model), strict=True)]
+        positions = (self.position(rank) for rank in range(self.num_ranks))
+        return tuple(
+            StateShare(sum(counts[: each.stage]), counts[each.stage], sum(counts), each.shard, self.tp)
+            for each in positions
+        )
+
+    def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
+        """Return the number of layers with a KV cache of each stage."""
+        return tuple(model.kv_layers_in(self.position(stage * self.tp).layers) for stage in range(self.pp))
 
 
 class RankPosition(msgspec.Struct, frozen=True):
@@ -113,6 +131,8 @@ def choose_parallel_config(
         )
     sizes = [("attention heads", model.num_heads), ("intermediate_size", model.intermediate_size)]
     _check_experts(model, tp, ep)
+    if model.state is not None:
+        sizes.append(("key heads of recurrent layers", model.state.key_heads))
     if model.moe is not None:
         sizes.append(("intermediate size of experts", model.moe.intermediate_size * ep))
         sizes.append(("intermediate size of shared experts", model.moe.shared_intermediate_size))
@@ -120,7 +140,24 @@ def choose_parallel_config(
         if tp < 1 or count % tp:
             raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
     KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
-    return ParallelConfig(tuple(stage_layers), tp, ep)
+    parallel = ParallelConfig(tuple(stage_layers), tp, ep)
+    _check_kinds(model, parallel)
+    return parallel
+
+
+def _check_kinds(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError unless each stage has a layer that attends, and in a model with recurrent ones one of these."""
+    if model.state is None:
+        return
+    for stage, (count, kv) in enumerate(zip(parallel.stage_layers, parallel.kv_layers(model), strict=True)):
+        if kv in (0, count):
+            kind = "that attends" if kv == 0 else "with recurrent state"
+            layers = parallel.position(stage * parallel.tp).layers
+            attending = ", ".join(map(str, model.kv_layers[:8])) + (" …" if len(model.kv_layers) > 8 else "")
+            raise ConfigError(
+                f"stage {stage} has layers {layers.start} … {layers[-1]} and none {kind}; each stage needs both kinds. "
+                f"Layers {attending} attend, the others are recurrent: choose --stage-layers so, or a smaller --pp"
+            )
 
 
 def _check_experts(model: ModelConfig, tp: int, ep: int) -> None:
@@ -144,8 +181,15 @@ def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
         num_kv_heads=max(1, model.num_kv_heads // tp),
         intermediate_size=model.intermediate_size // tp,
         moe=None if model.moe is None else _shard_of_experts(model.moe, position),
-        attention=model.attention[layers.start : layers.stop],
+        attention=_attention_of(model, layers),
+        recurrent=model.recurrent[layers.start : layers.stop],
+        state=None if model.state is None else model.state.split(tp),
     )
+
+
+def _attention_of(model: ModelConfig, layers: range) -> tuple[AttentionSpec, ...]:
+    first = model.kv_layers_in(range(layers.start))
+    return model.attention[first : first + model.kv_layers_in(layers)]
 
 
 def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
@@ -194,17 +238,29 @@ def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
 def _parameters(model: ModelConfig, position: RankPosition, active: bool = False) -> tuple[int, int, int]:
     """Count the weights of linear layers, of the ``active`` or all experts, and of tables and routers."""
     mine = shard_of(model, position)
-    attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
     layers = position.layers
+    mixers = _mixer_parameters(mine)
     num_tables = position.is_first + position.is_last
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
     dense, moe = 3 * mine.hidden_size * mine.intermediate_size, mine.moe
     if moe is None or model.moe is None:
-        return mine.num_layers * attention + len(layers) * dense, 0, tables
+        return mixers + len(layers) * dense, 0, tables
     num_dense = sum(model.moe.is_dense(layer) for layer in layers)
     num_moe = len(layers) - num_dense
     used = min(moe.top_k, moe.num_experts) if active else moe.num_experts
     expert, shared = 3 * mine.hidden_size * moe.intermediate_size, 3 * mine.hidden_size * moe.shared_intermediate_size
     routers = num_moe * model.moe.num_experts * mine.hidden_size
-    linear = mine.num_layers * attention + num_dense * dense + num_moe * shared
+    linear = mixers + num_dense * dense + num_moe * shared
     return linear, num_moe * used * expert, tables + routers
+
+
+def _mixer_parameters(mine: ModelConfig) -> int:
+    """Count the weights of linear layers in attention, and in gated delta nets, of a rank's part of a model."""
+    kv_layers = len(mine.kv_layers)
+    heads = (3 if mine.has_output_gate else 2) * mine.num_heads + 2 * mine.num_kv_heads
+    attention = kv_layers * mine.hidden_size * mine.head_dim * heads
+    if (state := mine.state) is None:
+        return attention
+    values = state.value_heads * state.value_dim
+    outputs = state.channels + values + 2 * state.value_heads  # queries, keys, values, gates; betas and decays
+    return attention + (mine.num_layers - kv_layers) * mine.hidden_size * (outputs + values)

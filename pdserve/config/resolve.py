@@ -34,6 +34,7 @@ from pdserve.config.parallel import (
 from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
+from pdserve.config.state_slots import LEAST_SLOTS, TYPICAL_TOKENS, choose_slots, most_slots
 from pdserve.config.triton_hosts import try_triton
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
@@ -43,6 +44,7 @@ from pdserve.model.text_part import text_headers
 from pdserve.model.weight_formats import storage_rules
 from pdserve.request_cost import AUTO_ITL_STEPS
 from pdserve.rpc.timeouts import PeerTiming
+from pdserve.state import StateLayout
 
 _CPU_KV_MEMORY = 1 << 30
 _CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them
@@ -82,7 +84,8 @@ def resolve(
         choices.append(check_split(model_dir, model.architecture, parallel))
     kv_dtype = choose_kv_dtype(options, device, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
-    layout = _choose_layout(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
+    _check_state_options(options, model)
+    layout, states = _choose_layouts(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
     max_batch_tokens = _choose_batch_tokens(options, device, parallel, choices)
     if weights is not None and weights.quantized:
         choices.append(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
@@ -96,10 +99,12 @@ def resolve(
         load_from=options.load_from,
         weight_peers=options.weight_peers,
         max_model_len=_choose_max_model_len(
-            options, model, layout, max_batch_tokens, _measures(options, device), choices
+            options, model, (layout, states), max_batch_tokens, _measures(options, device), choices
         ),
         parallel=parallel,
         kv_layout=layout,
+        state_layout=states,
+        state_slots=options.state_slots,
         kv_scales=kv_scales,
         kv_checksum=options.kv_checksum != "off" and not options.simulated,
         kv_connector=kv_connector_of(options),
@@ -118,7 +123,7 @@ def resolve(
         sim_crash_token=options.sim_crash_token,
         synthetic_acceptance=options.synthetic_acceptance,
         max_drafts=options.max_drafts,
-        compat_fields=_compat_fields(compat_model, options, layout, kv_scales)
+        compat_fields=_compat_fields(compat_model, options, layout, dtype, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},
         choices=tuple(choices),
         pooling=pooling,
@@ -218,7 +223,19 @@ def _choose_costs(options: NodeOptions, choices: list[str]) -> SimulatedCosts | 
     return costs
 
 
-def _choose_layout(
+def _check_state_options(options: NodeOptions, model: ModelConfig) -> None:
+    if model.state is None and options.state_slots is not None:
+        raise ConfigError(
+            f"state_slots {options.state_slots}: {model.architecture} has no recurrent layers; remove the option"
+        )
+    if model.state is not None and options.max_drafts:
+        raise ConfigError(
+            f"synthetic_acceptance {options.synthetic_acceptance:g}: {model.architecture} has recurrent layers, whose "
+            "state cannot go back behind rejected drafts; remove the option"
+        )
+
+
+def _choose_layouts(
     options: NodeOptions,
     device: DeviceInfo,
     model: ModelConfig,
@@ -226,10 +243,11 @@ def _choose_layout(
     dtypes: tuple[str, str],
     backend: str,
     choices: list[str],
-) -> KVLayout:
-    """Choose rank 0's layout. All ranks have as many blocks, so the rank with the largest blocks limits the number.
+) -> tuple[KVLayout, StateLayout | None]:
+    """Choose rank 0's layouts of KV and of recurrent state.
 
-    ``dtypes`` are the model's and the cache's.
+    All ranks have as many blocks and slots, so the rank with the largest ones limits their numbers. ``dtypes`` are the
+    model's and the cache's.
     """
     dtype, kv_dtype = dtypes
     page = choose_page_size(options.block_size, options.kernel_block_size, backend)
@@ -237,7 +255,7 @@ def _choose_layout(
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
         choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
     groups = model.kv_cache_groups
-    stages = [groups.block_layers(share.layers) for share in parallel.shares(model.num_kv_heads)]
+    stages = [groups.block_layers(share.layers) for share in parallel.shares(model)]
     if groups.num_groups > 1:
         padding = groups.num_groups * groups.block_layers(range(model.num_layers)) - model.num_layers
         choices.append(f"kv_groups={groups.num_groups}: {groups}; {padding} layers are padding")
@@ -252,11 +270,40 @@ def _choose_layout(
     if options.simulated and options.kv_cache_memory is None:
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
         num_blocks = max(1, KV_TOKENS // options.block_size) * max(1, groups.windows.count(None))
-        return msgspec.structs.replace(one_block, num_blocks=num_blocks)
-    largest = msgspec.structs.replace(one_block, num_layers=max(stages))
+        return msgspec.structs.replace(one_block, num_blocks=num_blocks), None
     weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
     memory = _choose_kv_memory(options, device, weights, choices)
-    return msgspec.structs.replace(one_block, num_blocks=min(memory // largest.block_bytes, MAX_BLOCKS))
+    states = None if options.simulated else _one_slot(model, parallel, dtype)
+    blocks = [msgspec.structs.replace(one_block, num_layers=layers) for layers in stages[:: parallel.tp]]
+    rest = [memory] * parallel.pp  # of each stage, behind its states
+    if states is not None:
+        counts = [share.num_layers for share in parallel.state_shares(model)[:: parallel.tp]]
+        slots = [msgspec.structs.replace(states, num_layers=layers) for layers in counts]
+        num_slots = _choose_state_slots(options, memory, list(zip(blocks, slots, strict=True)), choices)
+        states = msgspec.structs.replace(states, num_slots=num_slots)
+        rest = [memory - num_slots * each.slot_bytes for each in slots]
+    fitting = [max(room, 0) // each.block_bytes for room, each in zip(rest, blocks, strict=True)]
+    return msgspec.structs.replace(one_block, num_blocks=min(*fitting, MAX_BLOCKS)), states
+
+
+def _one_slot(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> StateLayout | None:
+    """Return rank 0's layout of recurrent state with one slot; None for a model without any."""
+    spec, shares = shard_of(model, parallel.position(0)).state_spec(dtype), parallel.state_shares(model)
+    return None if spec is None else StateLayout(num_slots=1, num_layers=shares[0].num_layers, spec=spec)
+
+
+def _choose_state_slots(
+    options: NodeOptions, memory: int, stages: list[tuple[KVLayout, StateLayout]], choices: list[str]
+) -> int:
+    """``stages`` have one block and one slot each."""
+    if options.state_slots is not None:
+        return options.state_slots
+    found = min(choose_slots(memory, *each, options.max_num_seqs) for each in stages)
+    choices.append(
+        f"state_slots={found}: sequences of {TYPICAL_TOKENS} tokens that fit beside their KV, within {LEAST_SLOTS} … "
+        f"{most_slots(options.max_num_seqs)}; {max(slot.slot_bytes for _, slot in stages)} bytes each"
+    )
+    return found
 
 
 def _measures(options: NodeOptions, device: DeviceInfo) -> bool:
@@ -287,12 +334,13 @@ def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, ch
 def _choose_max_model_len(
     options: NodeOptions,
     model: ModelConfig,
-    layout: KVLayout,
+    layouts: tuple[KVLayout, StateLayout | None],
     max_batch_tokens: int,
     estimated: bool,
     choices: list[str],
 ) -> int:
     """Return tokens. From an ``estimated`` cache take nine tenths, because the measured one must hold them."""
+    layout, states = layouts
     limit = model.max_position_embeddings
     room = layout.longest(max_batch_tokens, limit)
     wanted = options.max_model_len or limit
@@ -307,6 +355,9 @@ def _choose_max_model_len(
     if room < max(wanted, 2):
         longest = max(options.max_model_len or limit, 2)
         needed = layout.blocks_for(longest, max_batch_tokens) * layout.block_bytes
+        if states is not None:  # ``choose_slots`` takes a slot for every few tokens
+            beside = options.state_slots or LEAST_SLOTS + longest // TYPICAL_TOKENS
+            needed += beside * states.slot_bytes
         raise CapacityError(
             f"a KV cache of {layout.total_bytes} bytes ({layout.num_blocks} blocks, {room} tokens) has no room for one "
             f"sequence of {max(wanted, 2)} tokens; give --kv-cache-memory {needed} for {longest} tokens, or "
@@ -360,18 +411,20 @@ def model_name(model: str) -> str:
 
 
 def _compat_fields(
-    model: ModelConfig, options: NodeOptions, layout: KVLayout, kv_scales: tuple[KVScales, ...]
+    model: ModelConfig, options: NodeOptions, layout: KVLayout, dtype: str, kv_scales: tuple[KVScales, ...]
 ) -> dict[str, str]:
     """Return the fields that must be equal on both sides of a handoff; ``config_with_weights.py`` adds the weights.
 
     A simulated node has no KV to read, so ``weights`` keeps it from being paired with a real one.
     """
+    state = model.state_spec(dtype)
     return {
         "architecture": model.architecture,
         "model_impl": model.impl,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
         "weights": "simulated" if options.simulated else "dummy" if not options.reads_weights else "checkpoint",
         **model.kv_cache_spec(layout.dtype).compat_fields,
+        **({} if state is None else state.compat_fields),
         "kv_scales": describe_scales(kv_scales),
         "num_layers": str(model.num_layers),
         "kv_groups": str(layout.groups),

@@ -17,8 +17,8 @@ def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:
     """Raise CheckpointError unless another checkpoint has the scales of an FP8 KV cache as this node."""
     if not config.kv_scales:
         return
-    found = read_kv_scales(read_headers(model_dir), config.model.num_layers)
-    if (found or (UNSCALED,) * config.model.num_layers) != config.kv_scales:
+    found = read_kv_scales(read_headers(model_dir), config.model.kv_layers)
+    if (found or (UNSCALED,) * len(config.model.kv_layers)) != config.kv_scales:
         raise CheckpointError(f"{model_dir} has other scales of the FP8 KV cache; start the node again with it")
 
 

@@ -43,6 +43,13 @@ LARGEST: Mapping[str, int] = {
     "kv_lora_rank": 1 << 16,
     "qk_nope_head_dim": 4096,
     "qk_rope_head_dim": 4096,
+    "shared_expert_intermediate_size": 1 << 20,
+    "full_attention_interval": 1024,
+    "linear_num_key_heads": 4096,
+    "linear_num_value_heads": 4096,
+    "linear_key_head_dim": 4096,
+    "linear_value_head_dim": 4096,
+    "linear_conv_kernel_dim": 64,
 }
 
 

@@ -13,12 +13,31 @@ import msgspec
 
 from pdserve.errors import shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
-from pdserve.model.moe import MoEConfig, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen3_moe
+from pdserve.model.moe import (
+    MoEConfig,
+    glm4_moe,
+    gpt_oss,
+    minimax_m2,
+    mixtral,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+from pdserve.model.recurrent import linear_attention_layers
 
 _DENSE_ON_H200 = "one-h200-decode-and-prefill"
 _EXPERTS_ON_H200 = "mixtures-of-experts-on-v1-and-v2"
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
+_GATED_DELTA: Mapping[str, Any] = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
@@ -28,6 +47,11 @@ def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
             "all tokens. Remove the field if the model was trained so"
         )
     return _as_layer_types_say(fields, (None,) * num_layers)
+
+
+def no_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return full attention for all layers; ``layer_types`` say something else here."""
+    return (None,) * num_layers
 
 
 def same_window(fields: ConfigFields, num_layers: int) -> Windows:
@@ -99,6 +123,9 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
     windows: Callable[[ConfigFields, int], Windows] = full_attention
     has_sinks: bool = False  # of attention
+    recurrent: Callable[[ConfigFields, int], tuple[bool, ...]] | None = None  # which layers are; None: none
+    has_output_gate: bool = False  # of attention
+    centered_norms: bool = False  # RMS norms scale by 1 + weight
     partial_rotary: bool = False  # whether it may rotate only the first part of each head
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
@@ -205,5 +232,49 @@ FAMILIES: dict[str, DecoderFamily] = {
         partial_rotary=True,
         moe=minimax_m2,
         v2_figures=_EXPERTS_ON_H200,
+    ),
+    "Qwen3NextForCausalLM": DecoderFamily(
+        module="qwen3_next",
+        defaults={
+            **_GATED_DELTA,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+        },
+        windows=no_windows,
+        recurrent=linear_attention_layers,
+        has_output_gate=True,
+        centered_norms=True,
+        partial_rotary=True,
+        moe=qwen3_next,
+    ),
+    "Qwen3_5ForCausalLM": DecoderFamily(
+        module="qwen3_5_text",
+        defaults={**_GATED_DELTA, "num_key_value_heads": 4},
+        windows=no_windows,
+        recurrent=linear_attention_layers,
+        has_output_gate=True,
+        centered_norms=True,
+        partial_rotary=True,
+    ),
+    "Qwen3_5MoeForCausalLM": DecoderFamily(
+        module="qwen3_5_moe_text",
+        defaults={
+            **_GATED_DELTA,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        windows=no_windows,
+        recurrent=linear_attention_layers,
+        has_output_gate=True,
+        centered_norms=True,
+        partial_rotary=True,
+        moe=qwen3_5_moe,
     ),
 }

@@ -21,6 +21,7 @@ from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.families import FAMILIES
 from pdserve.model.kept_weights import kept_format
 from pdserve.model.moe import MoEConfig
+from pdserve.model.recurrent import read_gated_delta
 from pdserve.model.rope import RopeConfig, read_rope
 from pdserve.model.text_part import take_text_part, text_headers
 from pdserve.model.unread_fields import check_unread, unread_names
@@ -33,6 +34,7 @@ from pdserve.model.weight_formats import (
     read_weight_format,
     storage_rules,
 )
+from pdserve.state import GatedDeltaSpec
 
 NATIVE, TRANSFORMERS = "native", "transformers"
 MODEL_IMPLS = ("auto", NATIVE, TRANSFORMERS)
@@ -60,8 +62,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    attention: tuple[AttentionSpec, ...] = ()  # per layer
+    attention: tuple[AttentionSpec, ...] = ()  # per layer that attends
     windows: tuple[int | None, ...] = ()  # per layer of a model of the library, in tokens; None: all tokens
+    recurrent: tuple[bool, ...] = ()  # per layer, whether it keeps a state instead of attending; empty: none does
+    state: GatedDeltaSpec | None = None  # of each recurrent layer, in the checkpoint's dtype; None: there is none
+    has_output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a part of q_proj
+    centered_norms: bool = False  # RMS norms scale by 1 + weight
     weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
     keeps_quantized: bool = False  # weights stay quantized in memory; else they are dequantized when loaded
@@ -80,8 +86,24 @@ class ModelConfig(msgspec.Struct, frozen=True):
         kept = kept_format(self.weight_format, self.quantization) if self.keeps_quantized else None
         return kept or WEIGHT_FORMATS[self.weight_format]
 
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that have a KV cache: all but the recurrent ones."""
+        return tuple(layer for layer in range(self.num_layers) if not self.is_recurrent(layer))
+
+    def is_recurrent(self, layer: int) -> bool:
+        return bool(self.recurrent) and self.recurrent[layer]
+
+    def kv_layers_in(self, layers: range) -> int:
+        """Count those of ``layers`` that have a KV cache; the others have a recurrent state."""
+        return sum(not self.is_recurrent(layer) for layer in layers)
+
+    def state_spec(self, dtype: str) -> GatedDeltaSpec | None:
+        """Return what each recurrent layer keeps per sequence on a node that serves in ``dtype``."""
+        return None if self.state is None else msgspec.structs.replace(self.state, dtype=dtype)
+
     def kv_cache_spec(self, dtype: str) -> AnyKVCacheSpec:
-        """Return what each layer keeps per token."""
+        """Return what each layer of ``kv_layers`` keeps per token."""
         return FullAttentionSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
 
     @property
@@ -130,12 +152,14 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
     rope = read_rope(fields, fields.integer("max_position_embeddings"), head_dim, family.partial_rotary)
     vocab_size = fields.integer("vocab_size")
+    dtype = _dtype(fields)
+    recurrent = () if family.recurrent is None else family.recurrent(fields, num_layers)
     nextn = [name for name in _NEXTN if fields.given(name) is not None] or _NEXTN
     model = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=_intermediate_size(fields),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -143,14 +167,19 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, 1e-20, 1.0),
         rope=rope,
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        dtype=_dtype(fields),
+        dtype=dtype,
         tie_word_embeddings=_is_tied(model_dir, fields, embeds),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         attention=tuple(
             AttentionSpec(scale=head_dim**-0.5, window=window, has_sinks=family.has_sinks)
-            for window in family.windows(fields, num_layers)
+            for layer, window in enumerate(family.windows(fields, num_layers))
+            if not (recurrent and recurrent[layer])
         ),
+        recurrent=recurrent,
+        state=read_gated_delta(fields, dtype) if recurrent else None,
+        has_output_gate=family.has_output_gate,
+        centered_norms=family.centered_norms,
         weight_format=weight_format,
         quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
@@ -164,6 +193,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
 
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:
     """Read what the KV cache and the scheduler need of a model that runs through transformers."""
+    if architecture in FAMILIES and FAMILIES[architecture].recurrent is not None:
+        raise fields.error("describes a model with recurrent layers, which are native only: leave --model-impl at auto")
     add_defaults(fields)
     rename_fields(fields)
     check_kind(fields)
@@ -224,6 +255,13 @@ def _architecture(fields: ConfigFields, impl: str) -> str:
             f"has architecture {shown(names[0])}; native are {', '.join(FAMILIES)}. Leave --model-impl at auto"
         )
     return str(names[0] if native is None or impl == TRANSFORMERS else native)
+
+
+def _intermediate_size(fields: ConfigFields) -> int:
+    """Return the size of dense MLPs. Qwen3.5's mixtures of experts have none: that of an expert then."""
+    if fields.get("intermediate_size") is None and fields.get("moe_intermediate_size") is not None:
+        return fields.integer("moe_intermediate_size")
+    return fields.integer("intermediate_size")
 
 
 def _check_activation(fields: ConfigFields) -> None:

@@ -30,6 +30,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_bias: bool = False  # of the router and of experts, as gpt-oss has them
     swiglu_alpha: float = 1.0  # of the sigmoid, where ``swiglu_limit`` clamps
     swiglu_limit: float | None = None  # gates above and ups beyond are clamped, as in gpt-oss; None: silu and product
+    has_shared_gate: bool = False  # the result of the shared experts is multiplied by the sigmoid of a learned score
     dense_layers: tuple[int, ...] = ()  # layers with an MLP in place of experts, ascending
 
     def is_dense(self, layer: int) -> bool:
@@ -51,6 +52,16 @@ def qwen3_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
             dense_layers=dense,
         ),
     )
+
+
+def qwen3_next(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    moe = qwen3_moe(fields, num_layers)
+    return msgspec.structs.replace(moe, **_gated_shared_expert(fields))
+
+
+def qwen3_5_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    sizes = _sizes(fields, "moe_intermediate_size")
+    return _checked(fields, MoEConfig(**sizes, **_gated_shared_expert(fields)))
 
 
 def mixtral(fields: ConfigFields, num_layers: int) -> MoEConfig:
@@ -105,6 +116,10 @@ def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:
         "top_k": fields.integer("num_experts_per_tok"),
         "intermediate_size": fields.integer(intermediate_size),
     }
+
+
+def _gated_shared_expert(fields: ConfigFields) -> dict[str, Any]:
+    return {"shared_intermediate_size": fields.integer("shared_expert_intermediate_size"), "has_shared_gate": True}
 
 
 def _checked(fields: ConfigFields, moe: MoEConfig) -> MoEConfig:

@@ -42,11 +42,12 @@ _ROPE_BOUNDS: dict[str, tuple[float, float]] = {
 }
 _THETA = 10_000.0
 _OTHER_BOUNDS = (-1e15, 1e15)
+_IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # text has one position where images have three
 
 
 def read_rope(fields: ConfigFields, max_position_embeddings: int, head_dim: int, partial_rotary: bool) -> RopeConfig:
     """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling`` (4; "type" is older)."""
-    params = _rope_params(fields)
+    params = {name: value for name, value in _rope_params(fields).items() if name not in _IMAGE_ROPE}
     rope_type = params.pop("rope_type", params.get("type", "default"))
     params.pop("type", None)
     fields.choice("rope type", rope_type, tuple(_ROPE_PARAMS))

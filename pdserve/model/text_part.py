@@ -25,6 +25,8 @@ MULTIMODAL: Mapping[str, str] = {
     "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
 }
 #: Model type and architecture of native families, by the kind of a text model.
@@ -33,6 +35,8 @@ _NATIVE: Mapping[str, tuple[str, str]] = {
     "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
 _ROPE = ("rope_parameters", "rope_scaling")

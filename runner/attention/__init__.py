@@ -10,23 +10,33 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from runner.attention.gated_delta import GatedDelta
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 
 
 class AttentionBackend(ABC):
     """Runs ``plan`` once per step, then its other methods for each layer.
 
-    ``layer`` counts from 0 on this rank. Only ``plan`` does work on the host that depends on the batch.
+    ``layer`` counts the layers that attend, from 0 on this rank. Only ``plan`` does work on the host that depends on
+    the batch.
     """
 
-    @abstractmethod
+    recurrent: GatedDelta | None = None  # the states of recurrent layers; None: the model has none
+
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
-        """Prepare the calls of one step.
+        """Prepare the calls of one step, also those of ``recurrent``.
 
         With ``graph`` the following calls are captured into a CUDA graph, or a captured one is replayed, maybe with
         other lengths. Then everything that kernels read must keep the address of the last such call with as many rows.
         A graph that was captured with one token per sequence is replayed only for such steps.
         """
+        if self.recurrent is not None:
+            self.recurrent.plan(batch, graph)
+        self._plan(batch, graph)
+
+    @abstractmethod
+    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
+        """Do the part of ``plan`` that is for layers that attend."""
 
     @abstractmethod
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:

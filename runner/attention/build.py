@@ -9,8 +9,10 @@ from importlib import import_module
 
 from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
+from runner.attention.gated_delta import GatedDelta
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
+from runner.state_cache import StateCache
 
 
 def import_early(name: str) -> threading.Thread:
@@ -34,13 +36,38 @@ def import_early(name: str) -> threading.Thread:
 
 
 def build_backend(
-    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
+    name: str,
+    config: ModelConfig,
+    cache: KVCache,
+    placement: TensorPlacement,
+    max_num_seqs: int,
+    max_num_keys: int,
+    states: StateCache | None = None,
 ) -> AttentionBackend:
     """Return the back end ``name`` of pdserve's ``ATTENTION_BACKENDS`` for layers that write to ``cache``.
 
     ``config`` is the rank's part of the model. ``max_num_seqs`` bounds the rows of a step. A back end may keep memory
-    for ``max_num_keys`` tokens of one layer.
+    for ``max_num_keys`` tokens of one layer. ``states`` are those of recurrent layers.
     """
+    backend = _build_attention(name, config, cache, placement, max_num_seqs, max_num_keys)
+    if states is not None:
+        backend.recurrent = _build_recurrent(name, states, placement)
+    return backend
+
+
+def _build_recurrent(name: str, states: StateCache, placement: TensorPlacement) -> GatedDelta:
+    if name == "torch":
+        from runner.attention.gated_delta import TorchGatedDelta
+
+        return TorchGatedDelta(states)
+    from runner.attention.triton_gated_delta import TritonGatedDelta
+
+    return TritonGatedDelta(states, placement, flashinfer=name == "flashinfer")
+
+
+def _build_attention(
+    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
+) -> AttentionBackend:
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
 

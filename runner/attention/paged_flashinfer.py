@@ -70,8 +70,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
         self._gathered = GatheredKeys(capacity, layout.num_kv_heads, layout.head_dim, placement.dtype, device)
         self._chunks: _Chunks | None = None
 
-    def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
-        super().plan(batch, graph)
+    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
+        super()._plan(batch, graph)
         self._chunks = None
         lengths = np.diff(batch.query_starts)
         longer = np.flatnonzero(lengths != 1)

@@ -45,7 +45,7 @@ class PagedTritonAttention(AttentionBackend):
         self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device, cache.scales)
         self._current: _Step | None = None
 
-    def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
+    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
         lengths, few = np.diff(batch.query_starts), self._tiles.few
         is_mixed = bool((lengths > 1).any())
         if graph:  # replayed with other lengths

@@ -81,6 +81,60 @@ def quantized_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: 
     return Quantized(values, scales)
 
 
+@triton.jit
+def _gated_norm_kernel(
+    x,  # [tokens, HEADS, SIZE]
+    gate,  # [tokens, HEADS * SIZE], rows gate_stride apart
+    gate_stride,
+    weight,  # [SIZE]
+    out,  # [tokens, HEADS * SIZE]
+    eps,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Grid (tokens, blocks of heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    columns = tl.arange(0, BLOCK)
+    mask = (heads < HEADS)[:, None] & (columns < SIZE)[None, :]
+    at = heads[:, None] * SIZE + columns[None, :]
+    row = tl.load(x + token * HEADS * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    gates = tl.load(gate + token * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, axis=1) / SIZE + eps)
+    normed = row * scale[:, None] * tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
+    value = normed * gates / (1.0 + tl.exp(-gates))
+    tl.store(out + token * HEADS * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rms_norm(x) * silu(gate) [tokens, heads * size] of x [tokens, heads, size], scaled by weight [size].
+
+    gate [tokens, heads * size], with rows at any stride. Computed in float32.
+    """
+    assert x.is_contiguous()
+    assert gate.stride(1) == 1
+    tokens, heads, size = x.shape
+    block = triton.next_power_of_2(size)
+    block_heads = max(1, 1024 // block)
+    out = x.new_empty(tokens, heads * size)
+    _gated_norm_kernel[(tokens, triton.cdiv(heads, block_heads))](
+        x,
+        gate,
+        gate.stride(0),
+        weight,
+        out,
+        eps,
+        HEADS=heads,
+        SIZE=size,
+        BLOCK=block,
+        BLOCK_HEADS=block_heads,
+        num_warps=4,
+    )
+    return out
+
+
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None = None
 ) -> None:

@@ -32,6 +32,17 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """Return sigmoid(gate) * x; both [tokens, size], or gate [tokens, 1]."""
+    return gate.sigmoid().mul(x)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """Return rms_norm(x) * silu(gate), [tokens, heads * size], of x [tokens, heads, size] and gate of equal size."""
+    normed = rms_norm(x, weight, eps)
+    return (normed.float() * F.silu(gate.float()).view_as(normed)).to(x.dtype).flatten(1)
+
+
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """Return (up + 1) * gate * sigmoid(alpha * gate) [rows, size] of gates and ups [rows, 2 * size] that alternate.
 

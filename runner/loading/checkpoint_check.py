@@ -41,4 +41,4 @@ def check_memory(config: NodeConfig) -> str:
     device = torch.device(config.device.kind if config.device.kind == "cpu" else f"cuda:{config.device.index}")
     held = held_dtype(TensorPlacement(device, dtype, compute_dtype(device, dtype)))
     layout = None if config.measure_kv_memory else config.kv_layout
-    return check_room(config.model, config.position, layout, device, held)
+    return check_room(config.model, config.position, layout, device, held, config.state_layout)

@@ -59,12 +59,14 @@ class DecoderWeights(ModelWeights):
         return found, check_weights(model_dir, found, shards, self._ignored(found))
 
     def _ignored(self, stored: Iterable[str]) -> set[str]:
-        """Return the stored tensors that other ranks load and check, and a tied head's copy of the embedding."""
+        """Return the stored tensors that other ranks load and check, or no rank: such as a tied head."""
         mine = {name for name, _ in self.shards()}
         tables = {self._decoder.checkpoint_name(name) for name in (_EMBEDDING, _NORM, _HEAD)}
         return {name for name in stored if name not in mine and (name in tables or self._is_elsewhere(name))}
 
     def _is_elsewhere(self, name: str) -> bool:
+        if name.startswith(self._decoder.unused_tensors):
+            return True
         layer, expert = _LAYER.match(name), _EXPERT.search(name)
         if expert is not None and int(expert[1]) in self._other_experts:
             return True
@@ -81,7 +83,7 @@ class DecoderWeights(ModelWeights):
         if decoder.embedding is not None:
             yield _EMBEDDING, decoder.embedding.weight_shard()
         if decoder.norm is not None:
-            yield _NORM, WeightShard.full(decoder.norm.weight)
+            yield _NORM, decoder.norm.weight_shard()
         if decoder.head is not None and not decoder.config.tie_word_embeddings:
             yield _HEAD, decoder.head.weight_shard()
         elif decoder.head is not None and decoder.embedding is None:
@@ -89,6 +91,8 @@ class DecoderWeights(ModelWeights):
 
     def _process_head(self) -> None:
         decoder = self._decoder
+        if decoder.norm is not None:
+            decoder.norm.process_weights_after_loading()
         if decoder.head is None:
             return
         if decoder.config.tie_word_embeddings and decoder.embedding is not None:

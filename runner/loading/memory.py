@@ -13,9 +13,11 @@ import torch
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import RankPosition, weight_bytes
+from pdserve.config.state_slots import LEAST_SLOTS, choose_slots
 from pdserve.errors import CapacityError
 from pdserve.kv import MAX_BLOCKS, KVLayout
 from pdserve.model.model_config import ModelConfig
+from pdserve.state import StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.process_memory import process_memory
 
@@ -65,30 +67,37 @@ def measured_use(device: torch.device, peak: int, graphs: int) -> MemoryUse:
     )
 
 
-def layout_that_fits(
+def layouts_that_fit(
     config: NodeConfig,
     parallel: ParallelState,
-    try_out: Callable[[NodeConfig, KVLayout], int],
-) -> KVLayout:
-    """Return the largest KV cache that leaves room for every step, on a GPU with loaded weights.
+    try_out: Callable[[NodeConfig, KVLayout, StateLayout | None], int],
+) -> tuple[KVLayout, StateLayout | None]:
+    """Return the largest KV cache that leaves room for every step, on a GPU with loaded weights, and recurrent states.
 
-    ``try_out(config, layout)`` runs the largest steps on a small cache, frees everything, and returns the bytes that
-    remain in use (CUDA graphs). All ranks get as many blocks as the one with the least room. Raises CapacityError if a
-    sequence of ``max_model_len`` tokens does not fit.
+    ``try_out(config, layout, states)`` runs the largest steps on a small cache, frees everything, and returns the bytes
+    that remain in use (CUDA graphs). All ranks get as many blocks and slots as the one with the least room. Raises
+    CapacityError if a sequence of ``max_model_len`` tokens does not fit.
     """
     few = config.kv_layout.blocks_for(config.max_batch_tokens, config.max_batch_tokens)
     small = msgspec.structs.replace(config.kv_layout, num_blocks=few)
+    states = config.state_layout
+    few_states = None if states is None else msgspec.structs.replace(states, num_slots=LEAST_SLOTS)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(parallel.device)
-    graphs = try_out(config, small)
-    peak = torch.cuda.max_memory_allocated(parallel.device) - small.total_bytes
+    graphs = try_out(config, small, few_states)
+    tried = small.total_bytes + (few_states.total_bytes if few_states is not None else 0)
+    peak = torch.cuda.max_memory_allocated(parallel.device) - tried
     use = measured_use(parallel.device, peak, graphs)
     room = use.room_for_kv(config.gpu_memory_utilization)
+    if states is not None:
+        found = config.state_slots or choose_slots(room, config.kv_layout, states, config.max_num_seqs)
+        states = msgspec.structs.replace(states, num_slots=parallel.all_reduce_min(found))
+        room = max(room - states.total_bytes, 0)
     num_blocks = parallel.all_reduce_min(min(room // config.kv_layout.block_bytes, MAX_BLOCKS))
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)
     _log.info(
         "GPU memory: of %s, %.0f%% for this node; weights and largest step %s, CUDA graphs %s, libraries %s, "
-        "KV cache %s (%d blocks); %s were free",
+        "KV cache %s (%d blocks), recurrent states %s; %s were free",
         gib(use.total),
         100 * config.gpu_memory_utilization,
         gib(use.peak),
@@ -96,10 +105,11 @@ def layout_that_fits(
         gib(use.libraries),
         gib(layout.total_bytes),
         layout.num_blocks,
+        "none" if states is None else f"{gib(states.total_bytes)} ({states.num_slots} slots)",
         gib(use.free),
     )
     _check_longest(config, layout)
-    return layout
+    return layout, states
 
 
 def _check_longest(config: NodeConfig, layout: KVLayout) -> None:
@@ -114,14 +124,20 @@ def _check_longest(config: NodeConfig, layout: KVLayout) -> None:
 
 
 def check_room(
-    config: ModelConfig, position: RankPosition, layout: KVLayout | None, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    position: RankPosition,
+    layout: KVLayout | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    states: StateLayout | None = None,
 ) -> str:
     """Return what a rank needs. Raises CapacityError unless its weights and KV cache fit in the device's free memory.
 
-    Weights that no format packs are held in ``dtype``. Without a layout the cache takes what is left later.
+    Weights that no format packs are held in ``dtype``. Without a layout the cache takes what is left later. The KV
+    cache counts with the recurrent ``states``.
     """
     weights = weight_bytes(config, position, str(dtype).removeprefix("torch."))
-    cache = 0 if layout is None else layout.total_bytes
+    cache = 0 if layout is None else layout.total_bytes + (0 if states is None else states.total_bytes)
     free = free_memory(device)
     if free is not None and weights + cache > free:
         raise CapacityError(

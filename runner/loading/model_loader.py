@@ -58,7 +58,7 @@ class LoadedModel:
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         layout = None if config.measure_kv_memory else config.kv_layout
-        check_room(config.model, config.position, layout, self.device, held_dtype(self.placement))
+        check_room(config.model, config.position, layout, self.device, held_dtype(self.placement), config.state_layout)
         with torch.inference_mode():
             self.decoder, self.weights = self._build()
         self.stored: StoredWeights | None = None  # None: of no checkpoint

@@ -45,6 +45,7 @@ def _equals_stored(shard: WeightShard, stored: StoredTensor) -> bool:
     if (
         memory.is_meta
         or shard.order is not None
+        or shard.rows is not None
         or not memory.numel()
         or memory.ndim != len(shape)
         or tuple(shape) != shard.full_shape

@@ -187,6 +187,9 @@ def _check_indices(entry: PatchEntry, indices: NDArray[Any], above: int, size: i
 
 def _scatter(shard: WeightShard, first: int, piece: Piece) -> None:
     """Write the values of a piece that belong to a shard. The full tensor's first value is at place ``first``."""
+    if shard.rows is not None:
+        _scatter_rows(shard, shard.rows, first, piece)
+        return
     memory, full_shape, dim = shard.memory, shard.full_shape, shard.dim
     inner, size = prod(full_shape[dim + 1 :]), memory.shape[dim]
     begin = first if dim else first + shard.start * inner
@@ -205,6 +208,19 @@ def _scatter(shard: WeightShard, first: int, piece: Piece) -> None:
         inverse = shard.order.argsort().to(memory.device)
         places = (rows // heads * heads + inverse[rows % heads]) * inner + places % inner
     _flat(memory)[_offsets(memory, places)] = values.to(memory.dtype)
+
+
+def _scatter_rows(shard: WeightShard, rows: Tensor, first: int, piece: Piece) -> None:
+    """Do the same for a shard that holds ``rows`` of the full tensor."""
+    memory, inner = shard.memory, prod(shard.full_shape[1:])
+    piece = piece.between(first, first + prod(shard.full_shape))
+    places, values = piece.places(memory.device) - first, piece.values.to(memory.device)
+    row_in_memory = torch.full((shard.full_shape[0],), -1)
+    row_in_memory[rows] = torch.arange(len(rows))
+    row = row_in_memory.to(memory.device)[places // inner]
+    mine = row >= 0
+    places = (row * inner + places % inner)[mine]
+    _flat(memory)[_offsets(memory, places)] = values[mine].to(memory.dtype)
 
 
 def _flat(memory: Tensor) -> Tensor:

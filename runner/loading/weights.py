@@ -67,12 +67,12 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
         elif name.endswith("_scales"):
             memory.fill_(_DUMMY_E8M0)
         elif memory.dtype == torch.uint8:
-            full = memory if memory.shape == shard.full_shape else memory.new_empty(shard.full_shape)
+            full = memory if shard.is_whole else memory.new_empty(shard.full_shape)
             memory.copy_(shard.part_of(full.random_(0, 256, generator=generator)))
         elif memory.dtype not in _CONVERTIBLE:
             full = torch.empty(shard.full_shape, dtype=torch.float32, device=memory.device)
             memory.copy_(shard.part_of(full.normal_(0.0, _DUMMY_FP8_DEVIATION, generator=generator)))
-        elif memory.shape == shard.full_shape:
+        elif shard.is_whole:
             memory.normal_(0.0, _DUMMY_DEVIATION, generator=generator)
         else:
             full = memory.new_empty(shard.full_shape).normal_(0.0, _DUMMY_DEVIATION, generator=generator)

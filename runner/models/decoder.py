@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pdserve.config.parallel import shard_of
 from pdserve.model.model_config import ModelConfig
 from pdserve.pausing import Pausing
 from runner.attention import AttentionBackend
@@ -19,19 +20,24 @@ from runner.batch import Activations, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
+from runner.models.layers.gated_delta_net import GatedDeltaNet
 from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
+from runner.models.layers.norm_weight import NormWeight
 from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from runner.models.layers.weight_shard import WeightShard, WeightShards, prefixed
+from runner.models.layers.weight_shard import WeightShards, prefixed
 from runner.models.model import Model
 from runner.placement import TensorPlacement
 
 
 class RMSNorm:
     def __init__(self, context: ModelContext) -> None:
-        placement = context.placement
-        self.weight = torch.empty(context.config.hidden_size, device=placement.device, dtype=placement.dtype)
+        config = context.config
+        self._norm = NormWeight(config.hidden_size, context.placement, config.centered_norms)
+        self.weight = self._norm.weight
+        self.weight_shard = self._norm.weight_shard
+        self.process_weights_after_loading = self._norm.process_weights_after_loading
         self._ops = context.ops
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -49,6 +55,8 @@ class InputNorm:
         """``quantized_group`` is the method of the product's LinearMethod."""
         self._norm, self._ops, self._quantized_group = RMSNorm(context), context.ops, quantized_group
         self.weight = self._norm.weight
+        self.weight_shard = self._norm.weight_shard
+        self.process_weights_after_loading = self._norm.process_weights_after_loading
 
     def __call__(self, x: Tensor) -> Activations:
         group = self._quantized_group(len(x))
@@ -74,15 +82,16 @@ class NormedMLP:
         return self.block.apply(self._norm.add(x, residual))
 
     def weight_shards(self) -> WeightShards:
-        yield "post_attention_layernorm.weight", WeightShard.full(self._norm.weight)
+        yield "post_attention_layernorm.weight", self._norm.weight_shard()
         yield from prefixed("mlp.", self.block.weight_shards())
 
     def process_weights_after_loading(self) -> None:
+        self._norm.process_weights_after_loading()
         self.block.process_weights_after_loading()
 
 
 class DecoderLayer:
-    def __init__(self, context: ModelContext, attention: Attention, mlp: MLPBlock) -> None:
+    def __init__(self, context: ModelContext, attention: Attention | GatedDeltaNet, mlp: MLPBlock) -> None:
         self.input_norm = InputNorm(context, attention.quantized_group)
         self.attention = attention
         self.mlp = NormedMLP(context, mlp)
@@ -107,11 +116,12 @@ class DecoderLayer:
         return self.mlp.add(self.attention.project(attended), residual), residual
 
     def weight_shards(self) -> WeightShards:
-        yield "input_layernorm.weight", WeightShard.full(self.input_norm.weight)
-        yield from prefixed("self_attn.", self.attention.weight_shards())
+        yield "input_layernorm.weight", self.input_norm.weight_shard()
+        yield from prefixed(f"{self.attention.name}.", self.attention.weight_shards())
         yield from self.mlp.weight_shards()
 
     def process_weights_after_loading(self) -> None:
+        self.input_norm.process_weights_after_loading()
         self.attention.process_weights_after_loading()
         self.mlp.process_weights_after_loading()
 
@@ -121,6 +131,8 @@ class Decoder(Model):
 
     ``runner/loading/decoder_weights.py`` fills the weights; then the model can be called.
     """
+
+    unused_tensors: tuple[str, ...] = ()  # first parts of the names of tensors that are not loaded
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
         """``config`` is that of the whole model."""
@@ -135,11 +147,11 @@ class Decoder(Model):
         self.norm = RMSNorm(self.context) if position.is_last else None
         self.head = ParallelLMHead(self.context) if position.is_last else None
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, placement.device)
-        self.attention = config.attention[position.layers.start : position.layers.stop]
+        self.attention = shard_of(config, position).attention
         self.depends_on_length = self.rotary.depends_on_length
 
     def make_attention(self, layer: int) -> Attention:
-        """Create the attention of a layer; ``layer`` counts from 0 on this rank."""
+        """Create the attention of a layer; ``layer`` counts from 0 on this rank, without recurrent layers."""
         return Attention(self.context, layer)
 
     def make_mlp(self, layer: int) -> MLPBlock:
@@ -150,7 +162,11 @@ class Decoder(Model):
         return MixtureOfExperts(self.context)
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        return DecoderLayer(self.context, self.make_attention(layer), self.make_mlp(self.first_layer + layer))
+        return DecoderLayer(self.context, self.make_mixer(layer), self.make_mlp(self.first_layer + layer))
+
+    def make_mixer(self, layer: int) -> Attention | GatedDeltaNet:
+        """Create what mixes tokens in a layer; ``layer`` counts from 0 on this rank."""
+        return self.make_attention(layer)
 
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that Llama calls ``name``."""

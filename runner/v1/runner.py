@@ -105,6 +105,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
                 device_seq_lens=torch.from_numpy(seq_lens).to(self._device),
                 page_tables=[torch.from_numpy(each[rows, :max_pages]).to(self._device) for each in table.pages],
                 slots=[self._to_device(each * self._page_size + positions % self._page_size) for each in pages],
+                state_slots=torch.from_numpy(table.state_slots[rows]).to(self._device),
             )
         )
         device_positions = self._to_device(positions)

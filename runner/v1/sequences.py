@@ -22,6 +22,7 @@ class SequenceTable(SequenceRows):
         self.num_tokens: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_pages: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
+        self.state_slots: NDArray[np.int32] = np.zeros(rows, dtype=np.int32)  # of recurrent state, if there is any
 
     def add(self, new: NewSequence) -> int:
         row = super().add(new)
@@ -29,6 +30,7 @@ class SequenceTable(SequenceRows):
         self.num_tokens[row] = new.num_tokens
         self.num_computed[row] = new.num_computed
         self.num_pages[row] = 0
+        self.state_slots[row] = new.state_slot
         self.add_blocks(new.seq, new.block_ids)
         return row
 

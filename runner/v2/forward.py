@@ -30,7 +30,7 @@ class ForwardPass:
     ) -> None:
         self._model, self._backend, self._inputs, self._stages = model, backend, inputs, stages
         self._position = config.position
-        self.sizes = GraphSizes.within(config.max_num_seqs, config.max_batch_tokens)
+        self.sizes = GraphSizes.of_node(config)
         self._graphs = CudaGraphs(GraphSizes(()))
         dtype, device = model.placement.dtype, model.device
         hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kv import KVLayout
+from pdserve.state import NO_SLOT
 from runner.batch import AttentionBatch
 from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
@@ -21,7 +22,7 @@ _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
 
 # The arrays of ``InputBatch.sent``.
-SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS = range(4)
+SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS, STATE_SLOTS = range(5)
 
 
 @dataclass
@@ -60,13 +61,16 @@ class InputBatch:
 
 
 class InputBuffers:
-    """Input ids, positions, slot mapping, sequence lengths, query starts and page table of one step.
+    """Input ids, positions, slot mapping, sequence lengths, query starts, page table and state slots of one step.
 
     Their addresses never change, so captured graphs may read them.
     """
 
-    def __init__(self, max_seqs: int, max_tokens: int, max_pages: int, layout: KVLayout, device: torch.device) -> None:
+    def __init__(
+        self, max_seqs: int, max_tokens: int, max_pages: int, layout: KVLayout, device: torch.device, has_states: bool
+    ) -> None:
         self._layout = layout
+        self._state_slots = torch.zeros(max_seqs, dtype=torch.int32, device=device) if has_states else None
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         groups = layout.groups.num_groups
@@ -102,6 +106,8 @@ class InputBuffers:
             GROUPS=layout.groups.num_groups,
             CHUNK=_TOKEN_CHUNK,
         )
+        if self._state_slots is not None:  # rows of padding keep an old slot: they have no tokens
+            self._state_slots[:num_seqs].copy_(batch.sent.array(STATE_SLOTS, num_seqs))
         longest = -(-int(batch.seq_lens.max()) // layout.kernel_block_size)
         build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK), layout.groups.num_groups)](
             words,
@@ -135,6 +141,8 @@ class InputBuffers:
         self._seq_lens[:rows] = torch.from_numpy(lengths)
         self._query_starts[: rows + 1] = torch.from_numpy(query_starts)
         self._page_table[:, :rows] = 0
+        if self._state_slots is not None:
+            self._state_slots[:rows] = NO_SLOT
         return self._attention_batch(query_starts, lengths, descriptor)
 
     def _attention_batch(
@@ -147,4 +155,5 @@ class InputBuffers:
             device_seq_lens=self._seq_lens[: descriptor.rows],
             page_tables=[table[: descriptor.rows] for table in self._page_table],
             slots=[slots[: descriptor.tokens] for slots in self._slot_mapping],
+            state_slots=None if self._state_slots is None else self._state_slots[: descriptor.rows],
         )

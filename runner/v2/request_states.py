@@ -30,6 +30,7 @@ class RequestStates(SequenceRows):
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+        self._state_slots: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # of recurrent state, if there is any
         self._recent: deque[BatchIndices] = deque(maxlen=microbatches + 1)
 
     def __len__(self) -> int:
@@ -40,6 +41,7 @@ class RequestStates(SequenceRows):
         self._recent.clear()
         state, write = self._state, self._writes.write
         self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, new.num_tokens, 0
+        self._state_slots[slot] = new.state_slot
         write(state.offset(state.token_ids, slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
         write(state.offset(state.num_computed, slot), self.num_computed[slot : slot + 1].copy())
         write(state.offset(state.num_tokens, slot), self.num_tokens[slot : slot + 1].copy())
@@ -66,7 +68,13 @@ class RequestStates(SequenceRows):
         known = self.num_tokens[indices.rows]
         assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
         self.num_tokens[indices.sampling_rows] += 1
-        sent = self._writes.send(indices.rows, indices.query_starts, indices.sample_of_row, indices.logits_tokens)
+        sent = self._writes.send(
+            indices.rows,
+            indices.query_starts,
+            indices.sample_of_row,
+            indices.logits_tokens,
+            self._state_slots[indices.rows],
+        )
         self._writes.apply(sent, self._state)
         return InputBatch(indices, seq_lens, int(known.max()) + 1, sent)
 

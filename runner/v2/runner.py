@@ -44,11 +44,12 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         max_blocks = config.max_model_len // layout.block_size + 1
         entries = max_blocks * layout.groups.num_groups
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, entries, device)
-        words = 2 * config.max_model_len + config.max_batch_tokens + 8 * max_num_seqs  # two of the longest prompts
+        words = 2 * config.max_model_len + config.max_batch_tokens + 9 * max_num_seqs  # two of the longest prompts
         writes = StagedWrites(words, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
-        self._inputs = InputBuffers(max_num_seqs, config.max_batch_tokens, max_pages, layout, device)
+        has_states = config.state_layout is not None
+        self._inputs = InputBuffers(max_num_seqs, config.max_batch_tokens, max_pages, layout, device, has_states)
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
         self._output_copy = AsyncOutputCopy(device, max_num_seqs, self.max_in_flight)

@@ -104,7 +104,7 @@ def test_each_head_of_each_layer_is_on_as_many_ranks_as_replicas(
 ) -> None:
     of, parallel = chosen
     held: Counter[tuple[int, int]] = Counter()
-    for rank, share in enumerate(parallel.shares(of.num_kv_heads)):
+    for rank, share in enumerate(parallel.shares(of)):
         mine = shard_of(of, parallel.position(rank))
         assert (share.num_layers, share.num_heads) == (mine.num_layers, mine.num_kv_heads)
         for layer in range(share.first_layer, share.first_layer + share.num_layers):

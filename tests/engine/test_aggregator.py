@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.executor.aggregator import OutputAggregator
 from pdserve.config.parallel import ParallelConfig
+from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     EMPTY_OUTPUT,
@@ -37,7 +38,11 @@ NUM_KV_HEADS = 2
 
 
 def aggregator_of(parallel: ParallelConfig) -> OutputAggregator:
-    return OutputAggregator(parallel, parallel.shares(NUM_KV_HEADS))
+    positions = (parallel.position(rank) for rank in range(parallel.num_ranks))
+    shares = [
+        KVShare.of_rank(each.stage, parallel.stage_layers, each.shard, parallel.tp, NUM_KV_HEADS) for each in positions
+    ]
+    return OutputAggregator(parallel, tuple(shares))
 
 
 def events(*results: ReadResult) -> ModelRunnerOutput:

@@ -119,6 +119,27 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
         (33, 200),
     ),
     "minimax-m2": ("minimax_m2", {}, (16, 16), (1, 17, 300)),
+    "qwen3-next": ("qwen3_next", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
+    "qwen3-next-some-dense": (
+        "qwen3_next",
+        {"mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True, "linear_num_value_heads": 2},
+        (48, 16),
+        (47, 129),
+    ),
+    "qwen3.5": ("qwen3_5_text", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
+    "qwen3.5-tied-heads": (
+        "qwen3_5_text",
+        {
+            "tie_word_embeddings": True,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 2,
+        },
+        (16, 16),
+        (33, 70),
+    ),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {}, (16, 16), (1, 17, 300)),
+    "qwen3.5-moe-fused": ("qwen3_5_moe_text", {"fused": True}, (16, 16), (33, 70)),
     "minimax-m2-fused": ("minimax_m2", {"fused": True, "num_key_value_heads": 1}, (48, 16), (47, 90)),
     "qwen3-yarn-attention-factor": (
         "qwen3",
@@ -197,6 +218,8 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         ("qwen3", {"num_key_value_heads": 1}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
         ("gpt_oss", {}),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
     ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(

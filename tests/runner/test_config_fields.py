@@ -26,6 +26,7 @@ from pdserve.model.unread_fields import FIXED
 NUM_LAYERS = 3
 PROMPTS = random_prompts(random.Random(1), 96, (40,))  # of all sizes of the vocabulary
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
 
 #: Other values of each field. They change logits where a family knows the field, except those without effect.
@@ -40,6 +41,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "dtype": ("bfloat16",),
     "eos_token_id": ([3, 4],),
     "first_k_dense_replace": (0, 2),
+    "full_attention_interval": (2, 3),
     "gradient_checkpointing": (True,),
     "head_dim": (8,),
     "hidden_act": ("gelu", "relu"),
@@ -51,7 +53,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (True,),
     "kv_sharing_modes": (["own", "reuse", "reuse"],),
     "label2id": ({"yes": 0},),
-    "layer_types": (ALTERNATING, ["full_attention"] * NUM_LAYERS, ["sliding_attention"] * NUM_LAYERS),
+    "layer_types": (HYBRID, ALTERNATING, ["full_attention"] * NUM_LAYERS, ["sliding_attention"] * NUM_LAYERS),
+    "linear_conv_kernel_dim": (2,),
+    "linear_key_head_dim": (8,),
+    "linear_num_key_heads": (1,),
+    "linear_num_value_heads": (2,),
+    "linear_value_head_dim": (8,),
     "max_position_embeddings": (64,),
     "max_window_layers": (0, 2),
     "mlp_bias": (True,),
@@ -93,6 +100,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "router_aux_loss_coef": (0.5,),
     "router_jitter_noise": (0.5,),
     "scoring_func": ("softmax",),
+    "shared_expert_intermediate_size": (32,),
     "sliding_window": (12,),
     "swiglu_alpha": (1.1,),
     "swiglu_limit": (0.5,),
@@ -108,6 +116,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 #: Fields beside those of the library's classes: of transformers 4, of original configs, and of its base classes.
 OLDER = {"model_type", "rope_scaling", "rope_theta", "rotary_dim", "scoring_func", "torch_dtype"}
 OLDER |= {"partial_rotary_factor", "per_layer_config", "original_max_position_embeddings", "num_nextn_predict_layers"}
+OLDER |= {"full_attention_interval"}
 #: Attributes that the library looks for and that belong to other kinds of models, to its loader, or to quantization.
 OTHER_KINDS = {"auto_map", "decoder", "fusion_config", "generator", "mlp_layer_types", "mtp_layer_types", "num_heads"}
 OTHER_KINDS |= {"output_loading_info", "quantization_config", "text_config", "transformers_weights"}

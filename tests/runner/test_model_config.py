@@ -41,11 +41,16 @@ def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
     return tuple(spec.window for spec in config.attention)
 
 
-def load(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+QWEN3_NEXT: dict[str, Any] = {**LLAMA, "architectures": ["Qwen3NextForCausalLM"], "num_experts": 8}
+
+
+def load(
+    directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None, impl: str = "auto"
+) -> ModelConfig:
     (directory / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
-    return load_model_config(directory)
+    return load_model_config(directory, impl)
 
 
 def test_defaults_equal_transformers(tmp_path: Path) -> None:
@@ -229,9 +234,6 @@ def test_a_native_family_serves_the_text_model_of_a_multimodal_checkpoint(tmp_pa
     assert (library.architecture, library.impl) == ("Mistral3ForConditionalGeneration", "transformers")
 
 
-QWEN3_5_TEXT = {**LLAMA, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -247,7 +249,6 @@ QWEN3_5_TEXT = {**LLAMA, "model_type": "qwen3_5_text", "layer_types": ["linear_a
         ({"layer_types": ["conv", "full_attention"]}, "short convolutions"),
         ({"model_type": "deepseek_v32", "index_topk": 2048}, "DeepSeek sparse attention .index_topk"),
         ({"layer_types": [{"a": 1}, "compressed_sparse_attention"]}, "DeepSeek sparse attention"),
-        ({"model_type": "qwen3_5", "text_config": QWEN3_5_TEXT}, "linear attention .layer_types"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "ModelOpt quantized .'NVFP4'"),
     ],
 )
@@ -255,6 +256,11 @@ def test_a_true_refusal_says_what_the_model_has(changes: dict[str, Any], message
     with pytest.raises(CheckpointError, match=message) as refused:
         load(tmp_path, {**LLAMA, "architectures": ["OtherForCausalLM"], **changes})
     assert "Choose a" in str(refused.value)
+
+
+def test_recurrent_layers_need_the_native_implementation(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"recurrent layers.*leave --model-impl at auto"):
+        load(tmp_path, QWEN3_NEXT, impl="transformers")
 
 
 def test_weights_of_modelopt_without_a_quantization_config_are_refused_by_name(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-mxfp4-ep": ("gpt_oss", {"num_hidden_layers": 2}),
     "gpt-oss-ep": ("gpt_oss", {"num_hidden_layers": 2}),
     "glm4-moe-ep": ("glm4_moe", {"num_hidden_layers": 2}),
+    "qwen3-next": ("qwen3_next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "qwen3-next-ep": ("qwen3_next", {"num_key_value_heads": 1, "linear_num_key_heads": 4}),
+    "qwen3.5": ("qwen3_5_text", {"linear_num_key_heads": 4, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 NAMES = (
@@ -49,9 +53,11 @@ NAMES = (
     "gpt-oss",
     "glm4-moe-ep",
     "minimax-m2",
+    "qwen3-next",
+    "qwen3.5",
 )
 FEW = [(name, "V1", 2) for name in NAMES]
-FEW.append(("qwen3", "V2", 2))
+FEW += [("qwen3", "V2", 2), ("qwen3.5", "V2", 2)]
 
 
 def case_of(directory: Path, version: str, tp: int) -> Case:

@@ -16,17 +16,30 @@ from safetensors.torch import save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.parallel import choose_parallel_config, shard_of
 from pdserve.config.quantized_layers import keep_quantized
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
 from pdserve.model.model_config import load_model_config
 from pdserve.rpc.timeouts import DEFAULT_TIMING
+from pdserve.state import StateLayout
 
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "minimax_m2")
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "minimax_m2",
+    *RECURRENT,
+)
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -41,6 +54,15 @@ _TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+_GATED_DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_SHARED_EXPERT: dict[str, Any] = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
 CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
@@ -90,6 +112,17 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "num_mtp_layers": 0,
         },
     ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        {**_GATED_DELTA, "num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1, **_SHARED_EXPERT},
+    ),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, _GATED_DELTA),
+    "qwen3_5_moe_text": (
+        transformers.Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeForCausalLM,
+        {**_GATED_DELTA, "num_experts": 8, "num_experts_per_tok": 3, **_SHARED_EXPERT},
+    ),
     "minimax_m2": (
         transformers.MiniMaxM2Config,
         transformers.MiniMaxM2ForCausalLM,
@@ -130,7 +163,8 @@ def make_checkpoint(
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1.0 + 0.2 * noise)
+                is_centered = family in RECURRENT and "linear_attn" not in name  # it scales by 1 + weight
+                parameter.copy_((0.0 if is_centered else 1.0) + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name:
@@ -198,10 +232,12 @@ def node_config(
     ep: int = 1,
     stage_layers: tuple[int, ...] | None = None,
     kv_scales: tuple[KVScales, ...] = (),
+    state_slots: int = 8,
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
 
-    With ``kv_scales``, one per layer, the KV cache is FP8.
+    ``state_slots`` are those of recurrent state, if the model has any. With ``kv_scales``, one per layer that attends,
+    the KV cache is FP8.
     """
     decision = Decision(runner=runner, reasons=("test",))
     model = keep_quantized(load_model_config(model_dir, impl), decision)
@@ -209,11 +245,13 @@ def node_config(
         num_blocks=num_blocks,
         block_size=block_size,
         kernel_block_size=kernel_block_size,
-        num_layers=model.kv_cache_groups.block_layers(range(model.num_layers)),
+        num_layers=model.kv_cache_groups.block_layers(range(len(model.kv_layers))),
         groups=model.kv_cache_groups,
         spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, FP8_E4M3 if kv_scales else dtype),
     )
     parallel = choose_parallel_config(model, pp, tp, stage_layers, ep)
+    spec = shard_of(model, parallel.position(0)).state_spec(dtype)
+    states = None if spec is None else StateLayout(state_slots, model.num_layers - len(model.kv_layers), spec)
     config = NodeConfig(
         model_dir=str(model_dir),
         model=model,
@@ -224,6 +262,7 @@ def node_config(
         max_model_len=max_model_len,
         parallel=parallel,
         kv_layout=layout,
+        state_layout=states,
         kv_scales=kv_scales,
         kv_checksum=True,
         measure_kv_memory=False,

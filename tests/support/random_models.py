@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoints import FAMILIES, make_checkpoint
+from checkpoints import FAMILIES, RECURRENT, make_checkpoint
 
 Fields = dict[str, Any]
 
@@ -56,7 +56,7 @@ def draw_model(numbers: random.Random, families: Sequence[str] = FAMILIES) -> Ra
     family = numbers.choice(families)
     fields = _common(numbers, family)
     fields |= _SPECIFIC[family](numbers, fields)
-    fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2"))
+    fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2", *RECURRENT))
     legacy = numbers.random() < 0.4
     if legacy and family == "gpt_oss" and fields["rope_parameters"]["rope_type"] == "default":
         legacy = False  # without rope_scaling it has YaRN
@@ -213,6 +213,42 @@ def _minimax_m2(numbers: random.Random, fields: Fields) -> Fields:
     return {**_experts(numbers, "num_local_experts"), "rotary_dim": None}
 
 
+def _recurrent(numbers: random.Random, fields: Fields) -> Fields:
+    kinds = ["linear_attention", "full_attention", *(["linear_attention"] * numbers.randrange(3))]
+    numbers.shuffle(kinds)
+    key_heads = numbers.choice((1, 2, 3))
+    return {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "attention_bias": numbers.choice(_BOOLEANS),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * numbers.choice((1, 2, 3)),
+        "linear_key_head_dim": numbers.choice((8, 12, 16)),
+        "linear_value_head_dim": numbers.choice((8, 12, 16)),
+        "linear_conv_kernel_dim": numbers.choice((2, 3, 4)),
+    }
+
+
+def _recurrent_moe(numbers: random.Random, fields: Fields) -> Fields:
+    return {
+        **_recurrent(numbers, fields),
+        **_experts(numbers, "num_experts"),
+        "moe_intermediate_size": numbers.choice((16, 48)),
+        "shared_expert_intermediate_size": numbers.choice((16, 48)),
+    }
+
+
+def _qwen3_next(numbers: random.Random, fields: Fields) -> Fields:
+    found = _recurrent_moe(numbers, fields)
+    layers = range(found["num_hidden_layers"])
+    return {
+        **found,
+        "norm_topk_prob": numbers.choice(_BOOLEANS),
+        "decoder_sparse_step": numbers.choice((1, 1, 2)),
+        "mlp_only_layers": [layer for layer in layers if numbers.random() < 0.3],
+    }
+
+
 _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -223,6 +259,9 @@ _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
     "minimax_m2": _minimax_m2,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _recurrent,
+    "qwen3_5_moe_text": _recurrent_moe,
 }
 
 

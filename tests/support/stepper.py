@@ -16,6 +16,7 @@ from pdserve.protocols import ModelRunner
 from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -30,6 +31,7 @@ class Running:
     choice: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    state_slot: int = NO_SLOT
     samples: list[Sample] = field(default_factory=list)  # of this choice
     others: list[list[Sample]] = field(default_factory=list)  # per step, all choices where several were drawn
 
@@ -45,6 +47,9 @@ class Stepper:
         self.keeps_windows = False  # for sequences that begin with the blocks of another one
         self.num_freed = 0  # blocks behind windows
         random.Random(seed).shuffle(self.free)
+        states = runner.state_layout
+        self.free_slots = [] if states is None else list(range(states.num_slots))
+        random.Random(seed).shuffle(self.free_slots)
         self.live: dict[int, Running] = {}
         self.scored: dict[int, list[PromptLogprobs]] = {}  # by sequence
         self._known: set[int] = set()
@@ -62,6 +67,8 @@ class Stepper:
     def finish(self, seq: int) -> Running:
         sequence = self.live.pop(seq)
         self.free += [block for block in sequence.blocks if block != NULL_BLOCK]
+        if sequence.state_slot != NO_SLOT:
+            self.free_slots.append(sequence.state_slot)
         self._finished.append(seq)
         return sequence
 
@@ -81,6 +88,8 @@ class Stepper:
             ends = sequence.computed + count == len(sequence.tokens)
             if seq not in self._known:
                 self._known.add(seq)
+                if self.runner.state_layout is not None:
+                    sequence.state_slot = self.free_slots.pop()
                 new.append(
                     NewSequence(
                         seq=seq,
@@ -90,6 +99,7 @@ class Stepper:
                         block_ids=tuple(sequence.blocks),
                         sampling=sequence.sampling,
                         choice=sequence.choice,
+                        state_slot=sequence.state_slot,
                     )
                 )
             elif blocks:

@@ -71,7 +71,8 @@ def _store_plain(
 
 @triton.jit
 def _rope_store_kernel(
-    qkv,  # [tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM]
+    qkv,  # [tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM], rows qkv_stride apart
+    qkv_stride,
     cos,  # [tokens, HEAD_DIM / 2] float32, rows rotary_stride apart
     sin,
     rotary_stride,
@@ -99,7 +100,7 @@ def _rope_store_kernel(
     KV_BLOCKS: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    queries = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    queries = qkv + token * qkv_stride
     keys = queries + HEADS * HEAD_DIM
     values = keys + KV_HEADS * HEAD_DIM
     wait_for_predecessor(PDL)
@@ -133,13 +134,14 @@ def rope_store(
 ) -> Tensor:
     """Return query heads [tokens, num_heads, head_dim], normed and rotated; store such keys, and values, in the cache.
 
-    qkv [tokens, (num_heads + 2 * num_kv_heads) * head_dim]; head_dim a power of two, at least 16. slots [tokens] int64:
-    page * page_size + offset, -1 to store nothing. cache: a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
+    qkv [tokens, (num_heads + 2 * num_kv_heads) * head_dim], with rows at any stride; head_dim a power of two, at least
+    16. slots [tokens] int64: page * page_size + offset, -1 to store nothing. cache: a layer's view [pages,
+    num_kv_heads, 2, page_size, head_dim].
     ``scales`` are those of an FP8 cache.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     tokens = qkv.shape[0]
-    assert qkv.is_contiguous()
+    assert qkv.stride(1) == 1
     assert cache.stride()[3:] == (head_dim, 1)
     q = qkv.new_empty(tokens, num_heads, head_dim)
     # An unused weight must still be a tensor.
@@ -148,6 +150,7 @@ def rope_store(
     blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
     _rope_store_kernel[(tokens, blocks)](
         qkv,
+        qkv.stride(0),
         rotary.cos,
         rotary.sin,
         rotary.cos.stride(0),

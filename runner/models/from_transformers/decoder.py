@@ -56,7 +56,7 @@ class TransformersDecoder(Model):
         self._model: Any = None
         self._body: Any = None
         self._scores: Any = None  # the head of a sequence classifier
-        share = self._position.parallel.shares(config.num_kv_heads)[self._position.rank]
+        share = self._position.parallel.shares(config)[self._position.rank]
         self._heads = HeadShard(config.num_heads, share, parallel)
         self._received = self._sent = torch.empty(0)
 

@@ -90,6 +90,10 @@ class MixtureOfExperts:
             else context.experts(shard)
         )
         self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
+        self._ops = context.ops
+        self._shared_gate: Tensor | None = None  # [1, hidden_size]
+        if moe.has_shared_gate:
+            self._shared_gate = torch.empty(1, config.hidden_size, device=placement.device, dtype=placement.dtype)
 
     def quantized_group(self, tokens: int) -> int:
         """Return 0: the router needs activations that are not quantized."""
@@ -99,6 +103,8 @@ class MixtureOfExperts:
         """Return this shard's part of [tokens, hidden_size] of x [tokens, hidden_size]; never waits for the device."""
         assert isinstance(x, Tensor)
         shared = None if self._shared is None else self._shared.apply(x)
+        if shared is not None and self._shared_gate is not None:
+            shared = self._ops.sigmoid_and_mul(F.linear(x, self._shared_gate), shared)
         return self._experts.apply(x, self._router(x), shared)
 
     def weight_shards(self) -> WeightShards:
@@ -106,6 +112,8 @@ class MixtureOfExperts:
         yield from prefixed("experts.", self._experts.weight_shards())
         if self._shared is not None:
             yield from prefixed("shared_experts.", self._shared.weight_shards())
+        if self._shared_gate is not None:
+            yield "shared_expert_gate.weight", WeightShard.full(self._shared_gate)
 
     def process_weights_after_loading(self) -> None:
         self._experts.process_weights_after_loading()

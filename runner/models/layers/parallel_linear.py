@@ -6,6 +6,8 @@ row parallel      each shard has a range of the inputs; the shards' results are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from runner.batch import Activations, Quantized
@@ -16,9 +18,19 @@ from runner.models.layers.weight_shard import ShardRange, WeightShards, prefixed
 class MergedColumnParallelLinear:
     """Projections of the same inputs, merged into one product."""
 
-    def __init__(self, context: ModelContext, in_features: int, outputs: dict[str, ShardRange], bias: bool) -> None:
-        """``outputs`` has this shard's outputs of each projection, by its name in the checkpoint."""
-        self._in_features, self._outputs = in_features, outputs
+    def __init__(
+        self,
+        context: ModelContext,
+        in_features: int,
+        outputs: Mapping[str, ShardRange],
+        bias: bool,
+        rows: Mapping[str, Tensor | None] | None = None,
+    ) -> None:
+        """``outputs`` has this shard's outputs of each projection, by its name in the checkpoint.
+
+        ``rows`` has the order of these in memory, as outputs of all shards, for projections where it is another one.
+        """
+        self._in_features, self._outputs, self._rows = in_features, outputs, rows or {}
         self._linear = context.linear(in_features, outputs, bias)
         self.quantized_group = self._linear.quantized_group
 
@@ -29,7 +41,7 @@ class MergedColumnParallelLinear:
     def weight_shards(self) -> WeightShards:
         first, inputs = 0, ShardRange.full(self._in_features)
         for name, output in self._outputs.items():
-            yield from prefixed(f"{name}.", self._linear.weight_shards(first, output, inputs))
+            yield from prefixed(f"{name}.", self._linear.weight_shards(first, output, inputs, self._rows.get(name)))
             first += output.size
 
     def process_weights_after_loading(self) -> None:

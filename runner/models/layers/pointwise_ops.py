@@ -7,7 +7,7 @@ from torch import Tensor
 
 from runner.batch import Activations
 from runner.distributed.parallel_state import ParallelState
-from runner.kernels.reference import rms_norm, silu_and_mul
+from runner.kernels.reference import gated_rms_norm, rms_norm, sigmoid_and_mul, silu_and_mul
 
 
 class PointwiseOps:
@@ -38,3 +38,14 @@ class PointwiseOps:
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [tokens, size], from both side by side, [tokens, 2 * size]."""
         return silu_and_mul(gate_up)
+
+    def sigmoid_and_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """Return sigmoid(gate) * x, [tokens, size]; gate [tokens, size] or [tokens, 1], with rows at any stride."""
+        return sigmoid_and_mul(gate, x)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Norm heads x [tokens, heads, size], scale them by weight [size], and multiply them by silu(gate).
+
+        gate [tokens, heads * size], with rows at any stride → [tokens, heads * size].
+        """
+        return gated_rms_norm(x, gate, weight, self._device_eps)

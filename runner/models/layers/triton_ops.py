@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from runner.batch import Activations
-from runner.kernels.activation import silu_and_mul
-from runner.kernels.norm import add_rms_norm, quantized_rms_norm, rms_norm
+from runner.kernels.activation import sigmoid_and_mul, silu_and_mul
+from runner.kernels.norm import add_rms_norm, gated_rms_norm, quantized_rms_norm, rms_norm
 from runner.models.layers.pointwise_ops import PointwiseOps
 
 
@@ -30,3 +30,9 @@ class TritonPointwiseOps(PointwiseOps):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up)
+
+    def sigmoid_and_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        return sigmoid_and_mul(gate, x)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, weight, self._eps)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pdserve.config.parallel import RankPosition
@@ -34,7 +36,8 @@ class ShardRange(NamedTuple):
 class WeightShard:
     """Memory for a rank's part of one tensor: a range of dimension ``dim``, all of the other dimensions.
 
-    The part begins at ``start`` of dimension ``dim`` and is as long there as ``memory`` is.
+    The part begins at ``start`` of dimension ``dim`` and is as long there as ``memory`` is. With ``rows`` it is instead
+    these rows of the full tensor, in this order.
     """
 
     memory: Tensor
@@ -42,6 +45,7 @@ class WeightShard:
     dim: int = 0
     start: int = 0
     order: Tensor | None = None  # of the rows of each head in memory, on the CPU; None: that of the full tensor
+    rows: Tensor | None = None  # [rows of memory] int64, on the CPU
     restore: Callable[[], None] | None = None  # unpacks the weights of the layer, if ``memory`` is meta
 
     @classmethod
@@ -59,17 +63,31 @@ class WeightShard:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Index of the part in the full tensor."""
+        """Index of the part in the full tensor, without ``rows``."""
+        assert self.rows is None
         return self._index(0, self.memory.shape[0])
 
     def part_of(self, full: Any) -> Tensor:
         """Return what ``memory`` holds of a full tensor or slice of safetensors."""
-        return self._in_order(full[self.index])
+        if self.rows is None:
+            return self._in_order(full[self.index])
+        return torch.cat([full[(slice(first, first + count),)] for _, first, count in row_runs(self.rows)])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether memory is the full tensor, in its order."""
+        return self.order is None and self.rows is None and self.memory.shape == self.full_shape
 
     def pieces_of(self, full: Any, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield rows of ``memory`` and what they hold of a full tensor; about ``most`` values of it at a time."""
         num_rows, unit = self.memory.shape[0], 1 if self.order is None else len(self.order)
         height = max(1, most // max(1, prod(self.full_shape[1:])) // unit) * unit
+        if self.rows is not None:
+            for at, row, count in row_runs(self.rows):
+                for first in range(0, count, height):
+                    size = min(height, count - first)
+                    yield self.memory[at + first : at + first + size], full[(slice(row + first, row + first + size),)]
+            return
         for first in range(0, num_rows, height):
             end = min(first + height, num_rows)
             yield self.memory[first:end], self._in_order(full[self._index(first, end)])
@@ -86,6 +104,12 @@ class WeightShard:
             return part
         heads = part.reshape(-1, len(self.order), *part.shape[1:])
         return heads[:, self.order.to(part.device)].reshape(part.shape)
+
+
+def row_runs(rows: Tensor) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive numbers in ``rows``: index in it, first number, length."""
+    begins = [0, *(1 + (rows.diff() != 1).nonzero().flatten()).tolist(), len(rows)]
+    return [(begin, int(rows[begin]), end - begin) for begin, end in pairwise(begins) if begin < end]
 
 
 WeightShards = Iterator[tuple[str, WeightShard]]  # with the tensor's name in the checkpoint

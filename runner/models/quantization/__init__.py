@@ -40,11 +40,14 @@ class LinearMethod(ABC):
         """Create empty weights. ``options`` is the checkpoint's quantization_config."""
 
     @abstractmethod
-    def weight_shards(self, first_output: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
+    def weight_shards(
+        self, first_output: int, outputs: ShardRange, inputs: ShardRange, rows: Tensor | None = None
+    ) -> WeightShards:
         """Yield the tensors of one projection, named behind the projection's name, such as "weight".
 
         A layer may merge several projections. The memory of this one begins at row ``first_output`` and has
-        ``outputs.size`` rows; it holds the given ranges of the checkpoint's outputs and inputs.
+        ``outputs.size`` rows; it holds the given ranges of the checkpoint's outputs and inputs. With ``rows``
+        [outputs.size] it holds these outputs, in this order, and all inputs.
         """
 
     @abstractmethod

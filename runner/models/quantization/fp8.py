@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.model.kept_weights import fp8_blocks
 from runner.batch import Quantized
-from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
+from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, row_runs
 from runner.models.quantization import LinearMethod
 from runner.placement import TensorPlacement
 
@@ -47,18 +47,22 @@ class Fp8LinearMethod(LinearMethod):
         self._placement, self._has_blocks = placement, group > 0
         self._products: Fp8Products | None = None
 
-    def weight_shards(self, first_output: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
+    def weight_shards(
+        self, first_output: int, outputs: ShardRange, inputs: ShardRange, rows: Tensor | None = None
+    ) -> WeightShards:
         """Scales are filled a row per output, because projections and shards may begin within a block of outputs."""
         assert inputs.start % self._group == 0, "kept_problem refuses it"
         self._row_block = gcd(self._row_block, first_output, outputs.start, outputs.size)
-        rows = slice(first_output, first_output + outputs.size)
+        for run in [] if rows is None else row_runs(rows):
+            self._row_block = gcd(self._row_block, *run)
+        mine = slice(first_output, first_output + outputs.size)
         dim, start = (0, outputs.start) if inputs.size == inputs.full_size else (1, inputs.start)
-        yield "weight", WeightShard(self.weight[rows], (outputs.full_size, inputs.full_size), dim, start)
+        yield "weight", WeightShard(self.weight[mine], (outputs.full_size, inputs.full_size), dim, start, rows=rows)
         full = outputs.full_size, -(-inputs.full_size // self._group) if self._has_blocks else 1
         dim, start = (1, start // self._group) if dim and self._has_blocks else (0, outputs.start)
-        yield "weight_scale", WeightShard(self._rows[rows], full, dim, start, restore=self.restore_weights)
+        yield "weight_scale", WeightShard(self._rows[mine], full, dim, start, rows=rows, restore=self.restore_weights)
         if self.bias is not None:
-            yield "bias", WeightShard(self.bias[rows], (outputs.full_size,), 0, outputs.start)
+            yield "bias", WeightShard(self.bias[mine], (outputs.full_size,), 0, outputs.start, rows=rows)
 
     def process_weights_after_loading(self) -> None:
         """Keep a row of scales for each block of outputs; choose the products of this device."""

@@ -68,13 +68,15 @@ class UnquantizedLinearMethod(LinearMethod):
         self._rounded: tuple[Tensor, Tensor] | None = None  # places and values that float16 does not hold exactly
         self._gemv: Callable[..., Tensor] | None = None  # for a single token
 
-    def weight_shards(self, first_output: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
-        rows = slice(first_output, first_output + outputs.size)
+    def weight_shards(
+        self, first_output: int, outputs: ShardRange, inputs: ShardRange, rows: Tensor | None = None
+    ) -> WeightShards:
+        mine = slice(first_output, first_output + outputs.size)
         dim, start = (0, outputs.start) if inputs.size == inputs.full_size else (1, inputs.start)
         full_shape = outputs.full_size, inputs.full_size
-        yield "weight", WeightShard(self.weight[rows], full_shape, dim, start, restore=self.restore_weights)
+        yield "weight", WeightShard(self.weight[mine], full_shape, dim, start, rows=rows, restore=self.restore_weights)
         if self.bias is not None:
-            yield "bias", WeightShard(self.bias[rows], (outputs.full_size,), 0, outputs.start)
+            yield "bias", WeightShard(self.bias[mine], (outputs.full_size,), 0, outputs.start, rows=rows)
 
     def process_weights_after_loading(self) -> None:
         """Pack the weight. On CPUs the plain weight is dropped."""

@@ -1,0 +1,46 @@
+"""Recurrent layers as config.json describes them: which layers are recurrent, and the state that each keeps."""
+
+from __future__ import annotations
+
+from pdserve.errors import shown
+from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.state import GatedDeltaSpec
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def linear_attention_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is recurrent: by ``layer_types``, else all but every fourth one.
+
+    ``full_attention_interval`` replaces the four.
+    """
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        interval = fields.integer("full_attention_interval", 4)
+        recurrent = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    else:
+        fields.given("full_attention_interval")  # layer_types say it, too
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
+            raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
+        kinds = [fields.choice("layer type", each, (_LINEAR, _FULL)) for each in layer_types]
+        recurrent = tuple(kind == _LINEAR for kind in kinds)
+    if all(recurrent) or not any(recurrent):
+        kind = _LINEAR if all(recurrent) else _FULL
+        raise fields.error(f"has layers of {kind} only; this architecture is served with both kinds. {REMEDY}")
+    return recurrent
+
+
+def read_gated_delta(fields: ConfigFields, dtype: str) -> GatedDeltaSpec:
+    """Read the sizes of gated delta nets."""
+    spec = GatedDeltaSpec(
+        key_heads=fields.integer("linear_num_key_heads"),
+        value_heads=fields.integer("linear_num_value_heads"),
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        conv_width=fields.integer("linear_conv_kernel_dim", least=2),
+        dtype=dtype,
+    )
+    if spec.value_heads % spec.key_heads:
+        raise fields.error(f"{spec.value_heads} value heads cannot share {spec.key_heads} key heads evenly. {REMEDY}")
+    return spec

@@ -1,0 +1,128 @@
+"""The recurrent part of gated delta nets over the states of a rank: the interface, and plain torch.
+
+A back end of attention has one of them for the recurrent layers, and plans it with each step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runner.batch import AttentionBatch, GatedDeltaWeights
+from runner.kernels.gated_delta_reference import DeltaInputs, delta_rule_chunks, delta_rule_step, gates_of, normed
+from runner.state_cache import StateCache
+
+
+class GatedDelta(ABC):
+    """Runs ``plan`` once per step, then ``run`` for each recurrent layer."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch, graph: bool) -> None:
+        """Prepare the calls of one step; ``graph`` is that of ``AttentionBackend.plan``."""
+
+    @abstractmethod
+    def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
+        """Return the output of the delta rule, [tokens, value_heads, value_dim]; advance the states of the sequences.
+
+        mixed [tokens, channels]: queries, keys and values before the convolution, with rows at any stride. ba [tokens,
+        2 * value_heads]: betas and decays. ``layer`` counts the recurrent layers of this rank from 0 on.
+        """
+
+
+@dataclass(frozen=True)
+class _Step:
+    slots: Tensor  # [num_seqs] int64
+    taps: Tensor  # [conv_width, tokens] int64: rows of history and inputs, one after the other
+    history: Tensor  # [num_seqs * (conv_width - 1)] int64: the rows that become the new history
+    singles: Tensor  # int64: sequences with one token
+    single_tokens: Tensor  # int64: these tokens
+    longer: tuple[tuple[int, slice], ...]  # slots and tokens of the others
+
+
+class TorchGatedDelta(GatedDelta):
+    """The reference, on any device. Chunks of a prompt yield what the whole prompt does, up to rounding."""
+
+    def __init__(self, cache: StateCache) -> None:
+        self._cache, self._spec = cache, cache.layout.spec
+        self._step: _Step | None = None
+
+    def plan(self, batch: AttentionBatch, graph: bool) -> None:
+        assert batch.state_slots is not None
+        device = self._cache.slots.device
+        lengths = np.diff(batch.query_starts)
+        singles = np.flatnonzero(lengths == 1)
+        slots = batch.state_slots.cpu().numpy().astype(np.int64)
+        starts = batch.query_starts
+        taps, history = _conv_rows(batch.query_starts.astype(np.int64), self._spec.conv_width - 1)
+
+        def to_device(values: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        self._step = _Step(
+            slots=to_device(slots),
+            taps=to_device(taps),
+            history=to_device(history),
+            singles=to_device(singles),
+            single_tokens=to_device(starts[singles].astype(np.int64)),
+            longer=tuple(
+                (int(slots[row]), slice(int(starts[row]), int(starts[row + 1]))) for row in np.flatnonzero(lengths > 1)
+            ),
+        )
+
+    def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
+        step, spec = self._step, self._spec
+        assert step is not None, "plan comes first"
+        mixed_heads = self._convolve(step, layer, mixed, weights.conv)
+        q, k, v = mixed_heads.split([spec.key_heads * spec.key_dim] * 2 + [spec.value_heads * spec.value_dim], dim=-1)
+        group = spec.value_heads // spec.key_heads
+        q, k = (
+            normed(each.unflatten(-1, (spec.key_heads, spec.key_dim))).repeat_interleave(group, dim=1)
+            for each in (q, k)
+        )
+        inputs = DeltaInputs(q, k, v.unflatten(-1, (spec.value_heads, spec.value_dim)), *gates_of(ba, weights))
+        states = self._cache.delta[layer]
+        out = mixed.new_empty(len(mixed), spec.value_heads, spec.value_dim)
+        if len(step.singles):
+            slots = step.slots[step.singles]
+            results, advanced = delta_rule_step(inputs.of(step.single_tokens), states[slots])
+            out[step.single_tokens] = results.to(out.dtype)
+            states[slots] = advanced
+        for slot, tokens in step.longer:
+            results, advanced = delta_rule_chunks(inputs.of(tokens), states[slot])
+            out[tokens] = results.to(out.dtype)
+            states[slot] = advanced
+        return out
+
+    def _convolve(self, step: _Step, layer: int, mixed: Tensor, weight: Tensor) -> Tensor:
+        """Return silu of the convolution [tokens, channels] in float32, and advance its state."""
+        states = self._cache.conv[layer]
+        history = states[step.slots].mT.flatten(0, 1)  # [num_seqs * (conv_width - 1), channels]
+        inputs = torch.cat((history, mixed.to(history.dtype)))  # rounded alike in this step and in later ones
+        states[step.slots] = inputs[step.history].unflatten(0, (len(step.slots), -1)).mT
+        total = torch.zeros(mixed.shape, dtype=torch.float32, device=mixed.device)
+        for rows, tap in zip(step.taps, weight.float().unbind(1), strict=True):
+            total.addcmul_(inputs[rows].float(), tap)
+        return F.silu(total)
+
+
+def _conv_rows(query_starts: NDArray[np.int64], before: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows that each tap of the convolution reads, and the rows that become the new history.
+
+    Rows count the ``before`` inputs of history of each sequence, then the tokens of all sequences.
+    """
+    num_seqs, lengths = len(query_starts) - 1, np.diff(query_starts)
+    token_seqs = np.repeat(np.arange(num_seqs), lengths)
+    local = np.arange(query_starts[-1]) - query_starts[token_seqs]  # index of a token in its sequence's part
+
+    def rows_of(seqs: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.where(index < 0, (seqs + 1) * before + index, num_seqs * before + query_starts[seqs] + index)
+
+    taps = np.stack([rows_of(token_seqs, local - back) for back in range(before, -1, -1)])
+    seqs = np.repeat(np.arange(num_seqs), before)
+    return taps, rows_of(seqs, np.repeat(lengths, before) - before + np.tile(np.arange(before), num_seqs))

@@ -1,0 +1,341 @@
+"""The short convolution and the gated delta rule as Triton kernels. ``gated_delta_reference.py`` defines both.
+
+``convolve`` leaves queries and keys of length 1. ``delta_rule`` then computes token after token: the state stays in
+registers, so a single token costs one read and one write of it. For prompts FlashInfer is faster, where it serves.
+
+Rows without tokens, and with slot -1, change no state; the output of such tokens is unspecified.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.state import GatedDeltaSpec
+from runner.batch import GatedDeltaWeights
+from runner.kernels.gated_delta_reference import NORM_EPS
+
+_TOKENS = 8  # of a program that convolves
+_STATE_ROWS = 32  # of a program: 32 × 128 float32 values are 32 registers of a thread
+_CHANNELS = 512  # of a program that stores history
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _store_history(
+    mixed,  # of the row's first token, first of these channels
+    mixed_stride,
+    history,  # of the row, first of these channels
+    length,  # tokens, at least 1
+    channels,  # [BLOCK], relative
+    mask,
+    WIDTH: tl.constexpr,
+):
+    """Replace the history by the last WIDTH - 1 inputs. No value is read after its place was written."""
+    BEFORE: tl.constexpr = WIDTH - 1
+    for index in tl.static_range(BEFORE):
+        local = channels * 0 + length - BEFORE + index  # token that is kept there; negative: it is of the history
+        is_new = local >= 0
+        new = tl.load(mixed + local.to(tl.int64) * mixed_stride + channels, mask=mask & is_new, other=0.0)
+        old = tl.load(history + channels * BEFORE + BEFORE + local, mask=mask & (local < 0), other=0.0)
+        value = tl.where(is_new, new.to(history.dtype.element_ty), old)
+        tl.store(history + channels * BEFORE + index, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["mixed_stride", "num_rows", "num_tokens"])
+def _convolve_kernel(
+    mixed,  # [num_tokens, channels], rows mixed_stride apart
+    mixed_stride,
+    weight,  # [channels, WIDTH]
+    history,  # [slots, channels, WIDTH - 1], slots history_stride apart
+    history_stride,
+    slots,  # [num_rows] int32
+    query_starts,  # [num_rows + 1] int32
+    num_rows,
+    num_tokens,
+    q,  # out [num_tokens, KEY_HEADS, KEY_DIM]
+    k,  # out, the same
+    v,  # out [num_tokens, VALUE_HEADS, VALUE_DIM]
+    eps,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,  # 1 if SINGLES
+    SEARCH: tl.constexpr,  # steps of a search among the rows
+    SINGLES: tl.constexpr,  # every row has one token, or none; its program stores the history, too
+):
+    """Grid (blocks of tokens, heads of queries, then of keys, then of values)."""
+    BEFORE: tl.constexpr = WIDTH - 1
+    head = tl.program_id(1)
+    is_value = head >= 2 * KEY_HEADS
+    first_channel = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM, head * KEY_DIM)
+    within = tl.arange(0, BLOCK_DIM)
+    valid = within < tl.where(is_value, VALUE_DIM, KEY_DIM)
+    channels = first_channel + within
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    known = tokens < num_tokens
+    if SINGLES:
+        rows = tl.minimum(tokens, num_rows - 1)
+        known = known & (tl.load(query_starts + rows + 1) > tl.load(query_starts + rows))
+    else:
+        rows = tl.zeros([TOKENS], dtype=tl.int32)  # the last row that does not begin behind the token
+        end = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
+        for _ in range(SEARCH):
+            middle = (rows + end) // 2
+            before = tl.load(query_starts + middle) <= tokens
+            rows = tl.where(before, middle, rows)
+            end = tl.where(before, end, middle)
+    slot = tl.load(slots + rows)
+    known = known & (slot >= 0)
+    begin = tl.load(query_starts + rows)
+    of_slot = history + tl.maximum(slot, 0).to(tl.int64) * history_stride
+    total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
+    for tap in tl.static_range(WIDTH):
+        local = tokens - begin - (BEFORE - tap)
+        inside = local >= 0
+        at = (tokens - (BEFORE - tap)).to(tl.int64) * mixed_stride
+        is_new, is_old = (known & inside)[:, None] & valid[None, :], (known & (local < 0))[:, None] & valid[None, :]
+        new = tl.load(mixed + at[:, None] + channels[None, :], mask=is_new, other=0.0)
+        at_old = of_slot[:, None] + channels[None, :] * BEFORE + (BEFORE + local)[:, None]
+        old = tl.load(at_old, mask=is_old, other=0.0)
+        factor = tl.load(weight + channels * WIDTH + tap, mask=valid, other=0.0).to(tl.float32)
+        total += tl.where(inside[:, None], new.to(history.dtype.element_ty), old).to(tl.float32) * factor[None, :]
+    y = tl.where(valid[None, :], _silu(total), 0.0)
+    mask = (tokens < num_tokens)[:, None] & valid[None, :]
+    if is_value:
+        at = (tokens.to(tl.int64)[:, None] * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + within[None, :]
+        tl.store(v + at, y.to(v.dtype.element_ty), mask=mask)
+    else:
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
+        if head < KEY_HEADS:
+            at = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head) * KEY_DIM + within[None, :]
+            tl.store(q + at, y.to(q.dtype.element_ty), mask=mask)
+        else:
+            at = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + within[None, :]
+            tl.store(k + at, y.to(k.dtype.element_ty), mask=mask)
+    if SINGLES:
+        tl.debug_barrier()  # all threads have read the history
+        row = tl.program_id(0)
+        row_slot = tl.load(slots + row)
+        if (row_slot >= 0) & (tl.load(query_starts + row + 1) > tl.load(query_starts + row)):
+            first = mixed + row.to(tl.int64) * mixed_stride
+            _store_history(first + first_channel, mixed_stride, history + row_slot.to(tl.int64) * history_stride
+                           + first_channel * BEFORE, 1, within, valid, WIDTH)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["mixed_stride"])
+def _store_history_kernel(
+    mixed, mixed_stride, history, history_stride, slots, query_starts, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of channels)."""
+    row = tl.program_id(0)
+    begin = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - begin
+    slot = tl.load(slots + row)
+    if (length > 0) & (slot >= 0):
+        channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        first, of_slot = mixed + begin.to(tl.int64) * mixed_stride, history + slot.to(tl.int64) * history_stride
+        _store_history(first, mixed_stride, of_slot, length, channels, channels < CHANNELS, WIDTH)
+
+
+@triton.jit
+def _gates(ba, token, head, a_log, dt_bias, VALUE_HEADS: tl.constexpr):
+    """Return β and α of tokens and heads that broadcast, in float32."""
+    at = token * 2 * VALUE_HEADS + head
+    b = tl.load(ba + at).to(tl.float32)
+    a = tl.load(ba + at + VALUE_HEADS).to(tl.float32) + dt_bias
+    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return 1.0 / (1.0 + tl.exp(-b)), tl.exp(-tl.exp(a_log) * softplus)
+
+
+@triton.jit
+def _delta_rule_kernel(
+    q,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
+    k,  # the same
+    v,  # [tokens, VALUE_HEADS, VALUE_DIM]
+    ba,  # [tokens, 2 * VALUE_HEADS]
+    a_log,  # [VALUE_HEADS] float32
+    dt_bias,  # [VALUE_HEADS] float32
+    states,  # [slots, VALUE_HEADS, VALUE_DIM, KEY_DIM] float32, slots state_stride apart
+    state_stride,
+    slots,  # [rows] int32
+    query_starts,  # [rows + 1] int32
+    out,  # out [tokens, VALUE_HEADS, VALUE_DIM]
+    scale,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    """Grid (value heads, blocks of a value, rows)."""
+    head = tl.program_id(0)
+    row = tl.program_id(2)
+    begin = tl.load(query_starts + row)
+    end = tl.load(query_starts + row + 1)
+    slot = tl.load(slots + row)
+    if (end > begin) & (slot >= 0):
+        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        columns = tl.arange(0, BLOCK_KEY)
+        values = tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+        has_key, has_value = columns < KEY_DIM, values < VALUE_DIM
+        at_state = states + slot.to(tl.int64) * state_stride + (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns
+        in_state = has_value[:, None] & has_key[None, :]
+        state = tl.load(at_state, mask=in_state, other=0.0)
+        log_a = tl.load(a_log + head)
+        bias = tl.load(dt_bias + head)
+        for number in range(end - begin):
+            token = begin.to(tl.int64) + number
+            at_key = (token * KEY_HEADS + key_head) * KEY_DIM + columns
+            at_value = (token * VALUE_HEADS + head) * VALUE_DIM + values
+            query = tl.load(q + at_key, mask=has_key, other=0.0).to(tl.float32)
+            key = tl.load(k + at_key, mask=has_key, other=0.0).to(tl.float32)
+            value = tl.load(v + at_value, mask=has_value, other=0.0).to(tl.float32)
+            beta, decay = _gates(ba, token, head, log_a, bias, VALUE_HEADS)
+            state = state * decay
+            correction = (value - tl.sum(state * key[None, :], axis=1)) * beta
+            state += correction[:, None] * key[None, :]
+            output = tl.sum(state * query[None, :], axis=1) * scale
+            tl.store(out + at_value, output.to(out.dtype.element_ty), mask=has_value)
+        tl.store(at_state, state, mask=in_state)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gates_kernel(ba, a_log, dt_bias, beta, alpha, count, VALUE_HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (blocks of tokens and heads,)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    at = tl.minimum(at, count - 1)
+    head = at % VALUE_HEADS
+    bias = tl.load(dt_bias + head)
+    b, a = _gates(ba, at // VALUE_HEADS, head, tl.load(a_log + head), bias, VALUE_HEADS)
+    tl.store(beta + at, b, mask=mask)
+    tl.store(alpha + at, a, mask=mask)
+
+
+def convolve(
+    mixed: Tensor,
+    weight: Tensor,
+    history: Tensor,
+    slots: Tensor,
+    query_starts: Tensor,
+    spec: GatedDeltaSpec,
+    singles: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return silu of the convolution as queries and keys of length 1, and values; advance the history.
+
+    mixed [tokens, channels], with rows at any stride, → q, k [tokens, key_heads, key_dim] and v [tokens, value_heads,
+    value_dim]. weight [channels, conv_width]; history: a layer's view of ``StateCache.conv``; slots [rows] and
+    query_starts [rows + 1] int32. ``singles``: every row has one token, or none.
+    """
+    tokens, rows, width = len(mixed), len(slots), spec.conv_width
+    assert mixed.stride(1) == 1
+    assert weight.is_contiguous()
+    assert not singles or tokens == rows
+    q = mixed.new_empty(tokens, spec.key_heads, spec.key_dim)
+    k = torch.empty_like(q)
+    v = mixed.new_empty(tokens, spec.value_heads, spec.value_dim)
+    block = 1 if singles else _TOKENS
+    _convolve_kernel[(triton.cdiv(tokens, block), 2 * spec.key_heads + spec.value_heads)](
+        mixed,
+        mixed.stride(0),
+        weight,
+        history,
+        history.stride(0),
+        slots,
+        query_starts,
+        rows,
+        tokens,
+        q,
+        k,
+        v,
+        NORM_EPS,
+        KEY_HEADS=spec.key_heads,
+        VALUE_HEADS=spec.value_heads,
+        KEY_DIM=spec.key_dim,
+        VALUE_DIM=spec.value_dim,
+        WIDTH=width,
+        BLOCK_DIM=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
+        TOKENS=block,
+        SEARCH=0 if singles else rows.bit_length(),
+        SINGLES=singles,
+        num_warps=1 if singles else 4,
+    )
+    if not singles:
+        _store_history_kernel[(rows, triton.cdiv(spec.channels, _CHANNELS))](
+            mixed,
+            mixed.stride(0),
+            history,
+            history.stride(0),
+            slots,
+            query_starts,
+            CHANNELS=spec.channels,
+            WIDTH=width,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+        )
+    return q, k, v
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ba: Tensor,
+    weights: GatedDeltaWeights,
+    states: Tensor,
+    slots: Tensor,
+    query_starts: Tensor,
+    out: Tensor,
+) -> None:
+    """Write the output of the tokens of some rows to ``out`` [tokens, value_heads, value_dim]; advance their states.
+
+    q, k, v are those of ``convolve``, ba [tokens, 2 * value_heads]. states: a layer's view of ``StateCache.delta``.
+    """
+    (_, key_heads, key_dim), (_, value_heads, value_dim) = q.shape, v.shape
+    assert ba.is_contiguous()
+    block = min(_STATE_ROWS, triton.next_power_of_2(value_dim))
+    _delta_rule_kernel[(value_heads, triton.cdiv(value_dim, block), len(slots))](
+        q,
+        k,
+        v,
+        ba,
+        weights.a_log,
+        weights.dt_bias,
+        states,
+        states.stride(0),
+        slots,
+        query_starts,
+        out,
+        key_dim**-0.5,
+        KEY_HEADS=key_heads,
+        VALUE_HEADS=value_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_KEY=triton.next_power_of_2(key_dim),
+        BLOCK_VALUE=block,
+        num_warps=4,
+    )
+
+
+def gates(ba: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
+    """Return β and α, each [tokens, value_heads] float32, of ba [tokens, 2 * value_heads]."""
+    tokens, heads = len(ba), len(weights.a_log)
+    assert ba.is_contiguous()
+    beta = torch.empty(tokens, heads, dtype=torch.float32, device=ba.device)
+    alpha, block = torch.empty_like(beta), 256
+    _gates_kernel[(triton.cdiv(tokens * heads, block),)](
+        ba, weights.a_log, weights.dt_bias, beta, alpha, tokens * heads, VALUE_HEADS=heads, BLOCK=block, num_warps=4
+    )
+    return beta, alpha

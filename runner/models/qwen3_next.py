@@ -1,0 +1,26 @@
+"""Qwen3-Next: gated delta nets, attention with an output gate in every fourth layer, and experts with a shared one."""
+
+from __future__ import annotations
+
+from runner.models.decoder import Decoder
+from runner.models.layers.attention import Attention
+from runner.models.layers.gated_delta_net import GatedDeltaNet
+
+
+class Qwen3NextForCausalLM(Decoder):
+    unused_tensors = ("mtp.",)  # layers that predict further tokens
+    merged_inputs = True  # of gated delta nets
+
+    def make_attention(self, layer: int) -> Attention:
+        bias = self.config.attention_bias
+        return Attention(self.context, layer, qkv_bias=bias, out_bias=bias, head_norms=True)
+
+    def make_mixer(self, layer: int) -> Attention | GatedDeltaNet:
+        first = self.first_layer
+        attending = self.config.kv_layers_in(range(first, first + layer))
+        if self.config.is_recurrent(first + layer):
+            return GatedDeltaNet(self.context, layer - attending, merged=self.merged_inputs)
+        return self.make_attention(attending)
+
+    def checkpoint_name(self, name: str) -> str:
+        return name.replace(".shared_experts.", ".shared_expert.")

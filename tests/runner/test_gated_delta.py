@@ -1,0 +1,201 @@
+"""The recurrent part of gated delta nets: chunks against single tokens, and Triton's kernels against plain torch.
+
+The kernels run in Triton's interpreter, or on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
+from runner.attention.gated_delta import GatedDelta, TorchGatedDelta
+from runner.attention.triton_gated_delta import TritonGatedDelta
+from runner.batch import AttentionBatch, GatedDeltaWeights
+from runner.kernels import activation, norm, reference
+from runner.kernels.gated_delta_reference import DeltaInputs, delta_rule_chunks, delta_rule_step, normed
+from runner.placement import TensorPlacement
+from runner.state_cache import StateCache
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SPEC = GatedDeltaSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24, conv_width=4, dtype="float32")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def cache_of(spec: GatedDeltaSpec, num_slots: int, dtype: str = "float32") -> StateCache:
+    """Return a cache of two layers with random states."""
+    cache = StateCache(StateLayout(num_slots, 2, spec), DEVICE, StateShare(0, 2, 2, 0, 1))
+    for layer, (delta, conv) in enumerate(zip(cache.delta, cache.conv, strict=True)):
+        delta.copy_(random(*delta.shape, seed=10 + layer))
+        conv.copy_(random(*conv.shape, seed=20 + layer))
+    return cache
+
+
+def weights_of(spec: GatedDeltaSpec, dtype: torch.dtype = torch.float32) -> GatedDeltaWeights:
+    heads = spec.value_heads
+    conv = random(spec.channels, spec.conv_width, seed=1).to(dtype)
+    return GatedDeltaWeights(conv, a_log=random(heads, seed=2), dt_bias=random(heads, seed=3))
+
+
+def batch_of(lengths: list[int], slots: list[int], padding: int = 0) -> AttentionBatch:
+    """Return a batch whose device tensors have ``padding`` more rows without tokens, and as many spare tokens."""
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    device_starts = torch.from_numpy(np.concatenate((starts, [starts[-1]] * padding)).astype(np.int32)).to(DEVICE)
+    rows = len(lengths) + padding
+    return AttentionBatch(
+        query_starts=starts,
+        seq_lens=np.array(lengths, dtype=np.int32),
+        device_query_starts=device_starts,
+        device_seq_lens=torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+        page_table=torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE),
+        slots=torch.zeros(int(starts[-1]) + padding, dtype=torch.int64, device=DEVICE),
+        state_slots=torch.tensor(slots + [slots[0]] * padding, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def run(backend: GatedDelta, spec: GatedDeltaSpec, batch: AttentionBatch, weights: GatedDeltaWeights) -> Tensor:
+    """Return the output of layer 1 for random inputs, whose rows have a stride."""
+    tokens = len(batch.slots)
+    inputs = random(tokens, spec.channels + 8, seed=4).to(weights.conv.dtype)
+    backend.plan(batch, graph=False)
+    return backend.run(1, inputs[:, : spec.channels], random(tokens, 2 * spec.value_heads, seed=5), weights)
+
+
+def inputs_of(tokens: int, seed: int, same_key: bool) -> DeltaInputs:
+    q, k = (normed(random(tokens, 2, 8, seed=seed + number)) for number in range(2))
+    if same_key:
+        k = k[:1].expand_as(k)
+    beta = torch.sigmoid(random(tokens, 2, seed=seed + 3) + (4.0 if same_key else 0.0))
+    decay = -random(tokens, 2, seed=seed + 4).abs() * (1e-3 if same_key else 1.0)
+    return DeltaInputs(q, k, random(tokens, 2, 6, seed=seed + 2), beta, decay)
+
+
+@given(tokens=st.sampled_from([1, 2, 63, 64, 65, 130]), cut=st.integers(0, 130), same_key=st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_chunks_compute_what_single_tokens_do(tokens: int, cut: int, same_key: bool) -> None:
+    """Also for one key that never decays, as repeated tokens have it; and in two parts."""
+    inputs, state = inputs_of(tokens, tokens, same_key), random(2, 6, 8, seed=9)
+    expected, one = [], state[None]
+    for token in range(tokens):
+        output, one = delta_rule_step(inputs.of(slice(token, token + 1)), one)
+        expected.append(output)
+    outputs, found = [], state
+    for part in (slice(0, cut), slice(cut, tokens)):
+        if len(inputs.q[part]):
+            output, found = delta_rule_chunks(inputs.of(part), found)
+            outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs), torch.cat(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, one[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [3], [1, 5, 1, 2, 19], [9, 1]], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 16, 24, 4), (1, 3, 12, 8, 2)], ids=str)
+def test_triton_kernels_compute_what_torch_does(shape: tuple[int, ...], lengths: list[int]) -> None:
+    spec = GatedDeltaSpec(*shape, dtype="float32")  # type: ignore[misc]
+    slots = [5, 2, 0, 3, 1][: len(lengths)]
+    batch, weights = batch_of(lengths, slots), weights_of(spec)
+    caches = [cache_of(spec, 6) for _ in range(2)]
+    placement = TensorPlacement(DEVICE, torch.float32, torch.float32, use_triton=True)
+    found = run(TritonGatedDelta(caches[0], placement, flashinfer=False), spec, batch, weights)
+    expected = run(TorchGatedDelta(caches[1]), spec, batch, weights)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    for layer in range(2):
+        torch.testing.assert_close(caches[0].delta[layer], caches[1].delta[layer], atol=1e-5, rtol=1e-4)
+        assert torch.equal(caches[0].conv[layer], caches[1].conv[layer])
+
+
+def test_rows_of_padding_change_no_state() -> None:
+    """They have no tokens and an old slot; or, while a graph is captured, a token and no slot."""
+    placement, weights = TensorPlacement(DEVICE, torch.float32, torch.float32, use_triton=True), weights_of(SPEC)
+    alone, padded = cache_of(SPEC, 4), cache_of(SPEC, 4)
+    expected = run(TritonGatedDelta(alone, placement, False), SPEC, batch_of([1, 1], [2, 1]), weights)
+    found = run(TritonGatedDelta(padded, placement, False), SPEC, batch_of([1, 1], [2, 1], padding=3), weights)
+    torch.testing.assert_close(found[:2], expected)
+    assert torch.equal(padded.slots, alone.slots)
+    run(TritonGatedDelta(padded, placement, False), SPEC, batch_of([1, 1], [NO_SLOT, NO_SLOT]), weights)
+    assert torch.equal(padded.slots, alone.slots)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [2, 7, 1]], ids=str)
+def test_a_step_leaves_other_slots_and_layers_alone(lengths: list[int]) -> None:
+    for triton in (False, True):
+        cache, before = cache_of(SPEC, 5), cache_of(SPEC, 5)
+        placement = TensorPlacement(DEVICE, torch.float32, torch.float32, use_triton=True)
+        backend: GatedDelta = TritonGatedDelta(cache, placement, False) if triton else TorchGatedDelta(cache)
+        used = [4, 1, 3][: len(lengths)]
+        run(backend, SPEC, batch_of(lengths, used), weights_of(SPEC))
+        others = [slot for slot in range(5) if slot not in used]
+        assert torch.equal(cache.slots[others], before.slots[others])
+        first = cache.layout.spec.layer_bytes
+        assert torch.equal(cache.slots[:, :first], before.slots[:, :first])
+        assert not torch.equal(cache.slots[used, first:], before.slots[used, first:])
+
+
+@pytest.mark.parametrize("size", [24, 1500])
+def test_gates_equal_torch(size: int) -> None:
+    x, gate = random(5, size), random(5, size + 3, seed=1)
+    for gates in (gate[:, :size], gate[:, :1]):
+        torch.testing.assert_close(activation.sigmoid_and_mul(gates, x), reference.sigmoid_and_mul(gates, x))
+    heads, weight, eps = x.view(5, size // 12, 12), random(12, seed=2), 1e-6
+    found = norm.gated_rms_norm(heads, gate[:, :size], weight, eps)
+    expected = reference.gated_rms_norm(heads, gate[:, :size], weight, torch.tensor(eps, device=DEVICE))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)  # FlashInfer may compile
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [[70], [1, 1, 300, 1, 64], [2, 1000]], ids=str)
+def test_flashinfer_computes_prompts_as_exactly_as_torch(lengths: list[int], dtype: torch.dtype) -> None:
+    pytest.importorskip("flashinfer")
+    name: Any = str(dtype).removeprefix("torch.")
+    spec = GatedDeltaSpec(key_heads=2, value_heads=6, key_dim=128, value_dim=128, conv_width=4, dtype=name)
+    batch, weights = batch_of(lengths, list(range(len(lengths)))), weights_of(spec, dtype)
+    caches = [cache_of(spec, 6) for _ in range(2)]
+    placement = TensorPlacement(DEVICE, dtype, dtype, use_triton=True)
+    backend = TritonGatedDelta(caches[0], placement, flashinfer=True)
+    assert backend._chunks is not None, "FlashInfer's kernel could not be built"
+    found = run(backend, spec, batch, weights)
+    expected = run(TorchGatedDelta(caches[1]), spec, batch, weights)
+    scale = expected.float().abs().mean()
+    assert (found.float() - expected.float()).abs().mean() < 0.02 * scale
+    states, exact = caches[0].delta[1][: len(lengths)], caches[1].delta[1][: len(lengths)]
+    assert (states - exact).abs().mean() < 0.02 * exact.abs().mean()
+    assert torch.equal(caches[0].conv[1], caches[1].conv[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_decodes_in_a_captured_graph_equal_those_outside() -> None:
+    placement, weights = TensorPlacement(DEVICE, torch.bfloat16, torch.bfloat16, use_triton=True), None
+    spec = GatedDeltaSpec(key_heads=4, value_heads=8, key_dim=128, value_dim=128, conv_width=4, dtype="bfloat16")
+    weights = weights_of(spec, torch.bfloat16)
+    cache, plain = cache_of(spec, 9), cache_of(spec, 9)
+    backend, batch = TritonGatedDelta(cache, placement, False), batch_of([1] * 8, [NO_SLOT] * 8)
+    mixed = random(8, spec.channels, seed=4).bfloat16()
+    ba = random(8, 2 * spec.value_heads, seed=5).bfloat16()
+    backend.plan(batch, graph=True)
+    backend.run(1, mixed, ba, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.run(1, mixed, ba, weights)
+    assert batch.state_slots is not None
+    batch.state_slots.copy_(torch.arange(8, dtype=torch.int32))
+    batch.device_query_starts[6:] = 5  # the last rows are padding
+    graph.replay()
+    other = TritonGatedDelta(plain, placement, False)
+    other.plan(batch_of([1] * 5, list(range(5))), graph=False)
+    torch.testing.assert_close(out[:5], other.run(1, mixed[:5], ba[:5], weights))
+    assert torch.equal(cache.slots, plain.slots)
