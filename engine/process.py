@@ -107,6 +107,7 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
+        num_state_slots=0 if ranks.state_layout is None else ranks.state_layout.num_slots,
         groups=layout.groups,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,

@@ -26,7 +26,7 @@ from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Progress, Ready
 from pdserve.process import EXIT_FAILED
 from pdserve.protocols import ModelRunner, WeightSource
-from pdserve.records import RankKV
+from pdserve.records import RankKV, RankStates
 from pdserve.rpc.address import join_address, split_address
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
@@ -63,9 +63,16 @@ def build_rank(
         nixl.join()
     model_runner = runner.build(config, progress, rendezvous, reader)
     progress("registering KV cache", -1.0)
-    kv_connector = back_end(ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs))
+    states = _rank_states(config, model_runner)
+    setup = ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs, states)
+    kv_connector = back_end(setup)
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_events)
     return Rank(model_runner, kv_connector, _offer_weights(config, model_runner)), kv
+
+
+def _rank_states(config: NodeConfig, model_runner: ModelRunner) -> RankStates | None:
+    region, layout, share = model_runner.state_region, model_runner.state_layout, config.state_share
+    return None if region is None or layout is None or share is None else RankStates(region, layout, share)
 
 
 def _uses_nixl(config: NodeConfig, agent: str) -> bool:

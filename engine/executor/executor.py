@@ -32,6 +32,7 @@ class Executor:
         """``wake`` is called, on any thread, when ranks have connector events and no step brings them."""
         self.max_in_flight = rank.max_in_flight
         self.kv_layout = rank.kv_layout
+        self.state_layout = rank.state_layout
         self.monitors: Sequence[HeartbeatMonitor] = others.monitors
         self._rank = rank
         self._others = others

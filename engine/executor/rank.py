@@ -20,6 +20,7 @@ from pdserve.records import (
     ModelRunnerOutput,
     StepPlan,
 )
+from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights
 
@@ -32,6 +33,7 @@ class Ranks(Protocol):
 
     max_in_flight: int  # steps that may be launched before the result of the first is taken
     kv_layout: KVLayout  # of rank 0; every rank has as many blocks
+    state_layout: StateLayout | None  # of rank 0; every rank has as many slots; None: no recurrent layers
     monitors: Sequence[HeartbeatMonitor]  # of the other ranks
 
     @property
@@ -83,6 +85,7 @@ class Rank:
     def __init__(self, runner: ModelRunner, connector: KVConnector, weights: WeightSource | None = None) -> None:
         self.max_in_flight = runner.max_in_flight
         self.kv_layout = runner.kv_layout
+        self.state_layout = runner.state_layout
         self.monitors: Sequence[HeartbeatMonitor] = ()
         self.runner_seconds = 0.0
         self._runner = runner

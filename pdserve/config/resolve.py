@@ -34,7 +34,7 @@ from pdserve.config.parallel import (
 from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
-from pdserve.config.state_slots import LEAST_SLOTS, TYPICAL_TOKENS, choose_slots, most_slots
+from pdserve.config.state_slots import TYPICAL_TOKENS, choose_slots, most_slots
 from pdserve.config.triton_hosts import try_triton
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
@@ -44,7 +44,7 @@ from pdserve.model.text_part import text_headers
 from pdserve.model.weight_formats import storage_rules
 from pdserve.request_cost import AUTO_ITL_STEPS
 from pdserve.rpc.timeouts import PeerTiming
-from pdserve.state import StateLayout
+from pdserve.state import LEAST_SLOTS, StateLayout
 
 _CPU_KV_MEMORY = 1 << 30
 _CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them

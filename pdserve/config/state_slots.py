@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pdserve.kv import KVLayout
-from pdserve.state import StateLayout
+from pdserve.state import LEAST_SLOTS, StateLayout
 
 TYPICAL_TOKENS = 4096  # of a sequence: memory is divided as if all had as many
 _SNAPSHOTS = 64  # beside two slots for each running sequence
-LEAST_SLOTS = 2
 
 
 def most_slots(max_num_seqs: int) -> int:

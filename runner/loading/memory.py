@@ -13,11 +13,11 @@ import torch
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import RankPosition, weight_bytes
-from pdserve.config.state_slots import LEAST_SLOTS, choose_slots
+from pdserve.config.state_slots import choose_slots
 from pdserve.errors import CapacityError
 from pdserve.kv import MAX_BLOCKS, KVLayout
 from pdserve.model.model_config import ModelConfig
-from pdserve.state import StateLayout
+from pdserve.state import LEAST_SLOTS, StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.process_memory import process_memory
 

@@ -171,11 +171,17 @@ class ToyRunner:
         return KVRegion(self.cache.ctypes.data, self.cache.nbytes, "cpu", 0)
 
     @property
+    def state_layout(self) -> StateLayout | None:
+        return StateLayout(len(self.slots), 1, _STATE) if len(self.slots) else None
+
+    @property
+    def state_region(self) -> KVRegion | None:
+        return KVRegion(self.slots.ctypes.data, self.slots.nbytes, "cpu", 0) if len(self.slots) else None
+
+    @property
     def rank_states(self) -> RankStates | None:
-        if not len(self.slots):
-            return None
-        region = KVRegion(self.slots.ctypes.data, self.slots.nbytes, "cpu", 0)
-        return RankStates(region, StateLayout(len(self.slots), 1, _STATE), StateShare(0, 1, 1, 0, 1))
+        region, layout = self.state_region, self.state_layout
+        return None if region is None or layout is None else RankStates(region, layout, StateShare(0, 1, 1, 0, 1))
 
     @property
     def num_tokens(self) -> int:
