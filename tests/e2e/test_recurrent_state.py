@@ -1,0 +1,120 @@
+"""Models with recurrent layers behind router, decode node and prefill node: tokens are those of transformers.
+
+python -m pytest -m slow tests/e2e/test_recurrent_state.py     other pairs, and runner V2 in Triton's interpreter
+
+The reference computes one sequence at a time, since the library's linear attention lets packed ones leak into each
+other.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from exact_fleet import STEP, Model, Served, random_prompt
+from fleet import NodeProcess
+
+MODELS = {
+    "qwen3-next": Model("qwen3_next", {}),
+    "qwen3.5": Model("qwen3_5_text", {}),
+    "qwen3.5-moe": Model("qwen3_5_moe_text", {}),
+}
+FEW_SLOTS = ("--state-slots", "6")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def check_model(served: Served) -> None:
+    """Lengths around those of blocks and steps; together, and again from the prefix caches."""
+    shared = random_prompt(7, 2 * STEP + 3)
+    prompts = [random_prompt(length, length) for length in (1, 4, 23, STEP, STEP + 1, 3 * STEP + 5)]
+    prompts += [shared + random_prompt(100 + index, 3 * index + 1) for index in range(3)]
+    prompts += [[*shared[: STEP + index], 5, 6] for index in range(2)]  # branches
+    for _ in range(2):
+        served.check(prompts)
+    (decode,), (prefill,) = served.fleet.decode, served.fleet.prefill
+    assert decode.counter("handoffs") == 2 * len(prompts)
+    assert decode.counter("handoff_failures") == 0
+    assert prefill.counter("prefix_cached_tokens") > 0
+    served.wait_idle()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
+    with Served(MODELS[name], tmp_path / "m") as served:
+        check_model(served)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        ("qwen3-next", "pp2", "1"),
+        pytest.param("qwen3.5", "tp2", "tp2", marks=pytest.mark.slow),
+        pytest.param("qwen3.5", "1", "pp2", marks=pytest.mark.slow),
+        pytest.param("qwen3.5-moe", "pp2", "pp2", marks=pytest.mark.slow),
+        pytest.param("qwen3-next", "tp2", "tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: str, tmp_path: Path) -> None:
+    with Served(MODELS[name], tmp_path / "m", [prefill], [decode]) as served:
+        check_model(served)
+
+
+def test_unequal_shards_are_refused_with_both_sizes(tmp_path: Path) -> None:
+    """D computes the prompts itself."""
+    with Served(MODELS["qwen3-next"], tmp_path / "m", ["tp2"], ["1"]) as served:
+        served.check([random_prompt(1, 20)])
+        (decode,) = served.fleet.decode
+        assert "recurrent states differ in tensor shards: 1 here, 2 at the peer" in decode.output()
+
+
+def test_tokens_are_exact_with_few_slots_and_blocks(tmp_path: Path) -> None:
+    """Sequences wait for slots, and are preempted."""
+    flags = (*FEW_SLOTS, "--kv-cache-memory", "900KB")
+    with Served(MODELS["qwen3.5"], tmp_path / "m", flags=flags) as served:
+        served.check([random_prompt(index, 60 + 7 * index) for index in range(8)], output=60)
+        served.wait_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
+    with Served(MODELS[name], tmp_path / "m", runner="V2") as served:
+        for _ in range(2):
+            served.check([random_prompt(length, length) for length in (1, 23, STEP + 6)], output=8)
+        decode = served.fleet.decode[0]
+        assert decode.describe().runner == "V2"
+        assert (decode.counter("handoffs"), decode.counter("handoff_failures")) == (6, 0)
+
+
+@pytest.mark.timeout(600)
+def test_turns_of_an_agent_equal_those_of_a_cold_node(tmp_path: Path) -> None:
+    """Two nodes of each role: turns with tool results, branches and retries over one prefix; nodes die."""
+    rng, conversation = random.Random(3), random_prompt(1, 40)
+    with Served(MODELS["qwen3-next"], tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
+        for turn in range(12):
+            prompt = [*conversation, *random_prompt(turn, rng.randrange(1, 9))]
+            served.check([prompt] * (1 + turn % 2), output=6)  # and a retry at once
+            if turn % 3 == 2:  # a branch from an earlier point
+                served.check([[*prompt[: rng.randrange(20, len(prompt))], turn]], output=6)
+            conversation = [*prompt, *served.reference_of(prompt, 6)]
+            if turn == 8:
+                served.fleet.decode[0].kill()
+        assert sum(node.counter("prefix_cached_tokens") for node in served.fleet.prefill) > 0
+
+
+def test_a_running_answer_moves_when_its_node_dies(tmp_path: Path) -> None:
+    prompt = random_prompt(5, 90)
+    served = Served(MODELS["qwen3-next"], tmp_path / "m", ["1"], ["1", "1"])
+    with served, served.running(prompt, 200) as answer:
+
+        def busy() -> NodeProcess | None:
+            return next((node for node in served.fleet.decode if node.counter("sampled_tokens") > 20), None)
+
+        served.fleet.wait_until(lambda: busy() is not None, 30.0)
+        node = busy()
+        assert node is not None
+        node.kill()
+        assert answer.result() == served.reference_of(prompt, 200)
