@@ -15,6 +15,7 @@ import pytest
 from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import NodeProcess
 
+MIXED = {"num_hidden_layers": 5, "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"]}
 MODELS = {
     "qwen3-next": Model("qwen3_next", {}),
     "qwen3.5": Model("qwen3_5_text", {}),
@@ -57,7 +58,8 @@ def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: str, tmp_path: Path) -> None:
-    with Served(MODELS[name], tmp_path / "m", [prefill], [decode]) as served:
+    """Each stage has layers of both kinds."""
+    with Served(MODELS[name]._replace(fields=MIXED), tmp_path / "m", [prefill], [decode]) as served:
         check_model(served)
 
 
@@ -66,7 +68,7 @@ def test_unequal_shards_are_refused_with_both_sizes(tmp_path: Path) -> None:
     with Served(MODELS["qwen3-next"], tmp_path / "m", ["tp2"], ["1"]) as served:
         served.check([random_prompt(1, 20)])
         (decode,) = served.fleet.decode
-        assert "recurrent states differ in tensor shards: 1 here, 2 at the peer" in decode.output()
+        assert "recurrent states differ in tensor shards: 1 here, 2 at the peer" in decode.output
 
 
 def test_tokens_are_exact_with_few_slots_and_blocks(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_tokens_are_exact_with_few_slots_and_blocks(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
-    with Served(MODELS[name], tmp_path / "m", runner="V2") as served:
+    with Served(MODELS[name], tmp_path / "m", runner="V2", flags=("--block-size", "16")) as served:
         for _ in range(2):
             served.check([random_prompt(length, length) for length in (1, 23, STEP + 6)], output=8)
         decode = served.fleet.decode[0]
