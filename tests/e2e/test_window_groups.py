@@ -170,11 +170,14 @@ def test_tokens_are_exact_under_preemption(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["gpt-oss", "ministral", "all windows"])
 def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
-    model = MODELS[name]
-    fields = {"num_hidden_layers": 2} if name == "gpt-oss" else {}
-    with Served(model._replace(fields={**model.fields, **fields}), tmp_path / "m", runner="V2") as served:
+    """Triton's pages have 16 tokens at least. Fewer layers, as its interpreter is slow: a group may have one."""
+    model, fields = MODELS[name], dict(MODELS[name].fields, num_hidden_layers=2)
+    if "layer_types" in fields:
+        fields |= {"num_hidden_layers": 3, "layer_types": fields["layer_types"][:3]}
+    flags = ("--block-size", "16")
+    with Served(model._replace(fields=fields), tmp_path / "m", flags=flags, runner="V2") as served:
         for _ in range(2):
-            served.check([random_prompt(length, length) for length in (1, 23, STEP + 6)], output=8)
+            served.check([random_prompt(length, length) for length in (1, 23, 2 * STEP + 6)], output=8)
         decode = served.fleet.decode[0]
         assert decode.describe().runner == "V2"
         assert (decode.counter("handoffs"), decode.counter("handoff_failures")) == (6, 0)

@@ -1,6 +1,6 @@
 """A minimal engine for a model runner: blocks, chunked prefill, continuous batching. No policy, no limits.
 
-Blocks behind a window are freed after each step; in host memory they are filled with NaN, which no attention may read.
+Blocks behind a window are freed after each step and filled with NaN, which no attention may read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+
+import torch
 
 from pdserve.kv_groups import NULL_BLOCK, first_block
 from pdserve.protocols import ModelRunner
@@ -174,9 +176,8 @@ class Stepper:
                     self.num_freed += 1
 
     def _fill(self, block: int, value: int) -> None:
-        region, size = self.runner.kv_region, self.runner.kv_layout.block_bytes
-        if region.device == "cpu":
-            ctypes.memset(region.address + block * size, value, size)
+        cache: torch.Tensor = getattr(self.runner, "_cache").tensor  # noqa: B009
+        cache.view(torch.uint8).view(self.runner.kv_layout.num_blocks, -1)[block] = value
 
 
 def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
