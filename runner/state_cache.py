@@ -67,6 +67,7 @@ class StateSlotCopies(StepFeature[object]):
         self._cache = cache
 
     def add(self, new: NewSequence) -> None:
+        assert new.state_slot != NO_SLOT, f"sequence {new.seq} has no slot for its recurrent state"
         if new.state_from == NO_SLOT:
             self._cache.zero(new.state_slot)
         elif new.state_from != new.state_slot:

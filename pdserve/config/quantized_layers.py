@@ -92,6 +92,8 @@ def _sliced_inputs(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
     if parallel.tp == 1:
         return
     yield "o_proj", model.num_heads * model.head_dim
+    if model.state is not None:
+        yield "out_proj", model.state.value_heads * model.state.value_dim
     moe = model.moe
     if moe is None or moe.dense_layers:
         yield "down_proj", model.intermediate_size

@@ -48,7 +48,7 @@ def _store_history(
         tl.store(history + channels * BEFORE + index, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["mixed_stride", "num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _convolve_kernel(
     mixed,  # [num_tokens, channels], rows mixed_stride apart
     mixed_stride,
@@ -112,16 +112,16 @@ def _convolve_kernel(
     y = tl.where(valid[None, :], _silu(total), 0.0)
     mask = (tokens < num_tokens)[:, None] & valid[None, :]
     if is_value:
-        at = (tokens.to(tl.int64)[:, None] * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + within[None, :]
-        tl.store(v + at, y.to(v.dtype.element_ty), mask=mask)
+        at_value = (tokens.to(tl.int64)[:, None] * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + within[None, :]
+        tl.store(v + at_value, y.to(v.dtype.element_ty), mask=mask)
     else:
         y = y * tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
         if head < KEY_HEADS:
-            at = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head) * KEY_DIM + within[None, :]
-            tl.store(q + at, y.to(q.dtype.element_ty), mask=mask)
+            at_query = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head) * KEY_DIM + within[None, :]
+            tl.store(q + at_query, y.to(q.dtype.element_ty), mask=mask)
         else:
-            at = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + within[None, :]
-            tl.store(k + at, y.to(k.dtype.element_ty), mask=mask)
+            at_key = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + within[None, :]
+            tl.store(k + at_key, y.to(k.dtype.element_ty), mask=mask)
     if SINGLES:
         tl.debug_barrier()  # all threads have read the history
         row = tl.program_id(0)
@@ -132,7 +132,7 @@ def _convolve_kernel(
                            + first_channel * BEFORE, 1, within, valid, WIDTH)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["mixed_stride"])
+@triton.jit
 def _store_history_kernel(
     mixed, mixed_stride, history, history_stride, slots, query_starts, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -190,7 +190,8 @@ def _delta_rule_kernel(
         columns = tl.arange(0, BLOCK_KEY)
         values = tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
         has_key, has_value = columns < KEY_DIM, values < VALUE_DIM
-        at_state = states + slot.to(tl.int64) * state_stride + (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns
+        of_slot = states + slot.to(tl.int64) * state_stride
+        at_state = of_slot + (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns[None, :]
         in_state = has_value[:, None] & has_key[None, :]
         state = tl.load(at_state, mask=in_state, other=0.0)
         log_a = tl.load(a_log + head)

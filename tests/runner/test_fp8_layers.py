@@ -295,6 +295,23 @@ def test_logprobs_of_fp8_products_err_by_the_rounding_of_activations(
         assert (found - exact).norm() < 0.1 * (exact - exact.mean(-1, keepdim=True)).norm()
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_rows_in_another_order_keep_their_scales(version: str, family: str, tmp_path: Path) -> None:
+    """Gates and queries, rotated parts of heads of two blocks, and inputs of gated delta nets head by head."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 256, "num_attention_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_key_value_heads": 1}
+    plain = make_checkpoint(tmp_path / "plain", family, **sizes, **layers, **heads)
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
+    backend = {"V1": "torch", "V2": "triton"}[version]
+    config = node_config(quantized, runner=version, attention_backend=backend)
+    assert config.model.keeps_quantized == (version == "V2")
+    prompts, reference = [random_tokens(20, 128)], reference_model(plain)
+    results = Stepper(runner.build(config, lambda stage, fraction: None)).generate(prompts, 3)
+    assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
+
+
 def test_tensor_shards_that_cut_scale_blocks_are_refused(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
     model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import DigestOrder
+from pdserve.state import GatedDeltaSpec, StateLayout, StateShare
 from runner.kernels.block_digest import block_digests
-from runner.kv_digest import KVDigester
+from runner.kv_digest import KVDigester, StateDigester
+from runner.state_cache import StateCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, HEADS, BLOCK = 4, 4, 8
@@ -192,3 +194,65 @@ def test_digests_follow_the_orders_and_do_not_depend_on_chunks() -> None:
     found = each.compute(orders).tolist()
     assert found[:4] + found[5:] == alone
     assert found[4] not in alone
+
+
+STATE = GatedDeltaSpec(key_heads=4, value_heads=8, key_dim=6, value_dim=4, conv_width=3, dtype="float16")
+LogicalState = tuple[NDArray[np.uint8], ...]  # delta rule, queries, keys and values: [slots, layers, heads, bytes]
+WHOLE = StateShare(0, LAYERS, LAYERS, 0, 1)
+
+
+def random_states(seed: int) -> LogicalState:
+    numbers = np.random.default_rng(seed)
+    sizes = [(8, 4 * 6 * 4), (4, 6 * 2 * 2), (4, 6 * 2 * 2), (8, 4 * 2 * 2)]
+    return tuple(numbers.integers(0, 256, (3, LAYERS, *size), dtype=np.uint8) for size in sizes)
+
+
+def state_digests(states: LogicalState, share: StateShare, slots: tuple[int, ...] = (0, 1, 2)) -> list[int]:
+    """Return the digests that the rank with ``share`` computes. Padding between the parts does not count."""
+    spec = STATE.split(share.num_shards)
+    cache = StateCache(StateLayout(3, share.num_layers, spec), DEVICE, share)
+    for layer in range(share.num_layers):
+        parts = []
+        for part in states:
+            count = part.shape[2] // share.num_shards
+            heads = part[:, layer + share.first_layer, share.shard * count : (share.shard + 1) * count]
+            parts.append(torch.from_numpy(heads.reshape(3, -1).copy()))
+        delta, conv = parts[0].view(torch.float32), torch.cat(parts[1:], dim=1).view(torch.float16)
+        cache.delta[layer].copy_(delta.view(cache.delta[layer].shape))
+        cache.conv[layer].copy_(conv.view(cache.conv[layer].shape))
+    cache.slots.view(3, share.num_layers, -1)[:, :, spec.layer_bytes - 1] = 7
+    return [digest % WRAP for digest in StateDigester(cache).compute(slots).tolist()]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("stages", [(4,), (1, 3), (2, 1, 1)], ids=str)
+def test_digests_of_states_of_ranks_add_up(stages: tuple[int, ...], shards: int) -> None:
+    states = random_states(1)
+    shares = [
+        StateShare(sum(stages[:stage]), count, LAYERS, shard, shards)
+        for stage, count in enumerate(stages)
+        for shard in range(shards)
+    ]
+    parts = [state_digests(states, share) for share in shares]
+    assert [sum(part) % WRAP for part in zip(*parts, strict=True)] == state_digests(states, WHOLE)
+
+
+@given(part=st.integers(0, 3), place=st.integers(0, 1 << 20), bits=st.integers(1, 255))
+@settings(deadline=None, max_examples=40)
+def test_each_changed_byte_of_a_state_changes_its_digest(part: int, place: int, bits: int) -> None:
+    states, changed = random_states(2), random_states(2)
+    at = place % changed[part].size
+    changed[part].reshape(-1)[at] ^= bits
+    slot = at * 3 // changed[part].size
+    before, after = state_digests(states, WHOLE), state_digests(changed, WHOLE)
+    assert [a != b for a, b in zip(before, after, strict=True)] == [number == slot for number in range(3)]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["slot", "layer", "head"])
+def test_swapped_parts_change_the_digest_of_a_state(axis: int) -> None:
+    states = random_states(3)
+    swapped = tuple(np.flip(part, axis) for part in states)
+    before, after = state_digests(states, WHOLE), state_digests(swapped, WHOLE)
+    assert before[0] != after[0]
+    assert before[2] != after[2]
+    assert state_digests(states, WHOLE, (2, 0)) == [before[2], before[0]]

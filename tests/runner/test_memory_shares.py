@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
-from checkpoints import node_config
+from checkpoints import make_checkpoint, node_config
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
+from pdserve.state import StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading import process_memory
-from runner.loading.memory import MemoryUse, layout_that_fits
+from runner.loading.memory import MemoryUse, layouts_that_fit
 
 GIB = 1 << 30
 RESERVE = 1 * GIB  # at most
@@ -43,6 +46,14 @@ def test_no_room_is_zero_not_negative() -> None:
     assert use_beside(0).room_for_kv(0.1) == 0
 
 
+Layouts = tuple[KVLayout, StateLayout | None]
+
+
+def bytes_of(layouts: Layouts) -> int:
+    layout, states = layouts
+    return layout.total_bytes + (0 if states is None else states.total_bytes)
+
+
 class Card:
     """A GPU of 40 GiB that processes share, in place of torch.cuda and NVML."""
 
@@ -68,23 +79,21 @@ class Card:
         known = (lambda device: self.reserved + self.libraries) if told else (lambda device: None)
         monkeypatch.setattr(process_memory, "_known_to_driver", known)
 
-    def start_node(self, share: float, meanwhile: int) -> int:
-        """Return the KV blocks of a node, beside which other processes take ``meanwhile`` bytes, or free them."""
+    def start_node(self, share: float, meanwhile: int, model_dir: Path = EMBEDDED_MODEL) -> Layouts:
+        """Return the layouts of a node, beside which other processes take ``meanwhile`` bytes, or free them."""
         self.reserved = 4 * GIB  # weights
         self.libraries = GIB // 2
-        config = msgspec.structs.replace(
-            node_config(EMBEDDED_MODEL), measure_kv_memory=True, gpu_memory_utilization=share
-        )
+        config = msgspec.structs.replace(node_config(model_dir), measure_kv_memory=True, gpu_memory_utilization=share)
 
-        def try_out(config: NodeConfig, layout: KVLayout) -> int:
-            self.peak = self.reserved + 2 * GIB + layout.total_bytes
+        def try_out(config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> int:
+            self.peak = self.reserved + 2 * GIB + bytes_of((layout, states))
             self.libraries += GIB // 2
             self.elsewhere += meanwhile
             return 0
 
-        layout = layout_that_fits(config, ParallelState(config.position, config.device, ""), try_out)
-        self.elsewhere += self.reserved + self.libraries + layout.total_bytes
-        return layout.num_blocks
+        layouts = layouts_that_fit(config, ParallelState(config.position, config.device, ""), try_out)
+        self.elsewhere += self.reserved + self.libraries + bytes_of(layouts)
+        return layouts
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["NVML", "no NVML"])
@@ -101,6 +110,15 @@ def test_kv_cache_does_not_depend_on_what_others_take_meanwhile(
 @pytest.mark.parametrize("told", [True, False], ids=["NVML", "no NVML"])
 def test_two_nodes_of_half_a_gpu_fit(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, told)
-    blocks = [card.start_node(0.5, 0) for _ in range(2)]
+    blocks = [card.start_node(0.5, 0)[0].num_blocks for _ in range(2)]
     assert 0.9 * blocks[0] <= blocks[1] <= blocks[0]
     assert card.elsewhere <= card.total
+
+
+def test_kv_and_recurrent_states_divide_the_measured_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, _ = Card(monkeypatch, told=True).start_node(0.45, 0)
+    model = make_checkpoint(tmp_path / "model", "qwen3_5_text", linear_key_head_dim=256, linear_value_head_dim=256)
+    hybrid, states = Card(monkeypatch, told=True).start_node(0.45, 0, model)
+    assert states is not None
+    assert states.num_slots == 2 * 64 + 64  # node_config has 64 sequences
+    assert abs(bytes_of((hybrid, states)) - layout.total_bytes) <= hybrid.block_bytes + layout.block_bytes

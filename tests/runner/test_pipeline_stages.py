@@ -20,6 +20,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3-small": ("qwen3", {"num_hidden_layers": 2}),
     "glm4-moe-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
+    "qwen3-next": ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"] * 2}),
+    "qwen3.5": ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention", "linear_attention"] * 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 Case = tuple[str, str, int, int, tuple[int, ...] | None]  # model, runner, stages, shards, layers
@@ -35,6 +37,7 @@ def config_of(directory: Path, version: str, **options: Any) -> NodeConfig:
         max_batch_tokens=16,
         max_model_len=96,
         num_blocks=18,
+        state_slots=7,
         block_size=8,
         kernel_block_size=8,
         **options,
@@ -93,7 +96,8 @@ def check_cases(cases: list[Case], folder: Path) -> None:
                 directory = folder / model
                 if not directory.exists():
                     family, options = MODELS[model]
-                    make_checkpoint(directory, family, **{"num_hidden_layers": 4, **options})
+                    num_layers = len(options.get("layer_types", range(4)))
+                    make_checkpoint(directory, family, **{"num_hidden_layers": num_layers, **options})
                 config = config_of(
                     directory,
                     version,
@@ -109,14 +113,16 @@ def check_cases(cases: list[Case], folder: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_stages_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
-    check_cases([("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)], tmp_path)
+    cases: list[Case] = [("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)]
+    check_cases([*cases, ("qwen3-next", "V1", 2, 1, None)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stages_of_every_model_and_runner_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     splits = [(2, 1, None), (3, 1, (1, 2, 1)), (2, 2, None)]
-    models = [model for model in MODELS if model != "qwen3-small"]
-    check_cases(
-        [(model, version, *split) for model in models for version in ("V1", "V2") for split in splits], tmp_path
-    )
+    recurrent = ("qwen3-next", "qwen3.5")  # each stage needs both kinds of layers
+    models = [model for model in MODELS if model not in ("qwen3-small", *recurrent)]
+    cases: list[Case] = [(model, version, *split) for model in models for version in ("V1", "V2") for split in splits]
+    cases += [(model, version, 2, tp, None) for model in recurrent for version in ("V1", "V2") for tp in (1, 2)]
+    check_cases(cases, tmp_path)

@@ -45,11 +45,13 @@ class Int8RowsLinearMethod(LinearMethod):
         self.weight = torch.empty(out_features, in_features, dtype=torch.int8, device=placement.device)
         self.scale = torch.empty(out_features, 1, dtype=torch.float32, device=placement.device)
 
-    def weight_shards(self, first_output: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
-        rows = slice(first_output, first_output + outputs.size)
+    def weight_shards(
+        self, first_output: int, outputs: ShardRange, inputs: ShardRange, rows: Tensor | None = None
+    ) -> WeightShards:
+        mine = slice(first_output, first_output + outputs.size)
         dim, start = (0, outputs.start) if inputs.size == inputs.full_size else (1, inputs.start)
-        yield "weight", WeightShard(self.weight[rows], (outputs.full_size, inputs.full_size), dim, start)
-        yield "weight_scale", WeightShard(self.scale[rows], (outputs.full_size, 1), 0, outputs.start)
+        yield "weight", WeightShard(self.weight[mine], (outputs.full_size, inputs.full_size), dim, start, rows=rows)
+        yield "weight_scale", WeightShard(self.scale[mine], (outputs.full_size, 1), 0, outputs.start, rows=rows)
 
     def process_weights_after_loading(self) -> None:
         self.dequantized = self.weight.float() * self.scale

@@ -36,6 +36,9 @@ _VISION = {
     "qwen3_vl": {"model_type": "qwen3_vl", "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
                  "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
 }  # fmt: skip
+_VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16}  # fmt: skip
 _FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
         "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}  # fmt: skip
 
@@ -89,6 +92,54 @@ def qwen3_vl(path: Path) -> Published:
               "image_token_id": 155, "video_token_id": 156, "vision_start_token_id": 152, "vision_end_token_id": 153,
               "tie_word_embeddings": True}  # fmt: skip
     return _multimodal(path, config, new_names=True)
+
+
+def qwen3_5(path: Path) -> Published:
+    """Like Qwen3.5-27B: recurrent layers, new names, and a layer that predicts further tokens."""
+    return _with_mtp(_multimodal(path, _qwen3_5("Qwen3_5", {}), tied=False, new_names=True))
+
+
+def qwen3_5_moe(path: Path) -> Published:
+    """Like Qwen3.5-35B-A3B: the same with fused experts."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+               "shared_expert_intermediate_size": 48}  # fmt: skip
+    return _with_mtp(_multimodal(path, _qwen3_5("Qwen3_5Moe", experts), tied=False, new_names=True))
+
+
+def _qwen3_5(name: str, experts: dict[str, Any]) -> dict[str, Any]:
+    kind = "qwen3_5_moe" if experts else "qwen3_5"
+    rope = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 10000000,
+            "partial_rotary_factor": 0.5}  # fmt: skip
+    text = {**_SIZES, **experts, "model_type": f"{kind}_text", "vocab_size": 160, "max_position_embeddings": 4096,
+            "attention_bias": False, "attn_output_gate": True, "dtype": "float32", "eos_token_id": 2,
+            "full_attention_interval": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "hidden_act": "silu", "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_value_head_dim": 16, "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "rms_norm_eps": 1e-06,
+            "rope_parameters": rope}  # fmt: skip
+    if experts:
+        del text["intermediate_size"]
+    return {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "text_config": text,
+            "image_token_id": 155, "video_token_id": 156, "vision_start_token_id": 152, "vision_end_token_id": 153,
+            "tie_word_embeddings": False}  # fmt: skip
+
+
+def qwen3_next(path: Path) -> Published:
+    """Like Qwen3-Next-80B-A3B-Instruct: an expert by its own name, and a layer that predicts further tokens."""
+    plain = make_checkpoint(path / "plain", "qwen3_next")
+    published = path / "published"
+    shutil.copytree(plain, published)
+    return _with_mtp(Published(published, plain, "Qwen3NextForCausalLM"))
+
+
+def _with_mtp(plain: Published) -> Published:
+    file = plain.checkpoint / "model.safetensors"
+    tensors = load_file(file) | {
+        "mtp.fc.weight": torch.ones(64, 128),
+        "mtp.layers.0.mlp.gate.weight": torch.ones(8, 64),
+    }
+    save_file(tensors, file, {"format": "pt"})
+    return plain
 
 
 def llava(path: Path) -> Published:
@@ -164,6 +215,9 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "Mistral-Small-3.1": mistral_small,
     "Ministral-3": ministral,
     "Qwen3-VL": qwen3_vl,
+    "Qwen3.5": qwen3_5,
+    "Qwen3.5 with experts": qwen3_5_moe,
+    "Qwen3-Next": qwen3_next,
     "LLaVA 1.5": llava,
 }
 
@@ -189,7 +243,8 @@ def _multimodal(path: Path, config: dict[str, Any], *, tied: bool = True, new_na
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             spread = 0.1 if parameter.dim() == 1 else 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
-            parameter.copy_(noise * spread + ("norm" in name and config["model_type"] != "gemma3"))
+            is_centered = config["model_type"] in ("gemma3", "qwen3_5", "qwen3_5_moe")  # norms scale by 1 + weight
+            parameter.copy_(noise * spread + ("norm" in name and not is_centered))
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if tied:
         del tensors["lm_head.weight"]

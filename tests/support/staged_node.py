@@ -76,6 +76,7 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
         max_waiting=100,
         stages=config.parallel.pp,
         eos_token_ids=config.model.eos_token_ids,
+        num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
     )
     pipeline = StepPipeline(rank)
     waiting = list(enumerate(requests))

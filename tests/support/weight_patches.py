@@ -30,6 +30,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 2}),
     "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),
     "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
+    "qwen3-next": ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"] * 2, "num_hidden_layers": 4}),
+    "qwen3.5": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}),
     "mixtral": ("mixtral", {"num_hidden_layers": 2}),
     "float16-products": ("llama", {"dtype": "bfloat16", "num_hidden_layers": 2}),
 }

@@ -16,14 +16,14 @@ class TritonPointwiseOps(PointwiseOps):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         kernel = self._parallel.fused_all_reduce
-        if kernel is not None and kernel.takes(x):
+        if kernel is not None and weight.dtype == x.dtype and kernel.takes(x):
             return kernel(x, residual, weight, self._eps)
         return add_rms_norm(self._parallel.all_reduce(x), residual, weight, self._eps)
 
     def quantized_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, group: int) -> Activations:
         if residual is not None:
             kernel = self._parallel.fused_all_reduce
-            if kernel is not None and kernel.takes(x):
+            if kernel is not None and weight.dtype == x.dtype and kernel.takes(x):
                 return self.add_rms_norm(x, residual, weight)
             x = self._parallel.all_reduce(x)
         return quantized_rms_norm(x, residual, weight, self._eps, group)
