@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout
-from pdserve.records import KVRead, KVRegion, Peer
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.records import KVRead, Peer
 
 
 class Row(msgspec.Struct, frozen=True):

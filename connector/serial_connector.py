@@ -12,8 +12,9 @@ from functools import partial
 
 from connector.completion_queue import CompletionQueue
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVShare
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, RankStates, ReadResult
+from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV, ReadResult
+from pdserve.state import RankStates
 from pdserve.transports import Connected
 
 

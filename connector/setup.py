@@ -9,8 +9,8 @@ import msgspec
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.kv import KVShare
 from pdserve.protocols import KVConnector
-from pdserve.records import RankStates
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
+from pdserve.state import RankStates
 
 
 class ConnectorSetup(msgspec.Struct, frozen=True):

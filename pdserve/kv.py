@@ -190,6 +190,15 @@ class KVLayout(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, num_layers=num_layers, spec=self.spec.with_heads(num_kv_heads))
 
 
+class KVRegion(msgspec.Struct, frozen=True):
+    """The memory of one rank's KV cache. ``device`` is "cpu" or "cuda"; ``address`` is valid in the owner's process."""
+
+    address: int
+    num_bytes: int
+    device: str
+    device_id: int
+
+
 class KVShare(msgspec.Struct, frozen=True):
     """The part of the model's KV that a rank holds: consecutive layers and consecutive KV heads.
 

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 import msgspec
 
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import KVLayout, KVRegion, KVShare
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT, StateLayout, StateShare
+from pdserve.state import NO_SLOT, RankStates
 from pdserve.transports import Connected
 
 TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
@@ -67,23 +67,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 # ---------------------------------------------------------------- scheduler → connector
-
-
-class KVRegion(msgspec.Struct, frozen=True):
-    """The memory of one rank's KV cache. ``device`` is "cpu" or "cuda"; ``address`` is valid in the owner's process."""
-
-    address: int
-    num_bytes: int
-    device: str
-    device_id: int
-
-
-class RankStates(msgspec.Struct, frozen=True):
-    """The address and layout of one rank's recurrent states, and the part of the model's that they are."""
-
-    region: KVRegion
-    layout: StateLayout
-    share: StateShare
 
 
 class RankKV(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv import DTYPE_BYTES
+from pdserve.kv import DTYPE_BYTES, KVRegion
 
 _ALIGNMENT = 256  # bytes; tensors of each layer begin at a multiple
 NO_SLOT = -1
@@ -98,6 +98,14 @@ class StateShare(msgspec.Struct, frozen=True):
                 f"{count} recurrent layers from {first} on in shard {self.shard} of {self.num_shards} are no part of a "
                 f"model with {total}"
             )
+
+
+class RankStates(msgspec.Struct, frozen=True):
+    """The address and layout of one rank's recurrent states, and the part of the model's that they are."""
+
+    region: KVRegion
+    layout: StateLayout
+    share: StateShare
 
 
 def _aligned(num_bytes: int) -> int:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import NodeError
-from pdserve.kv import KVLayout
+from pdserve.kv import KVLayout, KVRegion
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import PendingStep, WeightReader
-from pdserve.records import DigestOrder, KVRegion, StepOutput, StepPlan
+from pdserve.records import DigestOrder, StepOutput, StepPlan
 from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory

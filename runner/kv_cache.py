@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kv import FP8_E4M3, UNSCALED, KVLayout, KVScales, KVShare
-from pdserve.records import KVRegion
+from pdserve.kv import FP8_E4M3, UNSCALED, KVLayout, KVRegion, KVScales, KVShare
 from runner.memory import registrable_zeros
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.records import KVRegion, NewSequence, StepOutput, StepPlan
+from pdserve.kv import KVRegion
+from pdserve.records import NewSequence, StepOutput, StepPlan
 from pdserve.state import NO_SLOT, StateLayout, StateShare
 from runner.memory import registrable_zeros
 from runner.step_parts import StepFeature, StepPart

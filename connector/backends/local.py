@@ -13,8 +13,8 @@ from connector.planning.transfer_plan import ReadChunk, plan_read
 from connector.serial_connector import SerialConnector
 from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout
-from pdserve.records import KVRead, KVRegion, Peer, RankKV, ReadResult
+from pdserve.kv import KVLayout, KVRegion
+from pdserve.records import KVRead, Peer, RankKV, ReadResult
 from pdserve.transports import Connected
 
 _registry: dict[str, LocalConnector] = {}  # by agent

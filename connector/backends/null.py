@@ -7,8 +7,8 @@ from collections.abc import Callable
 from connector.completion_queue import CompletionQueue
 from connector.planning.rank_mapping import LocalRank
 from connector.setup import ConnectorSetup
-from pdserve.kv import KVLayout
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
+from pdserve.kv import KVLayout, KVRegion
+from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV
 
 
 class NullConnector:

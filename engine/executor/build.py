@@ -26,8 +26,9 @@ from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Progress, Ready
 from pdserve.process import EXIT_FAILED
 from pdserve.protocols import ModelRunner, WeightSource
-from pdserve.records import RankKV, RankStates
+from pdserve.records import RankKV
 from pdserve.rpc.address import join_address, split_address
+from pdserve.state import RankStates
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
 _log = logging.getLogger(__name__)

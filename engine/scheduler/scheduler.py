@@ -40,11 +40,12 @@ from engine.scheduler.itl_target import ItlTarget
 from engine.scheduler.joining_streams import JoiningStreams
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
+from engine.scheduler.peer_prompts import PeerPrompts
 from engine.scheduler.room import Room
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import StepResults
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Batch, DecodeAheadEnded, LastChunk, Mode, Outputs, Refused, Status, Submit, Totals
+from pdserve.ipc.messages import Batch, LastChunk, Mode, Outputs, Refused, Status, Submit, Totals
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import ModelRunnerOutput, StepPlan
 from pdserve.request_cost import HANDOFF_SECONDS
@@ -109,6 +110,7 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             clock=clock,
         )
+        self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
         self._fair_share = FairShare(self._live)
         self._joining = JoiningStreams(self.connector, clock)
         self._in_flight = StepsInFlight(stages)
@@ -344,7 +346,7 @@ class Scheduler:
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
             if self.room.preempt_paused():
                 continue
-            if self._end_ahead(runnable.ahead):
+            if self._peer_prompts.end_ahead(runnable.ahead):
                 runnable = self._in_flight.select(self._live.running.values())
                 continue
             if self._in_flight:
@@ -358,7 +360,7 @@ class Scheduler:
         waited = self._joining.longest_wait(runnable, self._busy)  # none joins any more once it is in the step
         self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
-            self._add_decodes(builder, self._decode_ahead(runnable))
+            self._add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
         prompts = self._limit_prompts(builder, runnable, waited)
         if runnable.prompts and self._live.waiting:
             running = {sequence.request.client for sequence in runnable.prompts}
@@ -403,29 +405,6 @@ class Scheduler:
             builder.budget.reserve(prompts[0])
             prompts = [*sorted(prompts[1:], key=lambda each: each.missing), prompts[0]]
         return outputs + prompts
-
-    def _decode_ahead(self, runnable: RunnableSequences) -> tuple[Sequence, ...]:
-        """Return the sequences that decode for their peers in this step, beside prompts, too.
-
-        They end here if a waiting request lacks their room, or blocks run out.
-        """
-        head = self._live.waiting.head
-        lacks_room = head is not None and (self.room.free_places <= 0 or not self.room.may_have_blocks(head))
-        if not lacks_room and self._kv.grow(runnable.ahead):
-            return runnable.ahead
-        self._end_ahead(runnable.ahead)
-        return ()
-
-    def _end_ahead(self, sequences: Iterable[Sequence]) -> bool:
-        """End sequences that decode for their peers; return whether there was one.
-
-        Without outputs, the end of its prompt is in flight and the peer waits for that.
-        """
-        ended = [sequence for sequence in sequences if sequence.num_outputs]
-        for sequence in ended:
-            self.events.decode_ahead_ended.append(DecodeAheadEnded(sequence.rid))
-            self._live.finish(sequence)
-        return bool(ended)
 
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""

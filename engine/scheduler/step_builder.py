@@ -131,10 +131,7 @@ class StepBuilder:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
     def plan(
-        self,
-        finished: tuple[int, ...],
-        digests: tuple[DigestOrder, ...],
-        state_copies: tuple[tuple[int, int], ...] = (),
+        self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], state_copies: tuple[tuple[int, int], ...]
     ) -> StepPlan:
         return StepPlan(
             self._step,

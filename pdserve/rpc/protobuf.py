@@ -9,13 +9,13 @@ from typing import Any
 from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
+from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, RankStates, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, PromptLogprobs, RankKV, TokenLogprobs
 from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
-from pdserve.state import GatedDeltaSpec, StateLayout, StateShare
+from pdserve.state import GatedDeltaSpec, RankStates, StateLayout, StateShare
 
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, "logit_bias", "bad_words")

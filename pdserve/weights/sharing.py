@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import PeerError, shown
-from pdserve.records import KVRegion
+from pdserve.kv import KVRegion
 
 _MAX_AGENT_NAME = 128
 _MAX_DEVICE = 1023

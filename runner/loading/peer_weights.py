@@ -26,8 +26,8 @@ from torch import Tensor
 
 from pdserve.checkpoint.weight_digests import tensor_digest
 from pdserve.errors import CapacityError, PdserveError
+from pdserve.kv import KVRegion
 from pdserve.protocols import WeightReader
-from pdserve.records import KVRegion
 from pdserve.weights.sharing import PartRead, cover, find_tensors
 from runner.loading.memory import free_memory
 from runner.loading.stored_dtypes import STORED_DTYPES

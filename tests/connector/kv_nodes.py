@@ -17,9 +17,9 @@ import numpy as np
 from machine import patience
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import KVLayout, KVRegion, KVShare
 from pdserve.protocols import KVConnector
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
+from pdserve.records import KVConnectorOutput, KVRead, Peer, ReadResult
 
 PEER_SCRIPT = Path(__file__).with_name("kv_peer.py")
 UNTOUCHED = 255

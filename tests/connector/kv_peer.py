@@ -12,8 +12,8 @@ from kv_ranks import packed, random_cells
 
 from connector import build
 from connector.setup import ConnectorSetup
-from pdserve.kv import KVLayout, KVShare
-from pdserve.records import KVRegion, Peer
+from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.records import Peer
 
 
 def main() -> None:

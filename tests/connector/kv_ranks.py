@@ -12,9 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
 from pdserve.kv_groups import KVCacheGroups
-from pdserve.records import KVRegion, RankKV
+from pdserve.records import RankKV
 
 
 class OnePlaneSpec(FullAttentionSpec, frozen=True, tag="one_plane"):

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
 from pdserve.kv_groups import KVCacheGroups, cut_into_groups
-from pdserve.records import KVRead, KVRegion, Peer, RankKV
+from pdserve.records import KVRead, Peer, RankKV
 
 EMPTY, PADDING = -1, -2
 ROW_BYTES = 4  # head_dim 2 in float16

@@ -13,8 +13,8 @@ from kv_nodes import Reader, Source, pattern
 
 from connector import build
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout
-from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVRegion, Peer
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.records import EMPTY_CONNECTOR_OUTPUT, Peer
 
 # Blocks of 2 KiB: 5,000 of them are more than one chunk.
 OURS = KVLayout(

@@ -11,8 +11,8 @@ from machine import patience
 from connector.backends.simulated import SimulatedConnector
 from connector.setup import ConnectorSetup
 from pdserve.config.simulated_costs import SimulatedCosts
-from pdserve.kv import FullAttentionSpec, KVLayout
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.records import KVConnectorOutput, KVRead, Peer, ReadResult
 
 LAYOUT = KVLayout(
     num_blocks=100, block_size=16, kernel_block_size=16, num_layers=2, spec=FullAttentionSpec(2, 8, "bfloat16")

@@ -15,8 +15,8 @@ from connector.planning.block_slicing import BlockSlices, slice_blocks
 from connector.planning.regions import check_region
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
-from pdserve.records import KVRead, KVRegion
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
+from pdserve.records import KVRead
 
 LAYOUT = KVLayout(
     num_blocks=40, block_size=4, kernel_block_size=2, num_layers=1, spec=FullAttentionSpec(1, 1, "float16")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from toy import ToyRunner
 
 from connector.completion_queue import CompletionQueue
-from pdserve.kv import KVLayout
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
+from pdserve.kv import KVLayout, KVRegion
+from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV, ReadResult
 from pdserve.transports import Connected
 
 

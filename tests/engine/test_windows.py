@@ -88,7 +88,7 @@ def test_match_is_the_longest_prefix_that_every_group_has(
     for index, block_hash in enumerate(hashes):
         for group in range(len(windows)):
             if draw.draw(st.integers(0, 5)):
-                (block,) = pool.take(1) or ()
+                block = (pool.take(1) or [])[0]
                 pool.cache(block_hash, block, group)
                 cached[index, group] = block
 

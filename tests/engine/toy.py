@@ -24,19 +24,11 @@ from zlib import crc32
 
 import numpy as np
 
-from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups
 from pdserve.pausing import Pausing, complete
-from pdserve.records import (
-    DigestOrder,
-    KVRegion,
-    NewSequence,
-    PromptLogprobs,
-    RankStates,
-    StepOutput,
-    StepPlan,
-)
-from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
+from pdserve.records import DigestOrder, NewSequence, PromptLogprobs, StepOutput, StepPlan
+from pdserve.state import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets

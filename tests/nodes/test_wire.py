@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import KV_CACHE_SPECS, FullAttentionSpec, KVCacheSpec, KVLayout, KVShare
+from pdserve.kv import KV_CACHE_SPECS, FullAttentionSpec, KVCacheSpec, KVLayout, KVRegion, KVShare
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import KVRegion, RankKV, TokenLogprobs
+from pdserve.records import RankKV, TokenLogprobs
 from pdserve.rpc.protobuf import (
     layout_from_pb,
     layout_to_pb,

@@ -19,8 +19,8 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
-from pdserve.records import DigestOrder, KVRegion, NewSequence, ScheduledSequence, StepPlan
+from pdserve.kv import DTYPE_BYTES, KVLayout, KVRegion, KVShare
+from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from runner.kv_digest import KVDigester
 from runner.v1.runner import RunnerV1

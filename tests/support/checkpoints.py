@@ -28,7 +28,7 @@ _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FAMILIES = (
+FAMILIES: tuple[str, ...] = (
     "llama",
     "mistral",
     "qwen2",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from any_models import make_any_checkpoint
 from checkpoints import make_checkpoint, reference_greedy, reference_model
-from fleet import RUNNER_ENVIRONMENTS, Fleet, add_tokenizer
+from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
@@ -69,13 +68,37 @@ class Served:
         for prompt, tokens in zip(prompts, found, strict=True):
             assert tokens == self.reference_of(prompt, output), f"a prompt of {len(prompt)} tokens"
 
-    @contextmanager
-    def running(self, prompt: list[int], output: int) -> Iterator[Future[list[int]]]:
-        """Send a prompt, whose answer is computed meanwhile."""
-        with ThreadPoolExecutor(1) as pool:
-            yield pool.submit(lambda: self.fleet.complete(prompt, output))
-
     def wait_idle(self) -> None:
         for node in self.fleet.nodes:
             status = node.wait_idle()
             assert status.free_blocks == status.total_blocks
+
+
+def check_turns_of_an_agent(served: Served) -> None:
+    """Turns with tool results, branches and retries over one prefix, on two nodes of each role; a decode node dies."""
+    rng, conversation = random.Random(3), random_prompt(1, 40)
+    for turn in range(12):
+        prompt = [*conversation, *random_prompt(turn, rng.randrange(1, 9))]
+        served.check([prompt] * (1 + turn % 2), output=6)  # and a retry at once
+        if turn % 3 == 2:  # a branch from an earlier point
+            served.check([[*prompt[: rng.randrange(20, len(prompt))], turn]], output=6)
+        conversation = [*prompt, *served.reference_of(prompt, 6)]
+        if turn == 8:
+            served.fleet.decode[0].kill()
+    assert sum(node.counter("prefix_cached_tokens") for node in served.fleet.prefill) > 0
+
+
+def check_moved_answer(served: Served) -> None:
+    """One of two decode nodes dies while it computes an answer."""
+    prompt = random_prompt(5, 90)
+
+    def busy() -> NodeProcess | None:
+        return next((node for node in served.fleet.decode if node.counter("sampled_tokens") > 20), None)
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: served.fleet.complete(prompt, 200))
+        served.fleet.wait_until(lambda: busy() is not None, 30.0)
+        node = busy()
+        assert node is not None
+        node.kill()
+        assert answer.result() == served.reference_of(prompt, 200)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from connector.backends.simulated import SimulatedConnector
-from pdserve.kv import KVLayout
-from pdserve.records import KVRead, KVRegion, Peer, RankKV
+from pdserve.kv import KVLayout, KVRegion
+from pdserve.records import KVRead, Peer, RankKV
 
 FILE = "RECORDED_CALLS"  # variable that names the file
 
