@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fleet_simulation import Simulation, no_moves, split
 from loads import add_load_flags, make_loads
-from simulated_node import Job
+from simulated_node import Delays, Job
 
 from cli.bench.http_load import percentiles
 from pdserve.request_cost import ITL_OBJECTIVE, TTFT_OBJECTIVE
@@ -54,10 +54,11 @@ def roles_of(fleet: str, nodes: int) -> list[str]:
     return ["both"] * nodes
 
 
-def run(fleet: str, nodes: int, jobs: list[Job]) -> Results:
+def run(fleet: str, nodes: int, jobs: list[Job], delays: Delays) -> Results:
     in_turn = fleet == "turn"
     roles = ["decode"] * nodes if in_turn else roles_of(fleet, nodes)
-    simulation = Simulation(roles, round_robin if in_turn else prefix_aware, no_moves if in_turn else moves)
+    policy, find_moves = (round_robin, no_moves) if in_turn else (prefix_aware, moves)
+    simulation = Simulation(roles, policy, find_moves, delays=delays)
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
     good = sum(job.ttft <= TTFT_OBJECTIVE and job.per_token <= ITL_OBJECTIVE for job in jobs)
@@ -116,15 +117,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fleets", nargs="+", default=["2d", "1p1d", "elastic"], metavar="FLEET")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="seeds, from --seed on")
     parser.add_argument("--by-rate", action="store_true", help="requests of the separate client")
+    for name, what in (("message", "from node to node"), ("confirm", "of D's processes in a handoff")):
+        default = 1e3 * getattr(Delays, name)
+        parser.add_argument(f"--{name}-ms", type=float, default=default, metavar="MS", help=what)
     add_load_flags(parser)
     args = parser.parse_args(argv)
+    delays = Delays(message=args.message_ms / 1e3, confirm=args.confirm_ms / 1e3)
     nodes = len(roles_of(args.fleets[0], 2))
     columns = "TTFT, ms | per token | first to second | longest gap | tokens/s | good | handoffs | moves"
     print(f"| requests/s | fleet | {columns} |")
     print("|---" * 10 + "|")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = [
-            (name, fleet, [pool.submit(run, fleet, nodes, jobs) for jobs in repeated])
+            (name, fleet, [pool.submit(run, fleet, nodes, jobs, delays) for jobs in repeated])
             for name, repeated in loads_of(args).items()
             for fleet in args.fleets
         ]

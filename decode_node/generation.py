@@ -61,6 +61,7 @@ class NodeGeneration:
         self.handoff_tokens = _handoff_tokens(token_ids, resume, message.pull)
         self.sampling = sampling
         self.resume = dict(resume)
+        self.waits_since = time.monotonic()  # for the token after those that P has sampled
         self.error: PdserveError | None = None
         self.rid = engine.open(self)
         self._engine = engine
@@ -130,6 +131,7 @@ class NodeGeneration:
         self, choice: int, sample: Sample, number: int, *, eos_token_ids: Sequence[int], cached_tokens: int = 0
     ) -> None:
         """Forward the ``number``-th token of a choice, which P has sampled; end the choice if it is the last."""
+        self.waits_since = time.monotonic()
         reason = finish_reason(sample.token_id, number, self.sampling, eos_token_ids)
         self._emit(
             choice,

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeVar
 
+import msgspec
+
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import HandoffEvent, NodeGeneration
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
@@ -189,7 +191,8 @@ class HandoffDriver:
                     trace.on_read_started()
                     self._engine.send(action)
                 case KVConfirmed():
-                    self._engine.send(action)
+                    waited = time.monotonic() - self._generation.waits_since
+                    self._engine.send(msgspec.structs.replace(action, waited=waited))
                     self._ended = True
                     self._count_pulled(action.num_tokens)
                     trace.on_confirmed()

@@ -98,8 +98,8 @@ class Engine:
                     scheduler.connector.start_read(command)
                 case messages.HandoffEnds(rid, seconds):
                     scheduler.handoff_ends(rid, seconds)
-                case messages.KVConfirmed(rid, num_tokens, outputs):
-                    scheduler.kv_confirmed(rid, num_tokens, outputs)
+                case messages.KVConfirmed(rid, num_tokens, outputs, waited):
+                    scheduler.kv_confirmed(rid, num_tokens, outputs, waited)
                 case messages.PrefillLocally(rid, outputs):
                     scheduler.prefill_locally(rid, outputs)
                 case messages.Cancel(rid):

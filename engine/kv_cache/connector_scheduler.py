@@ -39,7 +39,7 @@ from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.kv_groups import Pair
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
-from pdserve.request_cost import LinearCost
+from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
 from pdserve.state import NO_SLOT
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
@@ -78,11 +78,14 @@ class KVConnectorScheduler:
         """Order the read of the next blocks of a load. Ignored for a load that has ended."""
 
     def handoff_ends(self, rid: int, at: float) -> None:
-        """The peer computes the last chunk of a load, so its KV will be here ``at``. Ignored for one that has ended."""
+        """The peer's last chunk of a load ends ``at``. Ignored for a load that has ended."""
 
     @property
     def arrivals(self) -> Iterable[float]:
-        """When loads will end, of those whose peer computes the last chunk. Times are of the scheduler's clock."""
+        """When loads will end, of those whose peer computes the last chunk: as long after it as earlier ones did.
+
+        Times are of the scheduler's clock.
+        """
         return ()
 
     @property
@@ -94,8 +97,8 @@ class KVConnectorScheduler:
         """Return the rids whose reads were ordered since the last call."""
         return ()
 
-    def finish_load(self, sequence: Sequence, num_tokens: int) -> bool:
-        """End a load whose KV, of the first ``num_tokens`` tokens, has been read and confirmed.
+    def finish_load(self, sequence: Sequence, num_tokens: int, at: float) -> bool:
+        """End a load whose KV, of the first ``num_tokens`` tokens, has been read and confirmed ``at``.
 
         Return whether the sequence can continue with it: False if its recurrent state has not been read.
         """
@@ -154,7 +157,7 @@ class _Load:
     num_announced: int  # leading blocks of the prompt: cached here, or ordered
     reads: set[int] = field(default_factory=set)  # in flight
     has_state: bool = False  # a read brings the recurrent state
-    ends_at: float | None = None  # None: the peer has not begun the last chunk
+    computed_at: float | None = None  # end of the peer's last chunk; None: it has not begun
 
 
 @dataclass(slots=True)
@@ -204,6 +207,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._checksum = checksum
         self._digests = DigestOrders()
         self._cost = LineFit(_KEEP)
+        self._handoffs = LineFit(_KEEP, flat=True)  # seconds from the peer's last chunk to confirmed KV
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
         self._leases: dict[int, _Lease] = {}  # by rid
@@ -270,11 +274,12 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     def handoff_ends(self, rid: int, at: float) -> None:
         if rid in self._loads:
-            self._loads[rid].ends_at = at
+            self._loads[rid].computed_at = at
 
     @property
     def arrivals(self) -> Iterable[float]:
-        return (load.ends_at for load in self._loads.values() if load.ends_at is not None)
+        seconds = self._handoffs.line.base if self._handoffs else HANDOFF_SECONDS
+        return (load.computed_at + seconds for load in self._loads.values() if load.computed_at is not None)
 
     @property
     def loads(self) -> bool:
@@ -284,8 +289,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         started, self._started = self._started, []
         return started
 
-    def finish_load(self, sequence: Sequence, num_tokens: int) -> bool:
+    def finish_load(self, sequence: Sequence, num_tokens: int, at: float) -> bool:
         load = self._loads.pop(sequence.rid)
+        if load.computed_at is not None:
+            self._handoffs.add(0.0, max(0.0, at - load.computed_at))
         assert not load.reads, "KV was confirmed before all reads had ended"
         if sequence.state is not None and not load.has_state:
             return False

@@ -8,7 +8,6 @@ from itertools import chain
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.scheduler.itl_target import OVERDUE
 from engine.scheduler.microbatch import RunnableSequences
-from pdserve.request_cost import HANDOFF_SECONDS
 
 
 class JoiningStreams:
@@ -22,7 +21,7 @@ class JoiningStreams:
         """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
         joining = (each for each in chain(runnable.decodes, runnable.prompts) if each.joins_after_handoff)
         first = min((each.request.waits_since for each in joining), default=None)
-        return None if first is None else self._clock() + busy - first + HANDOFF_SECONDS
+        return None if first is None else self._clock() + busy - first
 
     def arrival_in(self, busy: float) -> float | None:
         """Return the seconds from the start of the planned step until the next stream joins; None if none is near.

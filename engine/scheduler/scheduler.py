@@ -48,7 +48,6 @@ from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, LastChunk, Mode, Outputs, Refused, Status, Submit, Totals
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import ModelRunnerOutput, StepPlan
-from pdserve.request_cost import HANDOFF_SECONDS
 
 ConnectorFactory = Callable[[BlockPool, Batch, int, StateSlots | None], KVConnectorScheduler]  # int: the block size
 
@@ -168,20 +167,20 @@ class Scheduler:
 
     def handoff_ends(self, rid: int, seconds: float) -> None:
         """The peer computes the last chunk of a load for so long. Ignored for a load that has ended."""
-        self.connector.handoff_ends(rid, self._clock() + seconds + HANDOFF_SECONDS)
+        self.connector.handoff_ends(rid, self._clock() + seconds)
 
-    def kv_confirmed(self, rid: int, num_tokens: int, outputs: Outputs) -> None:
-        """Continue with the KV that was read, after the tokens that P has sampled: P has confirmed that it stood."""
+    def kv_confirmed(self, rid: int, num_tokens: int, outputs: Outputs, waited: float) -> None:
+        """Continue with the KV that was read, after the tokens that P has sampled, the last ``waited`` seconds ago."""
         sequence = self._live.loading.pop(rid, None)
         if sequence is None:
             return
-        if not self.connector.finish_load(sequence, num_tokens):
+        if not self.connector.finish_load(sequence, num_tokens, self._clock()):
             self._live.loading[rid] = sequence
             self.prefill_locally(rid, outputs)
             return
         num_tokens = max(num_tokens, sequence.num_computed)
         sequence.request.mode = Mode.LOCAL
-        sequence.request.waits_since = self._clock()
+        sequence.request.waits_since = self._clock() - waited
         self._kv.received(sequence, num_tokens)
         self._live.run(sequence)
         if outputs and not self._choices.take_from_peer(sequence, outputs):

@@ -134,6 +134,7 @@ class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
     rid: int
     num_tokens: int  # leading tokens with KV: all that a handoff brings, fewer after a pull; 0: P had nothing to pull
     outputs: Outputs  # empty after a pull: P has sampled nothing
+    waited: float = 0.0  # seconds since the last of them came, or since the request without one
 
 
 class PrefillLocally(msgspec.Struct, frozen=True, tag=True):

@@ -9,10 +9,12 @@ from toy_node import BLOCK, Node
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
+from engine.request import Request, Sequence
 from engine.scheduler.scheduler import Scheduler
+from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, Mode, StartRead, Submit
 from pdserve.records import NO_ORDERS, KVConnectorOutput, ModelRunnerOutput, Peer, ReadResult, StepOutput
-from pdserve.request_cost import LinearCost
+from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
 from pdserve.sampling_params import SamplingParams
 
 
@@ -53,6 +55,25 @@ def test_loads_are_measured_as_the_cost_of_tokens() -> None:
     assert connector.load_cost.at(8 * BLOCK) == pytest.approx(0.5)
     assert node.scheduler.status().costs.read == connector.load_cost
     node.close()
+
+
+def sequence(rid: int) -> Sequence:
+    tokens, hashes = array("I", range(10)), BlockHashes(BLOCK, root_hash(""))
+    request = Request(rid, tokens.tobytes(), SamplingParams(max_tokens=2), Mode.HANDOFF, "")
+    return Sequence(rid, request, 0, token_ids=tokens, hashes=hashes, prompt_len=10, max_length=12)
+
+
+def test_a_load_is_expected_as_long_after_the_peers_last_chunk_as_earlier_ones_took() -> None:
+    connector = PeerConnectorScheduler(BlockPool(4), Batch(), BLOCK)
+    first, second = sequence(1), sequence(2)
+    connector.load(first)
+    assert not list(connector.arrivals)
+    connector.handoff_ends(1, 10.0)
+    assert list(connector.arrivals) == [10.0 + HANDOFF_SECONDS]
+    connector.finish_load(first, 0, 10.25)
+    connector.load(second)
+    connector.handoff_ends(2, 20.0)
+    assert list(connector.arrivals) == [20.25]
 
 
 def test_orders_are_taken_once() -> None:

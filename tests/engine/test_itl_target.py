@@ -259,12 +259,13 @@ def test_step_in_which_a_sequence_joins_after_a_handoff_is_shorter_by_its_wait()
     while not node.step().reads:
         time.sleep(0.01)  # the connector's thread reports it
     usual = min(long_chunks(node, model))
-    node.obey(KVConfirmed(9, 6, ((1, 2, 3),)))
+    waited = 0.005
+    node.obey(KVConfirmed(9, 6, ((1, 2, 3),), waited))
     model.steps.clear()
     while not any(3 in step.chunks.values() for step in model.steps):
         node.step()
     joins = sum(model.steps[-1].chunks.values()) - 3
-    assert 0 < joins * COSTS.prompt_token <= usual * COSTS.prompt_token - 0.9 * HANDOFF_SECONDS
+    assert 0 < joins * COSTS.prompt_token <= usual * COSTS.prompt_token - 0.9 * waited
     node.close()
 
 

@@ -87,7 +87,8 @@ class Delays:
     """Seconds of what is not a step or a read; a node's frontend counts as a part of the node."""
 
     request: float = 4e-3  # from the client's request to the node that decodes
-    message: float = 0.6e-3  # from node to node
+    message: float = 1e-3  # from node to node; two of them delay the first token
+    confirm: float = 2.5e-3  # of D's processes, from the first token to confirmed KV: 6 ms with a read and two messages
 
 
 @dataclass(eq=False, slots=True)
@@ -312,8 +313,8 @@ class SimulatedNode:
                 scheduler.handoff_ends(rid, seconds)
             case LeaseCached():
                 scheduler.connector.lease_cached(command)
-            case KVConfirmed(rid, num_tokens, outputs):
-                scheduler.kv_confirmed(rid, num_tokens, outputs)
+            case KVConfirmed(rid, num_tokens, outputs, waited):
+                scheduler.kv_confirmed(rid, num_tokens, outputs, waited)
             case PrefillLocally(rid, outputs):
                 scheduler.prefill_locally(rid, outputs)
             case Cancel(rid):
@@ -465,7 +466,8 @@ class SimulatedNode:
 
     def _end_reads(self, handoff: _Handoff) -> None:
         if handoff.complete and not (handoff.over or handoff.reads):
-            self._events.after(self._delays.message, partial(handoff.source._ask_release, handoff))
+            seconds = self._delays.confirm + self._delays.message
+            self._events.after(seconds, partial(handoff.source._ask_release, handoff))
 
     def _ask_release(self, handoff: _Handoff) -> None:
         """On P: D has read all. See Prefill.after_step."""
@@ -490,7 +492,7 @@ class SimulatedNode:
             handoff.over = True
             del self._handoffs[handoff.rid]
             outputs = () if handoff.resumes else (tuple(handoff.outputs),)
-            self.obey(KVConfirmed(handoff.rid, handoff.announced, outputs))
+            self.obey(KVConfirmed(handoff.rid, handoff.announced, outputs, self._events.now - handoff.job.last))
 
 
 def _prompt(job: Job) -> bytes:
