@@ -39,7 +39,7 @@ from router.fleet.policy import FleetSnapshot, NodeView, PolicyRequest, prefix_a
 from router.fleet.prefix_index import PrefixIndex
 
 MAX_REPORT_RATE = 1000.0  # reports/s of all nodes that a small machine can send beside the measured router
-NODE_REPORT_RATE = 10.0  # highest reports/s of a real node
+NODE_REPORT_RATE = 50.0  # highest reports/s of a real node
 PROMPT = 2048  # tokens
 
 

@@ -29,7 +29,7 @@ def sample_bits(num_blocks: int) -> int:
     return max(0, (num_blocks - 1).bit_length() - MAX_REPORTED_BLOCKS.bit_length() + 1)
 
 
-_SHARE_SECONDS = 1.0  # time constant of PromptShare
+_SHARE_SECONDS = 2.0  # time constant of PromptShare: about the life of a stream
 
 
 class PromptShare:
@@ -88,7 +88,7 @@ def _short_hashes(hashes: list[bytes], sample_bits: int) -> bytes:
 class NodeReports:
     """All subscribers of a node's reports."""
 
-    def __init__(self, describe: Callable[[], pb.NodeDescription], pause: float = 0.1) -> None:
+    def __init__(self, describe: Callable[[], pb.NodeDescription], pause: float = 0.02) -> None:
         """``pause`` is the least time between two reports, in seconds."""
         self.describe = describe
         self._pause = pause

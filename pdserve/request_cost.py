@@ -11,6 +11,8 @@ T_ttft / (T_itl · L) = ``DELAY_WEIGHT`` seconds of TTFT. The costs are the same
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from pdserve.kv_groups import Windows, blocks_for
@@ -99,16 +101,29 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
 def prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
     """Cost of a prompt on a node: its own wait, and the delay of streams and later prompts there.
 
-    Prompts that arrive while the queue drains take ``prompt_share`` of that time, so as many seconds of them wait.
+    Beside decodes, each step reads the weights anyway and computes some tokens meanwhile. That hides the seconds by
+    which the base of a decode step exceeds that of a step of prompts. Prompts that arrive while the queue drains take
+    ``prompt_share`` of that time, so as many seconds of them wait.
     """
     decodes, slope = load.decoding, costs.prompt.slope
     own, queued = slope * uncached_tokens, slope * load.backlog
-    step = costs.decode.at(decodes) if decodes else costs.prompt.base
-    executing = load.itl_target if load.backlog and decodes else (2.0 if load.backlog else 0.0) * step
-    rest_of_step = max(executing, step) / 2.0
-    slower = _slower_prompts(load, costs, decodes)
-    behind = _DELAYED * min(load.prompt_share, _MOST_SHARE) * queued
-    return rest_of_step + step + (queued + own + behind) * slower + DELAY_WEIGHT * decodes * own
+    if decodes:
+        step, longest = costs.decode.at(decodes), _longest_step(load, costs, decodes)
+        hidden = max(0.0, costs.decode.base - costs.prompt.base)
+    else:
+        step, longest, hidden = costs.prompt.base, math.inf, 0.0
+    chunk = longest - step + hidden  # seconds of prompts in a step
+
+    def added(prompts: float) -> float:
+        return max(0.0, prompts - max(1.0, prompts / chunk) * hidden)
+
+    executing = min(queued, chunk)
+    rest_of_step = (step + added(executing)) / 2.0 if decodes or queued else 0.0
+    behind = _DELAYED * min(load.prompt_share, _MOST_SHARE) * (queued + own)
+    before = queued - executing + behind
+    steps = max(1, math.ceil((before + own) / chunk))
+    delay = added(before + own) - added(before)
+    return rest_of_step + steps * step + added(before + own) + DELAY_WEIGHT * decodes * delay
 
 
 def remote_prompt_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, uncached_tokens: int) -> float:
@@ -170,11 +185,13 @@ def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
 
     A step with prompts takes the ITL target, and its decodes do their part of it, at most half.
     """
-    if not (load.itl_target and decodes):
-        return 1.0
-    step = costs.decode.at(decodes)
-    longest = max(load.itl_target, _LEAST_ITL_STEPS * step)
-    return longest / (longest - step) if step else 1.0
+    step, longest = costs.decode.at(decodes), _longest_step(load, costs, decodes)
+    return longest / (longest - step) if decodes and step and longest < math.inf else 1.0
+
+
+def _longest_step(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
+    """Return the seconds of a step with prompts and so many decodes."""
+    return max(load.itl_target, _LEAST_ITL_STEPS * costs.decode.at(decodes)) if load.itl_target else math.inf
 
 
 def _block_wait(load: RequestLoad, num_tokens: int) -> float:

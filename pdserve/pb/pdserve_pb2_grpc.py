@@ -73,7 +73,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Report description, load and cached blocks to routers: at once, at every change (at most ten times a second), and
+        """Report description, load and cached blocks to routers: at once, at every change (at most 50 times a second), and
         every second. A node reports at once that it drains. The stream ends with the node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

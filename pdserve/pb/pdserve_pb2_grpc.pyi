@@ -44,7 +44,7 @@ class NodeStub:
     Status: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.StatusRequest, _pdserve_pb2.NodeStatus]
     """Count the node's KV blocks and requests now."""
     Watch: _grpc.UnaryStreamMultiCallable[_pdserve_pb2.WatchRequest, _pdserve_pb2.NodeReport]
-    """Report description, load and cached blocks to routers: at once, at every change (at most ten times a second), and
+    """Report description, load and cached blocks to routers: at once, at every change (at most 50 times a second), and
     every second. A node reports at once that it drains. The stream ends with the node.
     """
 
@@ -58,7 +58,7 @@ class NodeAsyncStub(NodeStub):
     Status: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.StatusRequest, _pdserve_pb2.NodeStatus]  # type: ignore[assignment]
     """Count the node's KV blocks and requests now."""
     Watch: _aio.UnaryStreamMultiCallable[_pdserve_pb2.WatchRequest, _pdserve_pb2.NodeReport]  # type: ignore[assignment]
-    """Report description, load and cached blocks to routers: at once, at every change (at most ten times a second), and
+    """Report description, load and cached blocks to routers: at once, at every change (at most 50 times a second), and
     every second. A node reports at once that it drains. The stream ends with the node.
     """
 
@@ -87,7 +87,7 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _pdserve_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.NodeReport], _abc.AsyncIterator[_pdserve_pb2.NodeReport]]:
-        """Report description, load and cached blocks to routers: at once, at every change (at most ten times a second), and
+        """Report description, load and cached blocks to routers: at once, at every change (at most 50 times a second), and
         every second. A node reports at once that it drains. The stream ends with the node.
         """
 

@@ -38,7 +38,7 @@ class _Node(NamedTuple):
     prompt_share: float
 
     def saved(self, count: int) -> float:
-        """Return what ``count`` streams fewer save on the node."""
+        """Return what ``count`` streams fewer save on the node; if negative, what so many more cost, negated."""
         load, decodes = self.view.load, self.view.load.to_decode
 
         def seconds(number: int) -> float:
@@ -66,12 +66,13 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
     typical = snapshot.typical or typical_costs(nodes)
     shares: Mapping[str, float] = prompt_shares(snapshot, typical)
     found = [_Node(node, filled(node.costs, typical), shares[node.node_id]) for node in nodes]
-    ranked = sorted(found, key=lambda node: (node.saved(1), node.view.node_id))
+    sources = sorted(found, key=lambda node: (node.saved(1), node.view.node_id))
+    targets = sorted(found, key=lambda node: (-node.saved(-1), node.view.node_id))
     chosen: list[Move] = []
-    while len(ranked) > 1:
-        source = ranked.pop()
+    while len(sources) > 1:
+        targets.remove(source := sources.pop())
         if source.view.prefills and source.view.load.decoding:
-            target = ranked.pop(0)
+            sources.remove(target := targets.pop(0))
             if target.view.reads_from(source.view) and (count := _best_count(source, target)):
                 own = round(count * source.view.in_flight / max(1, source.view.load.requests))
                 chosen += [Move(source.view.node_id, target.view.node_id, own)] if own else []

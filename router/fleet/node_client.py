@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _MAX_CACHED = 2 * MAX_REPORTED_BLOCKS
 RETRY = 0.1  # seconds until a lost node is tried again
 SILENCE = 4.0  # seconds without a report until a node counts as hung; reports come every second at least
-REPORTED = 0.05  # seconds, plus the pause between reports, after which reports include a request that was sent
-PAUSE = 0.1  # seconds between two reports of a node at least; the node's own limit
+REPORTED = 0.03  # seconds after which reports include a request that was sent: messages, and some decode steps
+PAUSE = 0.02  # seconds between two reports of a node at least; the node's own limit
 
 
 PoolCall = grpc.aio.UnaryUnaryCall[pb.PoolRequest, pb.PoolReply]
@@ -263,7 +263,7 @@ class NodeClient:
             changed = True
         if self.stream is not None and self.description.state == "draining":
             self.stream.drain()
-        included = self._reported_at - REPORTED - self._pause
+        included = self._reported_at - REPORTED
         while self._unreported and self._unreported[0][0] < included:
             self._unreported.popleft()
         self._view = None

@@ -208,7 +208,7 @@ def test_report_interval_grows_with_the_number_of_nodes(pair: Pair, monkeypatch:
         await nodes.close()
         return [pair.first.pauses.pop(), *pair.second.pauses]
 
-    assert asyncio.run(pauses(frozenset({pair.first.address}))) == [100]
+    assert asyncio.run(pauses(frozenset({pair.first.address}))) == [20]
     monkeypatch.setattr("router.fleet.nodes.REPORTS", 5.0)
     assert asyncio.run(pauses(frozenset({pair.first.address, pair.second.address}))) == [400, 400]
 

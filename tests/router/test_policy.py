@@ -135,7 +135,7 @@ def test_queue_of_the_prefill_node_is_weighed_against_the_sequences_of_the_decod
         busy = decode("d0", requests=decoding, decoding=decoding, itl_target=0.05)
         return prefix_aware(FleetSnapshot("m", (busy, prefill("p0", backlog=backlog))), PolicyRequest(2000))
 
-    for decoding, enough in ((2, 500), (20, 6_000), (60, 18_000)):
+    for decoding, enough in ((2, 500), (20, 10_000), (60, 30_000)):
         assert chosen(decoding, 0) == chosen(decoding, enough // 2) == Placement("d0", "p0")
         assert chosen(decoding, enough) == Placement("d0", None)
 

@@ -1,6 +1,7 @@
 """A discrete-event simulation of a fleet, driven by the router's real policies. Deterministic, and without processes.
 
-Routers see reports that are up to 0.1 s old, and add what they have sent since. simulated_node.py has the nodes.
+Routers see reports that are up to 20 ms old, older beyond 40 nodes, and add what they have sent since.
+simulated_node.py has the nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cli.plan.queues import percentile
 from pdserve.request_cost import RequestLoad, StepCosts
 from router.fleet.moves import Move, moves
 from router.fleet.node_client import PAUSE, REPORTED
+from router.fleet.nodes import REPORTS
 from router.fleet.policy import FleetSnapshot, NodeView, Policy, PolicyRequest, prefix_aware
 from router.fleet.stream_mover import MOST_STREAMS, MOVE_DISTANCE, MOVE_INTERVAL
 
@@ -74,6 +76,7 @@ class Simulation:
         self._peers = frozenset(self._nodes)
         self._reports: dict[str, tuple[RequestLoad, StepCosts]] = {}
         self._routers = [_Router(number, number, {name: deque() for name in self._nodes}) for number in range(routers)]
+        self._pause = max(PAUSE, len(roles) / REPORTS)
         self._left = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -85,7 +88,7 @@ class Simulation:
             self._events.after(job.at, partial(self._place, job))
         for number, node in enumerate(self._nodes.values()):
             self._reports[node.name] = node.report()
-            self._events.after(PAUSE * number / len(self._nodes), partial(self._report, node))
+            self._events.after(self._pause * number / len(self._nodes), partial(self._report, node))
         if "both" in [node.role for node in self._nodes.values()]:
             for router in self._routers:
                 self._events.after(MOVE_INTERVAL, partial(self._move, router))
@@ -112,10 +115,10 @@ class Simulation:
         self._reports[node.name] = node.report()
         for router in self._routers:
             sent = router.sent[node.name]
-            while sent and sent[0][0] < self._events.now - REPORTED - PAUSE:
+            while sent and sent[0][0] < self._events.now - REPORTED:
                 sent.popleft()
             router.views.pop(node.name, None)
-        self._events.after(PAUSE, partial(self._report, node))
+        self._events.after(self._pause, partial(self._report, node))
 
     # ------------------------------------------------------------ routers
 
