@@ -153,6 +153,32 @@ class KVCacheManager:
         if self._states is not None:
             self._states.settle(sequence)
 
+    def decoded(self, sequences: Iterable[Sequence]) -> None:
+        """A step that is planned decodes these sequences: order snapshots of their recurrent states."""
+        if self._states is not None:
+            for sequence in sequences:
+                self._states.decoded(sequence)
+
+    def launched(self, sequence: Sequence) -> None:
+        """A step that is planned computes more of a prompt: order copies of its recurrent state."""
+        if self._states is not None:
+            self._states.launched(sequence)
+
+    def take_state_copies(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Return the copies of recurrent states behind ``step``, which has been planned."""
+        return () if self._states is None else self._states.take_copies(step)
+
+    def applied(self, step: int) -> None:
+        """``step`` has ended."""
+        if self._states is not None:
+            self._states.applied(step)
+
+    def forget_cached(self) -> None:
+        """Empty the prefix cache."""
+        self._pool.forget_cached()
+        if self._states is not None:
+            self._states.pool.forget_cached()
+
     def received(self, sequence: Sequence, num_tokens: int) -> None:
         """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens."""
         if self._windows:

@@ -222,9 +222,7 @@ class Scheduler:
 
     def forget_cached(self) -> None:
         """Empty the prefix cache, since other weights compute other KV. No request may be open."""
-        self.pool.forget_cached()
-        if self.states is not None:
-            self.states.pool.forget_cached()
+        self._kv.forget_cached()
         self.events.status_changed = True
 
     def suspects(self, planning: bool) -> set[int]:
@@ -268,7 +266,7 @@ class Scheduler:
         for rid in self.connector.take_last_chunks():
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
-        copies = () if self.states is None else self.states.take_copies(self._num_plans)
+        copies = self._kv.take_state_copies(self._num_plans)
         return builder.plan(finished, self.connector.take_digest_orders(), copies)
 
     def prepare(self) -> None:
@@ -281,8 +279,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
         """Apply the results of a step that took ``seconds``."""
-        if self.states is not None:
-            self.states.applied(plan.step)
+        self._kv.applied(plan.step)
         self._results.apply(plan, output, seconds)
         self._constraints.request_masks()
 
@@ -379,9 +376,7 @@ class Scheduler:
         if self._max_drafts:
             self._kv.grow_for_drafts(sequences, self._max_drafts)
         builder.add_decodes(sequences)
-        if self.states is not None:
-            for sequence in sequences:
-                self.states.decoded(sequence)
+        self._kv.decoded(sequences)
 
     def _limit_prompts(
         self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None
@@ -455,6 +450,5 @@ class Scheduler:
         if not builder.has_prompts:
             builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
         builder.add_prompt(sequence)
-        if self.states is not None:
-            self.states.launched(sequence)
+        self._kv.launched(sequence)
         self.connector.scheduled(sequence)
