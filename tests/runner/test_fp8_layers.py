@@ -299,9 +299,9 @@ def test_logprobs_of_fp8_products_err_by_the_rounding_of_activations(
 @pytest.mark.parametrize("version", ["V1", "V2"])
 def test_rows_in_another_order_keep_their_scales(version: str, family: str, tmp_path: Path) -> None:
     """Gates and queries, rotated parts of heads of two blocks, and inputs of gated delta nets head by head."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 256, "num_attention_heads": 2}
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 256, "num_attention_heads": 2}
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    heads: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_key_value_heads": 1}
     plain = make_checkpoint(tmp_path / "plain", family, **sizes, **layers, **heads)
     quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
     backend = {"V1": "torch", "V2": "triton"}[version]
