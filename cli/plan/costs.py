@@ -37,14 +37,13 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = 0  # experts per token
     expert_intermediate_size: int = 0
     full_layers: int = 0  # layers that keep all tokens, where others have a sliding window; 0: all do
-    kv_layers: int = 0  # layers with a KV cache; 0: all
+    num_kv_layers: int = 0  # layers with a KV cache; 0: all
     state_bytes: int = 0  # of recurrent layers, per sequence
 
     @classmethod
     def of(cls, model: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:
         """``kv_cache_dtype`` is a value of the flag, or the dtype of a KVLayout."""
-        names = (name for name in cls.__struct_fields__ if name != "kv_layers" and hasattr(model, name))
-        fields = {name: getattr(model, name) for name in names}
+        fields = {name: getattr(model, name) for name in cls.__struct_fields__ if hasattr(model, name)}
         if moe := model.moe:
             experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
             fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
@@ -53,14 +52,14 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             fields["full_layers"] = sum(groups.windows[group] is None for group in groups.layers)
         if state := model.state:
             kv_layers = len(model.kv_layers)
-            fields |= {"kv_layers": kv_layers, "state_bytes": (model.num_layers - kv_layers) * state.layer_bytes}
+            fields |= {"num_kv_layers": kv_layers, "state_bytes": (model.num_layers - kv_layers) * state.layer_bytes}
         return cls(**fields, kv_cache_dtype=FP8_E4M3 if kv_cache_dtype in (FP8_E4M3, "fp8") else "auto")
 
     @property
     def kv_bytes(self) -> int:
         """KV bytes per token of a long sequence: layers with a window add none."""
         dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
-        layers = self.full_layers or self.kv_layers or self.num_layers
+        layers = self.full_layers or self.num_kv_layers or self.num_layers
         return layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
 
     def handoff_bytes(self, tokens: float) -> float:

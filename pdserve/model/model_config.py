@@ -193,10 +193,11 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
 
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:
     """Read what the KV cache and the scheduler need of a model that runs through transformers."""
-    if architecture in FAMILIES and FAMILIES[architecture].recurrent is not None:
-        raise fields.error("describes a model with recurrent layers, which are native only: leave --model-impl at auto")
     add_defaults(fields)
     rename_fields(fields)
+    find_recurrent = FAMILIES[architecture].recurrent if architecture in FAMILIES else None
+    if find_recurrent is not None and find_recurrent(fields, fields.integer("num_hidden_layers")):
+        raise fields.error("describes a model with recurrent layers, which are native only: leave --model-impl at auto")
     check_kind(fields)
     weight_format, quantization = read_weight_format(fields)
     vocab_size = fields.integer("vocab_size")

@@ -12,7 +12,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 def linear_attention_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it is recurrent: by ``layer_types``, else all but every fourth one.
 
-    ``full_attention_interval`` replaces the four.
+    ``full_attention_interval`` replaces the four. The result is empty if no layer is.
     """
     layer_types = fields.get("layer_types")
     if layer_types is None:
@@ -25,10 +25,9 @@ def linear_attention_layers(fields: ConfigFields, num_layers: int) -> tuple[bool
             raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
         kinds = [fields.choice("layer type", each, (_LINEAR, _FULL)) for each in layer_types]
         recurrent = tuple(kind == _LINEAR for kind in kinds)
-    if all(recurrent) or not any(recurrent):
-        kind = _LINEAR if all(recurrent) else _FULL
-        raise fields.error(f"has layers of {kind} only; this architecture is served with both kinds. {REMEDY}")
-    return recurrent
+    if all(recurrent):
+        raise fields.error(f"has layers of {_LINEAR} only; a model without a KV cache is not supported. {REMEDY}")
+    return recurrent if any(recurrent) else ()
 
 
 def read_gated_delta(fields: ConfigFields, dtype: str) -> GatedDeltaSpec:

@@ -213,7 +213,7 @@ def _delta_rule_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gates_kernel(ba, a_log, dt_bias, beta, alpha, count, VALUE_HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def _gates_kernel(ba, a_log, dt_bias, betas, alphas, count, VALUE_HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (blocks of tokens and heads,)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
@@ -221,8 +221,8 @@ def _gates_kernel(ba, a_log, dt_bias, beta, alpha, count, VALUE_HEADS: tl.conste
     head = at % VALUE_HEADS
     bias = tl.load(dt_bias + head)
     b, a = _gates(ba, at // VALUE_HEADS, head, tl.load(a_log + head), bias, VALUE_HEADS)
-    tl.store(beta + at, b, mask=mask)
-    tl.store(alpha + at, a, mask=mask)
+    tl.store(betas + at, b, mask=mask)
+    tl.store(alphas + at, a, mask=mask)
 
 
 def convolve(

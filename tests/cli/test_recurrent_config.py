@@ -67,7 +67,6 @@ def test_qwen3_5_is_read_with_and_without_its_vision_tower(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"layer_types": ["full_attention"] * 12}, "full_attention only"),
         ({"layer_types": ["linear_attention"] * 12}, "linear_attention only"),
         ({"layer_types": ["linear_attention"]}, "1 layer_types for 12 layers"),
         ({"layer_types": ["mamba"] * 12}, "layer type 'mamba'; supported are linear_attention, full_attention"),
@@ -77,6 +76,12 @@ def test_qwen3_5_is_read_with_and_without_its_vision_tower(tmp_path: Path) -> No
 def test_configs_that_describe_no_such_model_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=named):
         load(tmp_path, SHAPES["qwen3-next-12l"] | changes)
+
+
+def test_a_model_whose_layers_all_attend_has_no_state(tmp_path: Path) -> None:
+    config = resolved(tmp_path, SHAPES["qwen3-next-12l"] | {"layer_types": ["full_attention"] * 12})
+    assert config.state_layout is None
+    assert config.kv_layout.num_layers == 12
 
 
 def test_slots_and_blocks_divide_the_memory(tmp_path: Path) -> None:

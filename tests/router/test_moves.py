@@ -36,6 +36,11 @@ def test_streams_leave_a_node_that_leans_to_prefill() -> None:
     assert move == Move("a", "b", 8)
 
 
+def test_streams_move_to_the_node_where_they_cost_least_not_to_an_empty_one_that_leans_to_prefill() -> None:
+    (move,) = found(node("a", 20, prompt_share=0.9), node("b", 0, prompt_share=0.9), node("c", 5))
+    assert (move.source, move.target) == ("a", "c")
+
+
 def test_no_stream_moves_where_its_pause_would_be_longer_than_the_gap_that_prompts_cause() -> None:
     assert found(node("a", 8, prompt_share=0.3, backlog=4000), node("b", 2))
     assert not found(node("a", 8, prompt_share=0.3, backlog=4000), node("b", 2, backlog=4000))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, make_checkpoint, node_config, reference_greedy, reference_model
+from checkpoints import FAMILIES, RECURRENT, make_checkpoint, node_config, reference_greedy, reference_model
 from stepper import Running, Stepper
 from torch import Tensor
 
@@ -325,6 +325,8 @@ def test_cuda_in_bfloat16_errs_no_more_than_transformers(
     overrides: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 128}
     if family == "mistral":
         overrides["sliding_window"] = 100
+    if family in RECURRENT:  # heads that FlashInfer's kernel has
+        overrides |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     directory = make_checkpoint(tmp_path / "model", family, dtype="bfloat16", **overrides)
     model_runner = build(
         directory, device="cuda", dtype="bfloat16", runner=version, attention_backend=backend, max_model_len=3000

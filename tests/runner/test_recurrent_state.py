@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
+from staged_node import Request, generate
 from stepper import GREEDY, Stepper
 
 import runner
+from connector.backends.null import NullConnector
+from connector.setup import ConnectorSetup
+from engine.executor.rank import Rank
 from pdserve.protocols import ModelRunner
 from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 from runner.warmup import run_largest_steps, run_mixed_steps, run_small_steps
 
@@ -157,6 +162,27 @@ def test_digests_of_a_step_are_those_behind_its_copies(build: Build) -> None:
     assert model_runner.digest(DigestOrder((0,), 16, state_slots=(5, 3))).result()[:2] == (block, copied)
     decode(model_runner, (0,), 1)
     assert model_runner.digest(DigestOrder((), 0, state_slots=(2, 5))).result() != (own, copied)
+
+
+@pytest.mark.parametrize("version", ["V1", pytest.param("V2", marks=pytest.mark.slow)])
+def test_turns_over_one_prefix_continue_from_snapshots(
+    version: str, checkpoint: Path, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """The scheduler takes snapshots and finds them: turns of a dialogue, each with a branch that leaves it early."""
+    numbers, turn, prompts = random.Random(4), prompt_of(50), []
+    for _ in range(4):
+        branch = turn[:35] + [numbers.randrange(128) for _ in range(7)]
+        prompts += [turn, branch]
+        turn = turn + expected(turn) + [numbers.randrange(128) for _ in range(6)]
+    backend = {"V1": "torch", "V2": "triton"}[version]
+    options: dict[str, Any] = {"attention_backend": backend, "device": "cpu" if version == "V1" else DEVICE}
+    limits: dict[str, Any] = {"max_num_seqs": 3, "max_batch_tokens": 24, "max_model_len": 160, "num_blocks": 40}
+    config = node_config(checkpoint, runner=version, **options, **limits)
+    rank = Rank(runner.build(config, lambda stage, fraction: None), NullConnector(ConnectorSetup()))
+    greedy = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    outputs = generate(rank, config, [Request(tuple(prompt), greedy) for prompt in prompts], at_once=1)
+    found = [[sample.token_id for sample in outputs[number, 0]] for number in range(len(prompts))]
+    assert found == [expected(prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sass import find_overwritten
@@ -46,19 +47,29 @@ def test_triton_that_overwrites_operands_is_known_by_version() -> None:
     assert not overwrites_operands((8, 0), "3.6.0")  # no HGMMA
 
 
-def check(kernels: list[str]) -> None:
+def compiled(kernels: list[str]) -> list[dict[str, Any]]:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(TESTS / "support" / "compiled_kernels.py"), *kernels]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=TESTS.parent, check=False)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [each["kernel"] for each in results] == kernels
+    return results
+
+
+def check(kernels: list[str]) -> None:
+    results = compiled(kernels)
     assert all(each["products"] for each in results), "the kernel has products with registers"
     assert [each for each in results if each["overwritten"]] == []
 
 
 def test_mxfp4_products_keep_their_operands() -> None:
     check(["gated:16", "gated:128"])
+
+
+def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
+    """The interpreter accepts more than the compiler."""
+    compiled([f"delta:{name}" for name in ("decodes", "prompts", "history", "rule", "gates", "norm", "sigmoid")])
 
 
 @pytest.mark.slow

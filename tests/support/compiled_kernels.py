@@ -1,6 +1,6 @@
 """Compiles kernels for Hopper, without a GPU, and prints what ``sass.py`` finds in them, a line of JSON each.
 
-    python tests/support/compiled_kernels.py TILE_ROWS …
+    python tests/support/compiled_kernels.py gated:TILE_ROWS plain:TILE_ROWS attention:WINDOW delta:KERNEL …
 
 It must run without TRITON_INTERPRET=1, and so in a process of its own.
 """
@@ -21,18 +21,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdserve.model.attention_spec import AttentionSpec
-from runner.kernels import tiles
+from runner.kernels import activation, gated_delta, norm, tiles
 from runner.kernels.attention import prefill_attention
 from runner.kernels.experts import grouped_mxfp4, mxfp4_words
 from runner.placement import TensorPlacement
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    **dict.fromkeys(("x", "bias", "y", "q", "cache", "out", "sinks"), "*bf16"),
-    **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens"), "*i32"),
+    **dict.fromkeys(("x", "bias", "y", "q", "k", "v", "cache", "out", "sinks"), "*bf16"),
+    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate"), "*bf16"),
+    **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
+    **dict.fromkeys(("a_log", "dt_bias", "states", "alphas", "betas"), "*fp32"),
     "words": "*i16",
 }
-FLOATS = ("alpha", "limit", "scale", "v_scale")
+FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
 LAUNCH = ("num_warps", "num_stages")
 
 
@@ -68,10 +70,32 @@ def attention(window: int) -> str:
     return sass_of(prefill_attention._prefill_attention_kernel, options)
 
 
+def delta(name: str) -> str:
+    """Return the code of a kernel of gated delta nets, or of one beside them, for Qwen3-Next's heads."""
+    heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
+    convolve = {**heads, "WIDTH": 4, "BLOCK_DIM": 128}
+    kernel, options = {
+        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SEARCH": 0, "SINGLES": True}),
+        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SEARCH": 5, "SINGLES": False}),
+        "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
+        "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
+        "gates": (gated_delta._gates_kernel, {"VALUE_HEADS": 32, "BLOCK": 256}),
+        "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
+        "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "ONE_GATE": False, "BLOCK": 1024}),
+    }[name]
+    return sass_of(kernel, {**options, "num_warps": 4, "num_stages": 3})
+
+
+def code_of(kind: str, variant: str) -> str:
+    if kind == "delta":
+        return delta(variant)
+    return attention(int(variant)) if kind == "attention" else mxfp4(int(variant), gated=kind == "gated")
+
+
 def main() -> None:
     for name in sys.argv[1:]:
-        kind, _, number = name.partition(":")
-        sass = attention(int(number)) if kind == "attention" else mxfp4(int(number), gated=kind == "gated")
+        kind, _, variant = name.partition(":")
+        sass = code_of(kind, variant)
         found = [f"{hit.write.text} after {hit.product.text}" for hit in find_overwritten(sass)]
         print(json.dumps({"kernel": name, "products": count_register_products(sass), "overwritten": found}), flush=True)
 
