@@ -219,7 +219,7 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
         ("gpt_oss", {}),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}),
-        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+        pytest.param("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow),
     ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(
@@ -234,7 +234,10 @@ def test_triton_kernels_yield_the_tokens_of_transformers(
     assert [r.output for r in results] == [reference_greedy(reference, prompt, 4) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V1", "triton"), ("V2", "triton")])
+@pytest.mark.parametrize(
+    ("version", "backend"),
+    [("V1", "torch"), pytest.param("V1", "triton", marks=pytest.mark.slow), ("V2", "triton")],
+)
 @pytest.mark.parametrize(
     ("family", "overrides", "block_size"),
     [

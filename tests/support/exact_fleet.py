@@ -39,7 +39,7 @@ class Served:
 
     def __init__(
         self, model: Model, path: Path, prefill: Sequence[str] = ("1",), decode: Sequence[str] = ("1",), *,
-        flags: Sequence[str] = (), runner: str = "V1",
+        flags: Sequence[str] = (), decode_flags: Sequence[str] = (), runner: str = "V1",
     ) -> None:  # fmt: skip
         directory, environ = model.make(path), RUNNER_ENVIRONMENTS[runner]
         self.reference = reference_model(directory)
@@ -47,7 +47,7 @@ class Served:
         for split in prefill:
             self.fleet.start_prefill(directory, (*FLAGS, *flags, *SPLITS[split]), environ)
         for split in decode:
-            more = (*flags, *SPLITS[split], "--handoff-min-tokens", "0")
+            more = (*flags, *decode_flags, *SPLITS[split], "--handoff-min-tokens", "0")
             self.fleet.start_decode(directory, (*FLAGS, *more), environ)
         self.fleet.start_router(directory)
 
