@@ -49,7 +49,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int]:
     pauses=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=12),
     layered=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_outputs_are_exact_under_preemption(
     depth: tuple[int, int],
     wanted: list[tuple[list[int], SamplingParams, int]],
@@ -95,7 +95,7 @@ def test_outputs_are_exact_under_preemption(
     drafts=st.tuples(st.integers(0, 4), st.integers(0, 4)),
     checksum=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_outputs_are_exact_through_handoffs(
     depth: tuple[int, int],
     wanted: list[ScriptedJob],
