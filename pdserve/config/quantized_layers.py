@@ -91,7 +91,7 @@ def _sliced_inputs(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
     """Yield the layers whose inputs tensor shards divide, and their inputs."""
     if parallel.tp == 1:
         return
-    yield "o_proj", model.num_heads * model.head_dim
+    yield "o_proj", model.value_size
     if model.state is not None:
         yield "out_proj", model.state.value_heads * model.state.value_dim
     moe = model.moe

@@ -1,6 +1,7 @@
 """Attention over the paged KV cache: the interface of back ends.
 
 A layer calls ``prepare_and_store`` and then ``attend``. A model that norms and rotates heads by itself calls ``store``
+and then ``attend``. Layers with latents call ``prepare_and_store_latents`` of a ``LatentBackend``
 and then ``attend``. Back ends are built with the ``AttentionSpec`` of each layer.
 """
 
@@ -11,7 +12,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from runner.attention.gated_delta import GatedDelta
-from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
+from runner.batch import AttentionBatch, HeadNorms, LatentNorm, RotaryCosSin
 
 
 class AttentionBackend(ABC):
@@ -57,3 +58,26 @@ class AttentionBackend(ABC):
         The step's keys and values must be stored already. ``sinks`` [num_heads] are given where the layer's spec has
         them.
         """
+
+
+class LatentBackend(AttentionBackend):
+    """Attention to latents (MLA): a token has one row for all heads; keys are rows, values their first part.
+
+    ``attend`` takes queries [tokens, num_heads, row_size] and returns [tokens, num_heads * kv_lora_rank].
+    """
+
+    @abstractmethod
+    def prepare_and_store_latents(
+        self, layer: int, rows: Tensor, q: Tensor, rotary: RotaryCosSin, norm: LatentNorm, queries: Tensor
+    ) -> None:
+        """Norm the latents in ``rows`` [tokens, row_size], rotate what follows, and store the rows in the cache.
+
+        Also rotate q [tokens, num_heads, qk_rope_head_dim] into the last elements of each head of ``queries`` [tokens,
+        num_heads, row_size]. ``rows`` and q may lie at any stride of tokens and heads.
+        """
+
+    def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
+        raise NotImplementedError("latents are stored by prepare_and_store_latents")
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError("latents are stored by prepare_and_store_latents")

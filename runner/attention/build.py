@@ -68,6 +68,8 @@ def _build_recurrent(name: str, states: StateCache, placement: TensorPlacement) 
 def _build_attention(
     name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
+    if config.latent is not None:
+        return _latent_backend(name, config, cache, placement, max_num_seqs)
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
 
@@ -80,3 +82,16 @@ def _build_attention(
     from runner.attention.paged_flashinfer import PagedFlashInferAttention
 
     return PagedFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)
+
+
+def _latent_backend(
+    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int
+) -> AttentionBackend:
+    if name == "torch":
+        from runner.attention.latent_torch import LatentTorchAttention
+
+        return LatentTorchAttention(config, cache, placement)
+    assert name == "triton", name
+    from runner.attention.latent_triton import LatentTritonAttention
+
+    return LatentTritonAttention(config, cache, placement, max_num_seqs)

@@ -18,7 +18,7 @@ from pdserve.pausing import Pausing
 from runner.attention import AttentionBackend
 from runner.batch import Activations, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
-from runner.models.layers.attention import Attention
+from runner.models.layers.attention import Attention, AttentionBlock
 from runner.models.layers.context import ModelContext
 from runner.models.layers.gated_delta_net import GatedDeltaNet
 from runner.models.layers.mlp import MLP, MLPBlock
@@ -91,7 +91,7 @@ class NormedMLP:
 
 
 class DecoderLayer:
-    def __init__(self, context: ModelContext, attention: Attention | GatedDeltaNet, mlp: MLPBlock) -> None:
+    def __init__(self, context: ModelContext, attention: AttentionBlock, mlp: MLPBlock) -> None:
         self.input_norm = InputNorm(context, attention.quantized_group)
         self.attention = attention
         self.mlp = NormedMLP(context, mlp)
@@ -146,11 +146,13 @@ class Decoder(Model):
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self.norm = RMSNorm(self.context) if position.is_last else None
         self.head = ParallelLMHead(self.context) if position.is_last else None
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, placement.device)
+        self.rotary = RotaryEmbedding(
+            config.rope, config.rope_head_dim, config.max_position_embeddings, placement.device
+        )
         self.attention = shard_of(config, position).attention
         self.depends_on_length = self.rotary.depends_on_length
 
-    def make_attention(self, layer: int) -> Attention:
+    def make_attention(self, layer: int) -> AttentionBlock:
         """Create the attention of a layer; ``layer`` counts from 0 on this rank, without recurrent layers."""
         return Attention(self.context, layer)
 
