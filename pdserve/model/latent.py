@@ -43,10 +43,11 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def scale(self, rope: RopeConfig) -> float:
         """Return the scale of scores. With ``mscale_all_dim``, YaRN multiplies it by the square of an mscale."""
-        scale, mscale = float(self.qk_head_dim**-0.5), rope.params.get("mscale_all_dim")
-        if rope.rope_type == "default" or not mscale or rope.params["factor"] <= 1:
+        scale, mscale = self.qk_head_dim**-0.5, float(rope.params.get("mscale_all_dim", 0.0))
+        factor = float(rope.params.get("factor", 1.0))
+        if rope.rope_type == "default" or not mscale or factor <= 1:
             return scale
-        return scale * (0.1 * mscale * math.log(rope.params["factor"]) + 1.0) ** 2
+        return scale * (0.1 * mscale * math.log(factor) + 1.0) ** 2
 
 
 def read_latent(fields: ConfigFields, num_heads: int) -> LatentConfig:

@@ -18,9 +18,10 @@ from pdserve.pausing import Pausing
 from runner.attention import AttentionBackend
 from runner.batch import Activations, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
-from runner.models.layers.attention import Attention, AttentionBlock
+from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.gated_delta_net import GatedDeltaNet
+from runner.models.layers.latent_attention import LatentAttention
 from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.norm_weight import NormWeight
@@ -29,6 +30,8 @@ from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbeddi
 from runner.models.layers.weight_shard import WeightShards, prefixed
 from runner.models.model import Model
 from runner.placement import TensorPlacement
+
+Mixer = Attention | LatentAttention | GatedDeltaNet  # what mixes the tokens of a layer
 
 
 class RMSNorm:
@@ -91,7 +94,7 @@ class NormedMLP:
 
 
 class DecoderLayer:
-    def __init__(self, context: ModelContext, attention: AttentionBlock, mlp: MLPBlock) -> None:
+    def __init__(self, context: ModelContext, attention: Mixer, mlp: MLPBlock) -> None:
         self.input_norm = InputNorm(context, attention.quantized_group)
         self.attention = attention
         self.mlp = NormedMLP(context, mlp)
@@ -152,7 +155,7 @@ class Decoder(Model):
         self.attention = shard_of(config, position).attention
         self.depends_on_length = self.rotary.depends_on_length
 
-    def make_attention(self, layer: int) -> AttentionBlock:
+    def make_attention(self, layer: int) -> Attention | LatentAttention:
         """Create the attention of a layer; ``layer`` counts from 0 on this rank, without recurrent layers."""
         return Attention(self.context, layer)
 
@@ -166,7 +169,7 @@ class Decoder(Model):
     def make_layer(self, layer: int) -> DecoderLayer:
         return DecoderLayer(self.context, self.make_mixer(layer), self.make_mlp(self.first_layer + layer))
 
-    def make_mixer(self, layer: int) -> Attention | GatedDeltaNet:
+    def make_mixer(self, layer: int) -> Mixer:
         """Create what mixes tokens in a layer; ``layer`` counts from 0 on this rank."""
         return self.make_attention(layer)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,26 +14,6 @@ from runner.models.layers.norm_weight import NormWeight
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.rotary import rotary_order
 from runner.models.layers.weight_shard import ShardRange, WeightShards
-
-
-class AttentionBlock(Protocol):
-    """Attention of one layer. Tensors are named behind the layer's "self_attn."."""
-
-    def quantized_group(self, tokens: int) -> int:
-        """See MLPBlock."""
-
-    def __call__(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
-        """Return the attention output before ``project``; store what the KV cache keeps of the tokens."""
-
-    def store(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
-        """Store what the KV cache keeps of the tokens, and return the queries."""
-
-    def project(self, attended: Tensor) -> Tensor:
-        """Return this shard's part of [tokens, hidden_size]."""
-
-    def weight_shards(self) -> WeightShards: ...
-
-    def process_weights_after_loading(self) -> None: ...
 
 
 class Attention:

@@ -28,8 +28,10 @@ _EPS = 1e-6  # of the norms of latents, whatever that of the model's norms is, a
 class LatentAttention:
     """Projections of one layer around the attention back end."""
 
+    name = "self_attn"  # before the names of its tensors
+
     def __init__(self, context: ModelContext, layer: int) -> None:
-        """``layer`` counts from 0 on this rank."""
+        """``layer`` counts the layers of this rank that attend."""
         config, position, placement = context.config, context.position, context.placement
         latent = config.latent
         assert latent is not None
