@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 
 
-class LatentTorchAttention(LatentBackend, PagedTorchAttention):
+class LatentTorchAttention(PagedTorchAttention, LatentBackend):
     """Keys are rows of the cache, shared by all query heads; values are the latents in them."""
 
     def __init__(self, config: ModelConfig, cache: KVCache, placement: TensorPlacement) -> None:
@@ -22,10 +23,11 @@ class LatentTorchAttention(LatentBackend, PagedTorchAttention):
         assert config.latent is not None
         self._value_dim = config.latent.kv_lora_rank
 
-    def prepare_and_store_latents(
-        self, layer: int, rows: Tensor, q: Tensor, rotary: RotaryCosSin, norm: LatentNorm, queries: Tensor
-    ) -> None:
-        self._store_heads(layer, prepare_latents(rows, q, rotary, norm, queries)[:, None])
+    def store_latents(self, layer: int, rows: Tensor, q: Tensor, rotary: RotaryCosSin, norm: LatentNorm) -> None:
+        self._store_heads(layer, prepare_latents(rows, q, rotary, norm)[:, None])
+
+    def attend_latents(self, layer: int, q: Tensor, q_rope: Tensor) -> Tensor:
+        return self.attend(layer, torch.cat((q, q_rope), dim=2)).view_as(q)
 
     def _attend_chunk(self, layer: int, chunk: Chunk, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """All heads of a tile's queries are one matrix, as they see the same keys."""

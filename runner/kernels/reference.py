@@ -66,14 +66,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def prepare_latents(rows: Tensor, q: Tensor, rotary: RotaryCosSin, norm: LatentNorm, queries: Tensor) -> Tensor:
-    """Return rows [tokens, row_size] with normed latents and rotated rests; write rotated q to ``queries``.
+def prepare_latents(rows: Tensor, q: Tensor, rotary: RotaryCosSin, norm: LatentNorm) -> Tensor:
+    """Return rows [tokens, row_size] with normed latents and rotated rests; rotate q in place.
 
-    See ``LatentBackend.prepare_and_store_latents``.
+    See ``LatentBackend.store_latents``.
     """
     rank = len(norm.weight)
     cos_sin = expand_cos_sin(rotary, q.dtype)
-    queries[:, :, rank:] = apply_rotary(q, *cos_sin)
+    q.copy_(apply_rotary(q, *cos_sin))
     latents = rms_norm(rows[:, :rank], norm.weight, torch.tensor(norm.eps, device=rows.device))
     return torch.cat((latents, apply_rotary(rows[:, None, rank:], *cos_sin)[:, 0]), dim=1)
 

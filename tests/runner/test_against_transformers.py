@@ -255,6 +255,8 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         ("gpt_oss", {}),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}),
         ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("deepseek_v2", {"q_lora_rank": None}),
+        ("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}),
     ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(

@@ -5,8 +5,8 @@ A head's key is W_k c and its value W_v c, where c is the token's latent. So
     score    qᵀ (W_k c)    =  (W_kᵀ q)ᵀ c         queries are brought into the space of latents
     output   Σ p (W_v c)   =  W_v (Σ p c)         and the mean latent into that of values
 
-All heads attend to the same rows of the cache. Prompts are computed the same way, so a result does not depend on where
-the rows of earlier tokens come from. Tensor shards have their heads' projections, and repeat those of latents.
+All heads attend to the same rows of the cache. A back end may instead expand the rows of long chunks to keys and values
+of heads. Tensor shards have their heads' projections, and repeat those of latents.
 """
 
 from __future__ import annotations
@@ -67,26 +67,34 @@ class LatentAttention:
 
     def __call__(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Return the attention output before ``project``, [tokens, num_heads * v_head_dim]; store the tokens' rows."""
-        attended = backend.attend(self._layer, self.store(x, rotary, backend))
-        attended = attended.view(len(attended), self._num_heads, -1)
-        values = attended.new_empty(len(attended), self._num_heads, self._latent.v_head_dim)
-        torch.bmm(attended.transpose(0, 1), self._to_values, out=values.transpose(0, 1))
-        return values.view(len(values), -1)
+        assert isinstance(backend, LatentBackend)
+        queries, first = self.store(x, rotary, backend), backend.first_expanded
+        values = queries.new_empty(len(queries), self._num_heads, self._latent.v_head_dim)
+        if first != 0:
+            self._attend_latents(queries[:first], backend, values[:first])
+        if first is not None:
+            backend.attend_expanded(self._layer, queries[first:], self._keys_and_values, values[first:])
+        return values.flatten(1)
 
     def store(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
-        """Store the tokens' rows, and return the queries [tokens, num_heads, row_size]."""
+        """Store the tokens' rows, and return the queries [tokens, num_heads, qk_head_dim]."""
         assert isinstance(backend, LatentBackend)
-        latent = self._latent
         q, rows = self._inputs.apply(x).split(self._sizes, dim=1)
         if self._queries is not None:
             q = self._queries.apply(self._ops.rms_norm(q.contiguous(), self._q_norm))
-        heads = q.unflatten(1, (self._num_heads, latent.qk_head_dim))
-        without_position, with_position = heads.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=2)
-        queries = q.new_empty(len(q), self._num_heads, latent.row_size)
-        in_latents = queries[:, :, : latent.kv_lora_rank].transpose(0, 1)
-        torch.bmm(without_position.transpose(0, 1), self._to_latents, out=in_latents)
-        backend.prepare_and_store_latents(self._layer, rows, with_position, rotary, self._norm, queries)
+        queries = q.unflatten(1, (self._num_heads, self._latent.qk_head_dim))
+        with_position = queries[:, :, self._latent.qk_nope_head_dim :]
+        backend.store_latents(self._layer, rows, with_position, rotary, self._norm)
         return queries
+
+    def _attend_latents(self, queries: Tensor, backend: LatentBackend, values: Tensor) -> None:
+        """Attend in the space of latents, and write the mean values of the first tokens to ``values``."""
+        latent = self._latent
+        without_position, with_position = queries.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=2)
+        in_latents = queries.new_empty(len(queries), self._num_heads, latent.kv_lora_rank)
+        torch.bmm(without_position.transpose(0, 1), self._to_latents, out=in_latents.transpose(0, 1))
+        attended = backend.attend_latents(self._layer, in_latents, with_position)
+        torch.bmm(attended.transpose(0, 1), self._to_values, out=values.transpose(0, 1))
 
     def project(self, attended: Tensor) -> Tensor:
         """Return this shard's part of [tokens, hidden_size]."""
