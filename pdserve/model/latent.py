@@ -6,7 +6,6 @@ import math
 
 import msgspec
 
-from pdserve.errors import shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.rope import RopeConfig
 
@@ -43,15 +42,14 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def scale(self, rope: RopeConfig) -> float:
         """Return the scale of scores. With ``mscale_all_dim``, YaRN multiplies it by the square of an mscale."""
-        scale, mscale = self.qk_head_dim**-0.5, float(rope.params.get("mscale_all_dim", 0.0))
-        factor = float(rope.params.get("factor", 1.0))
+        mscale, factor = float(rope.params.get("mscale_all_dim", 0.0)), float(rope.params.get("factor", 1.0))
         if rope.rope_type == "default" or not mscale or factor <= 1:
-            return scale
-        return scale * (0.1 * mscale * math.log(factor) + 1.0) ** 2
+            return 1 / math.sqrt(self.qk_head_dim)
+        return (0.1 * mscale * math.log(factor) + 1.0) ** 2 / math.sqrt(self.qk_head_dim)
 
 
-def read_latent(fields: ConfigFields, num_heads: int) -> LatentConfig:
-    """Raises CheckpointError for fields that contradict each other, and for biases."""
+def read_latent(fields: ConfigFields) -> LatentConfig:
+    """Raises CheckpointError for an odd rotated part, and for biases."""
     latent = LatentConfig(
         kv_lora_rank=fields.integer("kv_lora_rank"),
         q_lora_rank=fields.optional_integer("q_lora_rank") or 0,
@@ -62,17 +60,9 @@ def read_latent(fields: ConfigFields, num_heads: int) -> LatentConfig:
     )
     if latent.qk_rope_head_dim % 2:
         raise fields.error(f"has qk_rope_head_dim {latent.qk_rope_head_dim}; rotary embeddings need an even one")
-    fixed = {
-        "head_dim": latent.qk_rope_head_dim,
-        "qk_head_dim": latent.qk_head_dim,
-        "num_key_value_heads": num_heads,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-    for name, value in fixed.items():
-        found = fields.given(name)
-        if found not in (None, value):
-            raise fields.error(
-                f"has {name} = {shown(found)}; with latent attention of these sizes it must be {shown(value)}. {REMEDY}"
-            )
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.flag(name):
+            raise fields.error(f"has {name} = true; layers with latent attention have no biases here. {REMEDY}")
+    for name in ("head_dim", "qk_head_dim", "num_key_value_heads"):
+        fields.given(name)  # the sizes above say it
     return latent

@@ -158,7 +158,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    latent = read_latent(fields, num_heads) if family.has_latents else None
+    latent = read_latent(fields) if family.has_latents else None
     if latent is None:
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         head_dim = fields.integer("head_dim", hidden_size // num_heads)

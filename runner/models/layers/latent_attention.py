@@ -82,7 +82,7 @@ class LatentAttention:
         q, rows = self._inputs.apply(x).split(self._sizes, dim=1)
         if self._queries is not None:
             q = self._queries.apply(self._ops.rms_norm(q.contiguous(), self._q_norm))
-        queries = q.unflatten(1, (self._num_heads, self._latent.qk_head_dim))
+        queries = q.view(len(q), self._num_heads, self._latent.qk_head_dim)
         with_position = queries[:, :, self._latent.qk_nope_head_dim :]
         backend.store_latents(self._layer, rows, with_position, rotary, self._norm)
         return queries
