@@ -27,7 +27,7 @@ COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKE
 
 _FLASHINFER_DTYPES = ("bfloat16", "float16")
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
-_FLASHINFER_ROWS = (512, 64)  # of latents: kv_lora_rank and qk_rope_head_dim
+_FLASHINFER_EXPANDED = ((192, 128), (256, 256), (128, 128), (64, 64))  # keys and values expanded from latents
 _TRITON_MIN_HEAD_DIM = 16
 
 
@@ -83,10 +83,7 @@ def problems(
     if backend == "triton":
         found += [
             platform.triton_problem,
-            *(
-                None if fits_triton(size) else f"{name} {size} is no power of two of at least 16"
-                for name, size in _sizes(head_dim, latent).items()
-            ),
+            *_triton_sizes(head_dim, latent),
         ]
     elif backend == "flashinfer":
         found += [
@@ -95,19 +92,26 @@ def problems(
             platform.triton_problem and f"it needs Triton between its kernels: {platform.triton_problem}",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
         ]
-        sizes = tuple(_sizes(head_dim, latent).values())
         if latent is None and head_dim not in _FLASHINFER_HEAD_DIMS:
             found.append(f"head_dim {head_dim} is not one of 64, 128, 256")
-        elif latent is not None and sizes != _FLASHINFER_ROWS:
-            found.append(f"kv_lora_rank and qk_rope_head_dim are {sizes}; its kernel is for {_FLASHINFER_ROWS}")
+        elif latent is not None:
+            found += [*_triton_sizes(head_dim, latent), _expanded_problem(latent)]
     return [problem for problem in found if problem]
 
 
-def _sizes(head_dim: int, latent: LatentConfig | None) -> dict[str, int]:
-    """Return the sizes in elements that a kernel for these layers is made for."""
-    if latent is None:
-        return {"head_dim": head_dim}
-    return {"kv_lora_rank": latent.kv_lora_rank, "qk_rope_head_dim": latent.qk_rope_head_dim}
+def _triton_sizes(head_dim: int, latent: LatentConfig | None) -> list[str]:
+    """Return why Triton's tiles do not fit the rows of a layer's cache; empty if they do."""
+    sizes = {"head_dim": head_dim}
+    if latent is not None:
+        sizes = {"kv_lora_rank": latent.kv_lora_rank, "qk_rope_head_dim": latent.qk_rope_head_dim}
+    return [f"{name} {size} is no power of two of at least 16" for name, size in sizes.items() if not fits_triton(size)]
+
+
+def _expanded_problem(latent: LatentConfig) -> str | None:
+    sizes = latent.qk_head_dim, latent.v_head_dim
+    if sizes in _FLASHINFER_EXPANDED:
+        return None
+    return f"heads of keys and values have {sizes} elements, not one of {', '.join(map(str, _FLASHINFER_EXPANDED))}"
 
 
 def check_backend(

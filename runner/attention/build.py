@@ -69,7 +69,7 @@ def _build_attention(
     name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
     if config.latent is not None:
-        return _latent_backend(name, config, cache, placement, max_num_seqs)
+        return _build_latent_attention(name, config, cache, placement, max_num_seqs, max_num_keys)
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
 
@@ -84,14 +84,18 @@ def _build_attention(
     return PagedFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)
 
 
-def _latent_backend(
-    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int
+def _build_latent_attention(
+    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
     if name == "torch":
         from runner.attention.latent_torch import LatentTorchAttention
 
         return LatentTorchAttention(config, cache, placement)
-    assert name == "triton", name
-    from runner.attention.latent_triton import LatentTritonAttention
+    if name == "triton":
+        from runner.attention.latent_triton import LatentTritonAttention
 
-    return LatentTritonAttention(config, cache, placement, max_num_seqs)
+        return LatentTritonAttention(config, cache, placement, max_num_seqs)
+    assert name == "flashinfer", name
+    from runner.attention.latent_flashinfer import LatentFlashInferAttention
+
+    return LatentFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)

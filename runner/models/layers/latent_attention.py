@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pdserve.model.latent import LatentConfig
 from runner.attention import AttentionBackend, LatentBackend
 from runner.batch import Activations, LatentNorm, RotaryCosSin
 from runner.models.layers.context import ModelContext
@@ -59,22 +60,14 @@ class LatentAttention:
         # Plain in any weight format: its two parts are factors of batched products, by head.
         outputs = latent.qk_nope_head_dim + latent.v_head_dim
         self._keys_and_values = weights(self._num_heads * outputs, latent.kv_lora_rank)
-        by_head = self._keys_and_values.view(self._num_heads, outputs, latent.kv_lora_rank)
-        self._to_latents = by_head[:, : latent.qk_nope_head_dim]  # [heads, qk_nope_head_dim, kv_lora_rank]
-        self._to_values = by_head[:, latent.qk_nope_head_dim :].transpose(1, 2)  # [heads, kv_lora_rank, v_head_dim]
         values = ShardRange.even(config.num_heads * latent.v_head_dim, position)
         self._out = RowParallelLinear(context, "o_proj", values, config.hidden_size, bias=False)
 
     def __call__(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Return the attention output before ``project``, [tokens, num_heads * v_head_dim]; store the tokens' rows."""
         assert isinstance(backend, LatentBackend)
-        queries, first = self.store(x, rotary, backend), backend.first_expanded
-        values = queries.new_empty(len(queries), self._num_heads, self._latent.v_head_dim)
-        if first != 0:
-            self._attend_latents(queries[:first], backend, values[:first])
-        if first is not None:
-            backend.attend_expanded(self._layer, queries[first:], self._keys_and_values, values[first:])
-        return values.flatten(1)
+        queries = self.store(x, rotary, backend)
+        return attend(self._latent, backend, self._layer, queries, self._keys_and_values).flatten(1)
 
     def store(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Store the tokens' rows, and return the queries [tokens, num_heads, qk_head_dim]."""
@@ -82,19 +75,10 @@ class LatentAttention:
         q, rows = self._inputs.apply(x).split(self._sizes, dim=1)
         if self._queries is not None:
             q = self._queries.apply(self._ops.rms_norm(q.contiguous(), self._q_norm))
-        queries = q.view(len(q), self._num_heads, self._latent.qk_head_dim)
+        queries: Tensor = q.view(len(q), self._num_heads, self._latent.qk_head_dim)
         with_position = queries[:, :, self._latent.qk_nope_head_dim :]
         backend.store_latents(self._layer, rows, with_position, rotary, self._norm)
         return queries
-
-    def _attend_latents(self, queries: Tensor, backend: LatentBackend, values: Tensor) -> None:
-        """Attend in the space of latents, and write the mean values of the first tokens to ``values``."""
-        latent = self._latent
-        without_position, with_position = queries.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=2)
-        in_latents = queries.new_empty(len(queries), self._num_heads, latent.kv_lora_rank)
-        torch.bmm(without_position.transpose(0, 1), self._to_latents, out=in_latents.transpose(0, 1))
-        attended = backend.attend_latents(self._layer, in_latents, with_position)
-        torch.bmm(attended.transpose(0, 1), self._to_values, out=values.transpose(0, 1))
 
     def project(self, attended: Tensor) -> Tensor:
         """Return this shard's part of [tokens, hidden_size]."""
@@ -131,3 +115,25 @@ class LatentAttention:
             return None
         rotated = torch.arange(self._latent.qk_rope_head_dim).view(-1, 2).t().flatten()
         return torch.cat((torch.arange(before), before + rotated))
+
+
+def attend(latent: LatentConfig, backend: LatentBackend, layer: int, queries: Tensor, weight: Tensor) -> Tensor:
+    """Return the attention output [tokens, num_heads, v_head_dim] of rotated queries [tokens, num_heads, qk_head_dim].
+
+    ``weight`` [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank] is that of ``kv_b_proj``.
+    """
+    tokens, heads = queries.shape[:2]
+    values, first = queries.new_empty(tokens, heads, latent.v_head_dim), backend.first_expanded
+    if first is not None:
+        backend.attend_expanded(layer, queries[first:], weight, values[first:])
+    if first == 0:
+        return values
+    sizes = [latent.qk_nope_head_dim, latent.v_head_dim]
+    to_keys, to_values = weight.view(heads, sum(sizes), latent.kv_lora_rank).split(sizes, dim=1)
+    sizes = [latent.qk_nope_head_dim, latent.qk_rope_head_dim]
+    without_position, with_position = queries[:first].split(sizes, dim=2)
+    in_latents = queries.new_empty(len(with_position), heads, latent.kv_lora_rank)
+    torch.bmm(without_position.transpose(0, 1), to_keys, out=in_latents.transpose(0, 1))
+    attended = backend.attend_latents(layer, in_latents, with_position)
+    torch.bmm(attended.transpose(0, 1), to_values.transpose(1, 2), out=values[:first].transpose(0, 1))
+    return values
