@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, RECURRENT, make_checkpoint, node_config, reference_greedy, reference_model
+from checkpoints import FAMILIES, LATENT, RECURRENT, make_checkpoint, node_config, reference_greedy, reference_model
 from stepper import Running, Stepper
 from torch import Tensor
 
@@ -31,6 +31,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+#: Head sizes for which FlashInfer has kernels.
+PUBLISHED_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 # name → (family, fields of its config, (block_size, kernel_block_size), prompt lengths)
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] = {
@@ -359,7 +361,8 @@ def test_cuda_in_bfloat16_errs_no_more_than_transformers(
 ) -> None:
     """Cover a graph of one row, padded graphs, and steps too large for a graph."""
     needs_a_gpu(backend)
-    overrides: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 128}
+    overrides: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 768}
+    overrides |= PUBLISHED_LATENT if family in LATENT else {"head_dim": 128}
     if family == "mistral":
         overrides["sliding_window"] = 100
     if family in RECURRENT:  # heads that FlashInfer's kernel has
