@@ -55,7 +55,8 @@ def nodes(draw: st.DrawFn, model: Model, num_layers: int) -> Node:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    spec = draw(st.sampled_from([FullAttentionSpec, LatentSpec]))
+    specs: list[type[FullAttentionSpec | LatentSpec]] = [FullAttentionSpec, LatentSpec]
+    spec = draw(st.sampled_from(specs))
     num_layers = draw(st.integers(1, 6))
     windows = draw(st.lists(st.sampled_from([None, None, 8, 20]), min_size=num_layers, max_size=num_layers))
     groups = cut_into_groups(windows)

@@ -312,8 +312,9 @@ def test_rows_in_another_order_keep_their_scales(version: str, family: str, tmp_
     assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
 
 
-LATENT_SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
-LATENT_SIZES |= {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 48, "v_head_dim": 32}
+_WIDTHS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+LATENT_SIZES = {**_WIDTHS, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 48, "v_head_dim": 32}
+LATENT_SIZES["num_hidden_layers"] = 2
 
 
 @pytest.mark.parametrize(("version", "q_lora_rank"), [("V1", 128), ("V2", 128), ("V2", None)])

@@ -103,8 +103,8 @@ def test_plain_torch_equals_attention_to_expanded_keys() -> None:
     q = torch.cat((q[:, :, : sizes.qk_nope_head_dim], rotated(q[:, :, sizes.qk_nope_head_dim :], inputs)), dim=2)
     both = (latents @ weight.t()).view(40, shape.heads, -1)
     keys = torch.cat((both[:, :, : sizes.qk_nope_head_dim], k_rope.expand(-1, shape.heads, -1)), dim=2)
-    heads = (each.transpose(0, 1) for each in (q, keys, both[:, :, sizes.qk_nope_head_dim :]))
-    expected = F.scaled_dot_product_attention(*heads, is_causal=True, scale=shape.specs()[0].scale)
+    q, keys, values = (each.transpose(0, 1) for each in (q, keys, both[:, :, sizes.qk_nope_head_dim :]))
+    expected = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=shape.specs()[0].scale)
     torch.testing.assert_close(found, expected.transpose(0, 1).flatten(1), atol=1e-5, rtol=1e-5)
     pages, offsets = inputs.batch.slots // shape.page, inputs.batch.slots % shape.page
     torch.testing.assert_close(cache[pages, 0, 0, 0, offsets], torch.cat((latents, k_rope[:, 0]), dim=1))
