@@ -1,6 +1,7 @@
 """Models with latent attention behind router, decode node and prefill node: tokens are those of transformers.
 
 python -m pytest -m slow tests/e2e/test_latent_models.py     other pairs of sizes, and runner V2 in Triton's interpreter
+python -m pytest -m gpu tests/e2e/test_latent_models.py      all nodes on one GPU; needs NIXL
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import reference_greedy, reference_model
 from exact_fleet import (
     BLOCK,
@@ -107,6 +109,20 @@ def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
         decode = served.fleet.decode[0]
         assert decode.describe().runner == "V2"
         assert (decode.counter("handoffs"), decode.counter("handoff_failures")) == (6, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_exact_on_a_gpu(name: str, runner: str, tmp_path: Path) -> None:
+    """In float32, by Triton kernels; V2 captures graphs of decode steps."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    flags = ("--block-size", "16", "--attention-backend", "triton")
+    with Served(MODELS[name], tmp_path / "m", flags=flags, runner=runner, device="cuda") as served:
+        check_model(served)
+        assert {node.describe().runner for node in served.fleet.nodes} == {runner}
 
 
 @pytest.mark.timeout(600)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,3 +222,40 @@ def test_captured_graphs_with_chunks_are_exact_for_other_lengths(name: str) -> N
         side.backend.plan(inputs.batch, graph=True)
         graph.replay()
         assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_steps_may_be_planned_before_earlier_ones_have_run(name: str) -> None:
+    """Also those whose keys are expanded into the memory of the step before."""
+    needs_a_gpu(name)
+    shape = PUBLISHED["v2-lite"]
+    side = Side(name, shape, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+    names = ("large chunks", "a long prompt", "many decodes", "decodes between chunks", "large chunks")
+    steps = [
+        make_inputs(shape, LARGE_STEPS[each], "cuda", torch.bfloat16, seed=seed) for seed, each in enumerate(names)
+    ]
+    for inputs in steps:
+        side.backend.plan(inputs.batch)
+        side.run(inputs)  # compiles what has to be
+    found = []
+    torch.cuda._sleep(1_000_000_000)  # half a second, in which the host gets ahead
+    for inputs in steps:
+        side.reset()
+        side.backend.plan(inputs.batch)
+        found.append((side.run(inputs), side.cache.tensor.clone()))
+    for inputs, (outputs, cache) in zip(steps, found, strict=True):
+        assert_matches_reference(inputs, outputs, cache, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", ["many decodes", "large chunks"])
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_offsets_beyond_int32_are_exact(name: str, step: str) -> None:
+    needs_a_gpu(name)
+    shape = replace(PUBLISHED["v2-lite"], num_pages=35_000)  # of 2 * 64 * 576 elements
+    inputs = make_inputs(shape, LARGE_STEPS[step], "cuda", torch.bfloat16)
+    assert int(inputs.batch.slots.max()) // 64 * 73_728 > 1 << 31
+    side = Side(name, shape, inputs.device, torch.bfloat16, torch.bfloat16)
+    side.backend.plan(inputs.batch)
+    assert_matches_reference(inputs, side.run(inputs), side.cache.tensor, TOLERANCE[torch.bfloat16])
