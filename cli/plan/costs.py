@@ -73,7 +73,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cache = "" if self.kv_cache_dtype == "auto" else f", KV cache in {self.kv_cache_dtype}"
         state = f", {self.state_bytes} bytes of state per sequence" if self.state_bytes else ""
         layers = f"{self.num_layers} layers of {self.hidden_size}"
-        return f"{layers}, {self.num_kv_heads} KV heads of {self.head_dim}{cache}{state}"
+        rows = f"latents of {self.head_dim}" if self.has_latents else f"{self.num_kv_heads} KV heads of {self.head_dim}"
+        return f"{layers}, {rows}{cache}{state}"
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

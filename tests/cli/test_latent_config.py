@@ -58,7 +58,9 @@ def test_published_models_have_their_sizes(
 ) -> None:
     """Of a token's latents in 16 bits, and of all weights without layers that predict further tokens."""
     model = load(tmp_path, config)
-    assert Shape.of(model).kv_bytes == kv_bytes
+    shape = Shape.of(model)
+    assert shape.kv_bytes == kv_bytes
+    assert str(shape).endswith(f"{model.num_layers} layers of {model.hidden_size}, latents of 576")
     least, most = billions
     assert least < num_parameters(model, choose_parallel_config(model, 1, 1).position(0)) / 1e9 < most
 
