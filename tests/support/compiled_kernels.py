@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from sass import count_register_products, find_overwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdserve.model.attention_spec import AttentionSpec
-from runner.kernels import activation, gated_delta, norm, tiles
+from runner.kernels import activation, gated_delta, gated_delta_chunks, norm, tiles
 from runner.kernels.attention import prefill_attention
 from runner.kernels.experts import grouped_mxfp4, mxfp4_words
 from runner.placement import TensorPlacement
@@ -29,13 +30,14 @@ from runner.placement import TensorPlacement
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("x", "bias", "y", "q", "k", "v", "cache", "out", "sinks"), "*bf16"),
-    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate"), "*bf16"),
+    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "kept"), "*bf16"),
     **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
-    **dict.fromkeys(("a_log", "dt_bias", "states", "alphas", "betas"), "*fp32"),
+    **dict.fromkeys(("chunks", "long_rows"), "*i32"),
+    **dict.fromkeys(("a_log", "dt_bias", "states", "totals"), "*fp32"),
     "words": "*i16",
 }
 FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
-LAUNCH = ("num_warps", "num_stages")
+LAUNCH = ("num_warps", "num_stages", "maxnreg")
 
 
 def sass_of(kernel: Any, options: dict[str, Any]) -> str:
@@ -74,12 +76,15 @@ def delta(name: str) -> str:
     """Return the code of a kernel of gated delta nets, or of one beside them, for Qwen3-Next's heads."""
     heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
     convolve = {**heads, "WIDTH": 4, "BLOCK_DIM": 128}
+    chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
     kernel, options = {
         "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SEARCH": 0, "SINGLES": True}),
         "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SEARCH": 5, "SINGLES": False}),
         "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
         "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
-        "gates": (gated_delta._gates_kernel, {"VALUE_HEADS": 32, "BLOCK": 256}),
+        "invert": (gated_delta_chunks._invert_kernel, chunks),
+        "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
+        "output": (gated_delta_chunks._output_kernel, {**chunks, "TILE_VALUES": 128}),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
         "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "ONE_GATE": False, "BLOCK": 1024}),
     }[name]
