@@ -47,7 +47,7 @@ PROMPT_TILES = [
         USUAL._replace(output_values=values, output_warps=warps)
         for values, warps in [(64, 4), (128, 8), (64, 8), (32, 4)]
     ),
-    *(USUAL._replace(invert_warps=warps, invert_registers=most) for warps, most in [(8, None), (4, 168), (4, 128)]),
+    *(USUAL._replace(invert_warps=warps, invert_registers=most) for warps, most in [(8, None), (4, 168)]),
 ]
 
 
@@ -126,10 +126,10 @@ def prompts(spec: GatedDeltaSpec, lengths: list[int], every_tile: bool) -> None:
         print(f"| {name} | {shown} | {convolution:.1f} | {time:.1f} ({times}) | |", flush=True)
 
 
-def decodes(spec: GatedDeltaSpec, rows: int, tokens: int = 1) -> None:
+def decodes(spec: GatedDeltaSpec, rows: int, tokens: int = 1, *, every_tile: bool) -> None:
     inputs = Inputs(spec, [tokens] * rows)
     convolution, usual = microseconds(lambda layer: inputs.convolve()), gated_delta.RULE_TILES
-    for tiles in RULE_TILES if tokens == 1 else RULE_TILES[:1]:
+    for tiles in RULE_TILES if every_tile else RULE_TILES[:1]:
         gated_delta.RULE_TILES = tiles
         time = microseconds(inputs.rule)
         rate = 2 * inputs.states[0].nbytes / time / 1e6
@@ -154,13 +154,13 @@ def main() -> None:
         key_heads, value_heads = map(int, heads.split("x"))
         spec = GatedDeltaSpec(key_heads, value_heads, DIM, DIM, conv_width=4, dtype="bfloat16")
         for tokens in args.prompts:
-            prompts(spec, [tokens], every_tile=tokens == max(args.prompts) or (number == 0 and tokens == 2048))
+            prompts(spec, [tokens], every_tile=number == 0 and tokens in (2048, 8192))
         prompts(spec, [1024] * 8, every_tile=False)
         for rows in args.batches:
-            decodes(spec, rows)
+            decodes(spec, rows, every_tile=number == 0)
         for rows in (1, 32) if number == 0 else ():
             for tokens in args.short:  # where chunks begin to pay
-                decodes(spec, rows, tokens)
+                decodes(spec, rows, tokens, every_tile=False)
                 prompts(spec, [tokens] * rows, every_tile=False)
 
 

@@ -7,8 +7,9 @@ W = T (β γ K) and U = T (β V), what remains to be done chunk after chunk are 
     2. ``_advance_kernel``  chunk after chunk: keeps the state S before the chunk, U ← U - W Sᵀ, S ← γ_last S + …
     3. ``_output_kernel``   all chunks at once: (γ Q Sᵀ + lower part of (Q Kᵀ ∘ D) U) / √key_dim
 
-Products are in the dtype of the inputs with float32 sums, the inverse in TF32 (float32 for float32 inputs), and the
-state in float32. Decays are only used as quotients of a later and an earlier one, at most 1, however strong they are.
+Products are in the dtype of the inputs with float32 sums, the inverse is in TF32, and the state in float32. Products of
+float32 inputs are sums of three in TF32, nearly as exact as in float32. Decays are only used as quotients of a later
+and an earlier one, at most 1, however strong they are.
 """
 
 from __future__ import annotations
@@ -278,7 +279,6 @@ def chunk_delta_rule(
     """
     (_, key_heads, key_dim), (_, value_heads, value_dim) = q.shape, v.shape
     assert ba.is_contiguous()
-    exact = v.dtype == torch.float32
     tiles = tiles or _tiles(v)
     block_key, block_value = (max(triton.next_power_of_2(dim), 16) for dim in (key_dim, value_dim))
     num_chunks = len(planned.chunks)
@@ -296,7 +296,7 @@ def chunk_delta_rule(
         "CHUNK": _CHUNK,
         # numpy, in which the interpreter multiplies, has no bfloat16.
         "DOT": tl.float32 if triton.knobs.runtime.interpret else _DOT[v.dtype],
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": "tf32x3" if v.dtype == torch.float32 else "tf32",
     }
     _invert_kernel[(value_heads, num_chunks)](
         k,
@@ -346,6 +346,6 @@ def chunk_delta_rule(
 
 
 def _tiles(v: Tensor) -> DeltaTiles:
-    if v.dtype == torch.float32:  # multiplied without tensor cores: small tiles, no pipeline
+    if v.dtype == torch.float32:
         return DeltaTiles(advance_values=16, advance_stages=1, output_values=32)
     return DeltaTiles(advance_stages=3 if shared_memory_of(v.device) >= _LARGE_SHARED_MEMORY else 1)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from sass import count_register_products, find_overwritten
+from sass import count_register_products, count_spills, find_overwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -37,7 +37,7 @@ POINTERS = {
     "words": "*i16",
 }
 FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
-LAUNCH = ("num_warps", "num_stages", "maxnreg")
+LAUNCH = ("num_warps", "num_stages")
 
 
 def sass_of(kernel: Any, options: dict[str, Any]) -> str:
@@ -102,7 +102,8 @@ def main() -> None:
         kind, _, variant = name.partition(":")
         sass = code_of(kind, variant)
         found = [f"{hit.write.text} after {hit.product.text}" for hit in find_overwritten(sass)]
-        print(json.dumps({"kernel": name, "products": count_register_products(sass), "overwritten": found}), flush=True)
+        results = {"kernel": name, "products": count_register_products(sass), "overwritten": found}
+        print(json.dumps({**results, "spilled": count_spills(sass)}), flush=True)
 
 
 if __name__ == "__main__":
