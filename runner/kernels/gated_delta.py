@@ -48,7 +48,7 @@ def _store_history(
         tl.store(history + channels * BEFORE + index, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "search"])
 def _convolve_kernel(
     mixed,  # [num_tokens, channels], rows mixed_stride apart
     mixed_stride,
@@ -59,6 +59,7 @@ def _convolve_kernel(
     query_starts,  # [num_rows + 1] int32
     num_rows,
     num_tokens,
+    search,  # steps of a search among the rows
     q,  # out [num_tokens, KEY_HEADS, KEY_DIM]
     k,  # out, the same
     v,  # out [num_tokens, VALUE_HEADS, VALUE_DIM]
@@ -70,7 +71,6 @@ def _convolve_kernel(
     WIDTH: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TOKENS: tl.constexpr,  # 1 if SINGLES
-    SEARCH: tl.constexpr,  # steps of a search among the rows
     SINGLES: tl.constexpr,  # every row has one token, or none; its program stores the history, too
 ):
     """Grid (blocks of tokens, heads of queries, then of keys, then of values)."""
@@ -89,7 +89,7 @@ def _convolve_kernel(
     else:
         rows = tl.zeros([TOKENS], dtype=tl.int32)  # the last row that does not begin behind the token
         end = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
-        for _ in range(SEARCH):
+        for _ in range(search):
             middle = (rows + end) // 2
             before = tl.load(query_starts + middle) <= tokens
             rows = tl.where(before, middle, rows)
@@ -246,6 +246,7 @@ def convolve(
         query_starts,
         rows,
         tokens,
+        rows.bit_length(),
         q,
         k,
         v,
@@ -257,7 +258,6 @@ def convolve(
         WIDTH=width,
         BLOCK_DIM=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
         TOKENS=block,
-        SEARCH=0 if singles else rows.bit_length(),
         SINGLES=singles,
         num_warps=1 if singles else 4,
     )

@@ -78,8 +78,8 @@ def delta(name: str) -> str:
     convolve = {**heads, "WIDTH": 4, "BLOCK_DIM": 128}
     chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
     kernel, options = {
-        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SEARCH": 0, "SINGLES": True}),
-        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SEARCH": 5, "SINGLES": False}),
+        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SINGLES": True}),
+        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SINGLES": False}),
         "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
         "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
         "invert": (gated_delta_chunks._invert_kernel, chunks),
