@@ -5,8 +5,7 @@
 Heads are keys x values, of 128 values each in bfloat16: those of Qwen3-Next and of Qwen3.5-27B. µs per layer from a
 CUDA graph of four layers with states of their own, so that none finds its states in the L2 cache. ``TB/s`` of decode
 steps divides the bytes of states read and written by the time of the delta rule. A prompt's tiles are the values,
-warps and stages of the part that goes chunk after chunk, then the values and warps of the outputs, then the warps and
-registers of the inverses.
+warps and stages of the part that goes chunk after chunk, then the warps and registers of the inverses.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ PROMPT_TILES = [
             (64, 8, 3),
             (64, 4, 2),
         ]
-    ),
-    *(
-        USUAL._replace(output_values=values, output_warps=warps)
-        for values, warps in [(64, 4), (128, 8), (64, 8), (32, 4)]
     ),
     *(USUAL._replace(invert_warps=warps, invert_registers=most) for warps, most in [(8, None), (4, 168)]),
 ]
@@ -121,7 +116,7 @@ def prompts(spec: GatedDeltaSpec, lengths: list[int], every_tile: bool) -> None:
     for tiles in PROMPT_TILES if every_tile else PROMPT_TILES[:1]:
         time = microseconds(lambda layer: inputs.chunk_rule(layer, tiles))  # noqa: B023
         parts = kernels_of(lambda: inputs.chunk_rule(0, tiles))  # noqa: B023
-        times = " + ".join(f"{parts.get(f'_{part}_kernel', 0):.0f}" for part in ("invert", "advance", "output"))
+        times = " + ".join(f"{parts.get(f'_{part}_kernel', 0):.0f}" for part in ("invert", "advance"))
         shown = "-".join(str(each or "all") for each in tiles)
         print(f"| {name} | {shown} | {convolution:.1f} | {time:.1f} ({times}) | |", flush=True)
 

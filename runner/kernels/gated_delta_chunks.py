@@ -1,11 +1,10 @@
 """The gated delta rule over chunks of prompts as Triton kernels. ``gated_delta_reference.py`` has the formulas.
 
 The system of a chunk does not depend on the state, so its inverse T is computed for all chunks at once. With
-W = T (β γ K) and U = T (β V), what remains to be done chunk after chunk are two small products:
+W = T (β γ K) and U = T (β V), what remains to be done chunk after chunk are four small products:
 
-    1. ``_invert_kernel``   all chunks at once: log γ, W and U
-    2. ``_advance_kernel``  chunk after chunk: keeps the state S before the chunk, U ← U - W Sᵀ, S ← γ_last S + …
-    3. ``_output_kernel``   all chunks at once: (γ Q Sᵀ + lower part of (Q Kᵀ ∘ D) U) / √key_dim
+    1. ``_invert_kernel``   all chunks at once: log γ, W, U and the lower part of Q Kᵀ ∘ D
+    2. ``_advance_kernel``  chunk after chunk: U ← U - W Sᵀ, the output, S ← γ_last S + …
 
 Products are in the dtype of the inputs with float32 sums, the inverse is in TF32, and the state in float32. Products of
 float32 inputs are sums of three in TF32, nearly as exact as in float32. Decays are only used as quotients of a later
@@ -29,18 +28,15 @@ from runner.kernels.device_limits import shared_memory_of
 from runner.kernels.gated_delta import log_gates
 
 _CHUNK = 64  # tokens
-_LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class DeltaTiles(NamedTuple):
-    """Tiles of the kernels that go over values, and launch options of all three."""
+    """The tile of the kernel that goes over chunks, and launch options of both."""
 
     advance_values: int = 32  # of a value, in a program
     advance_warps: int = 4
     advance_stages: int = 3
-    output_values: int = 128
-    output_warps: int = 4
     invert_warps: int = 4
     invert_registers: int | None = None  # most of a thread
 
@@ -103,7 +99,8 @@ def _inverse(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _invert_kernel(
-    k,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
+    q,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
+    k,  # the same
     v,  # [tokens, VALUE_HEADS, VALUE_DIM]
     ba,  # [tokens, 2 * VALUE_HEADS]
     a_log,  # [VALUE_HEADS] float32
@@ -112,6 +109,7 @@ def _invert_kernel(
     totals,  # out [chunks, VALUE_HEADS, CHUNK] float32: log γ
     w,  # out [chunks, VALUE_HEADS, CHUNK, BLOCK_KEY]
     u,  # out [chunks, VALUE_HEADS, CHUNK, BLOCK_VALUE]
+    scores,  # out [chunks, VALUE_HEADS, CHUNK, CHUNK]
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -132,15 +130,20 @@ def _invert_kernel(
     tokens = begin + tl.where(known, within, 0)
     keys, values = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
     at_key = (tokens * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS))[:, None] * KEY_DIM + keys[None, :]
-    key = tl.load(k + at_key, mask=known[:, None] & (keys < KEY_DIM)[None, :], other=0.0).to(DOT)
+    in_key = known[:, None] & (keys < KEY_DIM)[None, :]
+    key = tl.load(k + at_key, mask=in_key, other=0.0).to(DOT)
     beta, log_decay = log_gates(ba, tokens, head, tl.load(a_log + head), tl.load(dt_bias + head), VALUE_HEADS)
     beta = tl.where(known, beta, 0.0)
     total = tl.cumsum(tl.where(known, log_decay, 0.0), axis=0)
     tile = chunk * VALUE_HEADS + head
     tl.store(totals + tile * CHUNK + within, total)
 
-    below = within[:, None] > within[None, :]
-    decays = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
+    seen, below = within[:, None] >= within[None, :], within[:, None] > within[None, :]
+    decays = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+    query = tl.load(q + at_key, mask=in_key, other=0.0).to(DOT)
+    products = tl.where(seen, tl.dot(query, tl.trans(key), input_precision=PRECISION) * decays, 0.0)
+    at_scores = tile * CHUNK * CHUNK + within[:, None] * CHUNK + within[None, :]
+    tl.store(scores + at_scores, products.to(scores.dtype.element_ty))
     products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
     inverse = _inverse(tl.where(below, beta[:, None] * products * decays, 0.0), CHUNK, PRECISION)
     right = (inverse * (beta * tl.exp(total))[None, :]).to(DOT)
@@ -155,16 +158,19 @@ def _invert_kernel(
 
 @triton.jit
 def _advance_kernel(
+    q,
     k,
     totals,  # [chunks, VALUE_HEADS, CHUNK] float32
     w,  # [chunks, VALUE_HEADS, CHUNK, BLOCK_KEY]
-    u,  # [chunks, VALUE_HEADS, CHUNK, BLOCK_VALUE], replaced by the corrections
-    kept,  # out [chunks, VALUE_HEADS, BLOCK_KEY, BLOCK_VALUE]: the state before each chunk
+    u,  # [chunks, VALUE_HEADS, CHUNK, BLOCK_VALUE]
+    scores,  # [chunks, VALUE_HEADS, CHUNK, CHUNK]
     states,  # [slots, VALUE_HEADS, VALUE_DIM, KEY_DIM] float32, slots state_stride apart
     state_stride,
     slots,  # [rows] int32
     query_starts,  # [rows + 1] int32
     long_rows,  # [long rows, 2] int32
+    out,  # out [tokens, VALUE_HEADS, VALUE_DIM]
+    scale,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -194,70 +200,29 @@ def _advance_kernel(
         tile = first.to(tl.int64) * VALUE_HEADS + head
         for number in tl.range(0, tl.cdiv(end - begin, CHUNK), num_stages=STAGES):
             start = begin + number * CHUNK
-            before = state.to(DOT)
-            at_kept = tile * BLOCK_KEY * BLOCK_VALUE + keys[:, None] * BLOCK_VALUE + values[None, :]
-            tl.store(kept + at_kept, before.to(kept.dtype.element_ty))
+            tokens = start.to(tl.int64) + within
             known = within < end - start
-            at_key = ((start.to(tl.int64) + within) * KEY_HEADS + key_head)[:, None] * KEY_DIM + keys[None, :]
-            key = tl.load(k + at_key, mask=known[:, None] & (keys < KEY_DIM)[None, :], other=0.0).to(DOT)
+            at_key = (tokens * KEY_HEADS + key_head)[:, None] * KEY_DIM + keys[None, :]
+            in_key = known[:, None] & (keys < KEY_DIM)[None, :]
+            query = tl.load(q + at_key, mask=in_key, other=0.0).to(DOT)
+            key = tl.load(k + at_key, mask=in_key, other=0.0).to(DOT)
             weights = tl.load(w + tile * CHUNK * BLOCK_KEY + within[:, None] * BLOCK_KEY + keys[None, :]).to(DOT)
-            at_u = u + tile * CHUNK * BLOCK_VALUE + within[:, None] * BLOCK_VALUE + values[None, :]
+            right = tl.load(u + tile * CHUNK * BLOCK_VALUE + within[:, None] * BLOCK_VALUE + values[None, :])
+            shares = tl.load(scores + tile * CHUNK * CHUNK + within[:, None] * CHUNK + within[None, :]).to(DOT)
             total = tl.load(totals + tile * CHUNK + within)
             last = tl.load(totals + tile * CHUNK + CHUNK - 1)
-            corrections = tl.load(at_u).to(tl.float32) - tl.dot(weights, before, input_precision=PRECISION)
-            tl.store(at_u, corrections.to(u.dtype.element_ty))
+            before = state.to(DOT)
+            corrections = right.to(tl.float32) - tl.dot(weights, before, input_precision=PRECISION)
             decayed = (corrections * tl.exp(last - total)[:, None]).to(DOT)
             state = state * tl.exp(last)
             state += tl.dot(tl.trans(key), decayed, input_precision=PRECISION)
+            result = tl.dot(query, before, input_precision=PRECISION) * tl.exp(total)[:, None]
+            result += tl.dot(shares, corrections.to(DOT), input_precision=PRECISION)
+            at_out = (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+            in_out = known[:, None] & (values < VALUE_DIM)[None, :]
+            tl.store(out + at_out, (result * scale).to(out.dtype.element_ty), mask=in_out)
             tile += VALUE_HEADS
         tl.store(at_state, state, mask=in_state)
-
-
-@triton.jit
-def _output_kernel(
-    q,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
-    k,
-    totals,
-    u,  # the corrections
-    kept,
-    chunks,  # [chunks, 2] int32
-    out,  # out [tokens, VALUE_HEADS, VALUE_DIM]
-    scale,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    TILE_VALUES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Grid (blocks of a value, value heads, chunks)."""
-    head = tl.program_id(1)
-    chunk = tl.program_id(2).to(tl.int64)
-    begin = tl.load(chunks + 2 * chunk).to(tl.int64)
-    count = tl.load(chunks + 2 * chunk + 1)
-    within, keys = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY)
-    values = tl.program_id(0) * TILE_VALUES + tl.arange(0, TILE_VALUES)
-    known = within < count
-    at_key = ((begin + within) * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS))[:, None] * KEY_DIM + keys[None, :]
-    in_key = known[:, None] & (keys < KEY_DIM)[None, :]
-    query = tl.load(q + at_key, mask=in_key, other=0.0).to(DOT)
-    key = tl.load(k + at_key, mask=in_key, other=0.0).to(DOT)
-    tile = chunk * VALUE_HEADS + head
-    total = tl.load(totals + tile * CHUNK + within)
-    at_kept = tile * BLOCK_KEY * BLOCK_VALUE + keys[:, None] * BLOCK_VALUE + values[None, :]
-    at_u = tile * CHUNK * BLOCK_VALUE + within[:, None] * BLOCK_VALUE + values[None, :]
-    seen = within[:, None] >= within[None, :]
-    decays = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
-    scores = tl.where(seen, tl.dot(query, tl.trans(key), input_precision=PRECISION) * decays, 0.0)
-    result = tl.dot(query, tl.load(kept + at_kept).to(DOT), input_precision=PRECISION) * tl.exp(total)[:, None]
-    result += tl.dot(scores.to(DOT), tl.load(u + at_u).to(DOT), input_precision=PRECISION)
-    at_out = ((begin + within) * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
-    in_out = known[:, None] & (values < VALUE_DIM)[None, :]
-    tl.store(out + at_out, (result * scale).to(out.dtype.element_ty), mask=in_out)
 
 
 def chunk_delta_rule(
@@ -275,7 +240,7 @@ def chunk_delta_rule(
 ) -> None:
     """Do what ``gated_delta.delta_rule`` does for the rows that ``planned`` has, whose arguments these are.
 
-    Beside the inputs, this takes memory for a state per chunk and value head in the dtype of the inputs.
+    Beside the inputs, this takes 40 KiB per chunk and value head of 128 values in 16 bits.
     """
     (_, key_heads, key_dim), (_, value_heads, value_dim) = q.shape, v.shape
     assert ba.is_contiguous()
@@ -285,7 +250,7 @@ def chunk_delta_rule(
     totals = torch.empty(num_chunks, value_heads, _CHUNK, dtype=torch.float32, device=v.device)
     w = v.new_empty(num_chunks, value_heads, _CHUNK, block_key)
     u = v.new_empty(num_chunks, value_heads, _CHUNK, block_value)
-    kept = v.new_empty(num_chunks, value_heads, block_key, block_value)
+    scores = v.new_empty(num_chunks, value_heads, _CHUNK, _CHUNK)
     sizes: dict[str, Any] = {
         "KEY_HEADS": key_heads,
         "VALUE_HEADS": value_heads,
@@ -299,6 +264,7 @@ def chunk_delta_rule(
         "PRECISION": "tf32x3" if v.dtype == torch.float32 else "tf32",
     }
     _invert_kernel[(value_heads, num_chunks)](
+        q,
         k,
         v,
         ba,
@@ -308,44 +274,35 @@ def chunk_delta_rule(
         totals,
         w,
         u,
+        scores,
         **sizes,
         num_warps=tiles.invert_warps,
         maxnreg=tiles.invert_registers,
     )
     values = min(tiles.advance_values, block_value)
     _advance_kernel[(block_value // values, value_heads, len(planned.rows))](
+        q,
         k,
         totals,
         w,
         u,
-        kept,
+        scores,
         states,
         states.stride(0),
         slots,
         query_starts,
         planned.rows,
+        out,
+        key_dim**-0.5,
         **sizes,
         TILE_VALUES=values,
         STAGES=tiles.advance_stages,
         num_warps=tiles.advance_warps,
     )
-    values = min(tiles.output_values, block_value)
-    _output_kernel[(block_value // values, value_heads, num_chunks)](
-        q,
-        k,
-        totals,
-        u,
-        kept,
-        planned.chunks,
-        out,
-        key_dim**-0.5,
-        **sizes,
-        TILE_VALUES=values,
-        num_warps=tiles.output_warps,
-    )
 
 
 def _tiles(v: Tensor) -> DeltaTiles:
     if v.dtype == torch.float32:
-        return DeltaTiles(advance_values=16, advance_stages=1, output_values=32)
-    return DeltaTiles(advance_stages=3 if shared_memory_of(v.device) >= _LARGE_SHARED_MEMORY else 1)
+        return DeltaTiles(advance_values=16, advance_stages=1)
+    memory = shared_memory_of(v.device)
+    return DeltaTiles(advance_stages=3 if memory >= 200 << 10 else 2 if memory >= 140 << 10 else 1)

@@ -30,7 +30,7 @@ from runner.placement import TensorPlacement
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("x", "bias", "y", "q", "k", "v", "cache", "out", "sinks"), "*bf16"),
-    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "kept"), "*bf16"),
+    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "scores"), "*bf16"),
     **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
     **dict.fromkeys(("chunks", "long_rows"), "*i32"),
     **dict.fromkeys(("a_log", "dt_bias", "states", "totals"), "*fp32"),
@@ -84,7 +84,6 @@ def delta(name: str) -> str:
         "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
         "invert": (gated_delta_chunks._invert_kernel, chunks),
         "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
-        "output": (gated_delta_chunks._output_kernel, {**chunks, "TILE_VALUES": 128}),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
         "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "ONE_GATE": False, "BLOCK": 1024}),
     }[name]
