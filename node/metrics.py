@@ -17,6 +17,7 @@ from pdserve.ipc.messages import Heartbeat, Status, Totals
 from pdserve.metrics import MetricSet, Reading
 from pdserve.request_cost import TYPICAL
 
+_USES = ("free", "held", "leased", "quarantined")  # of blocks and slots
 _IDENTITY = ("node_id", "role", "model", "runner", "version", "compat_hash", "weights")
 
 
@@ -43,11 +44,17 @@ class NodeMetrics(Collector):
         metrics.read_gauge(
             "pdserve_kv_blocks",
             "KV blocks by use.",
-            lambda: _fields(status(), "free", "held", "leased", "quarantined"),
+            lambda: _fields(status(), *_USES),
             ["use"],
         )
         metrics.read_gauge(
             "pdserve_kv_use_ratio", "Share of KV blocks that are not free.", lambda: _used_share(status())
+        )
+        metrics.read_gauge(
+            "pdserve_state_slots",
+            "Slots of recurrent state by use; 0 if the model has no recurrent layers.",
+            lambda: {(use,): float(count) for use, count in zip(_USES, status().state_slots, strict=True)},
+            ["use"],
         )
         metrics.read_gauge(
             "pdserve_node_requests",

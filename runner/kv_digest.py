@@ -128,7 +128,8 @@ class StateDigester:
         weights[spec.delta_bytes // word.itemsize :][: len(conv)] = conv
         of_layers = multipliers_at(np.arange(share.first_layer, share.first_layer + layout.num_layers, dtype=np.uint64))
         device, self._num_layers = states.slots.device, layout.num_layers
-        self._weights = torch.from_numpy(weights.view(np.int64)).to(device)  # [words of a layer]
+        # As the multipliers of one group, of blocks of one token: [1, 1, words of a layer]
+        self._weights = torch.from_numpy(weights.view(np.int64)).to(device).view(1, 1, -1)
         self._of_layers = torch.from_numpy(of_layers.view(np.int64)).to(device)  # [num_layers]
         self._words = states.slots.view(word).view(-1, len(weights))  # [num_slots * num_layers, words of a layer]
         self._uses_triton = device.type == "cuda" and find_spec("triton") is not None
@@ -137,15 +138,21 @@ class StateDigester:
         """Return the digests of some slots. Shape [slots] int64, device. Does not synchronise."""
         rows = torch.tensor(slots)[:, None] * self._num_layers + torch.arange(self._num_layers)
         if self._uses_triton:
-            from runner.kernels.block_digest import block_digests
-
-            work = torch.stack((rows.flatten(), torch.ones(rows.numel(), dtype=torch.int64)), dim=1)
-            work = work.pin_memory().to(self._words.device, non_blocking=True)
-            sums = block_digests(self._words, work, self._weights[None], 1, len(self._weights)).view(rows.shape)
+            sums = self._sums_with_triton(rows.flatten())
         else:
             each = [(self._words[row] * self._weights).sum() for row in rows.flatten().tolist()]  # int64 wraps around
-            sums = torch.stack(each).view(rows.shape)
-        return (sums * self._of_layers).sum(1)
+            sums = torch.stack(each)
+        return (sums.view(rows.shape) * self._of_layers).sum(1)
+
+    def _sums_with_triton(self, rows: Tensor) -> Tensor:
+        from runner.kernels.block_digest import block_digests
+
+        work = torch.zeros(len(rows), 3, dtype=torch.int64)  # see block_digests
+        work[:, 0], work[:, 1] = rows, 1
+        if self._words.is_cuda:
+            work = work.pin_memory()
+        work = work.to(self._words.device, non_blocking=True)
+        return block_digests(self._words, work, self._weights, 1, self._words.shape[1])
 
 
 class BlockDigests(StepFeature[object]):

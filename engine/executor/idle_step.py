@@ -9,6 +9,7 @@ from engine.executor.rank import Ranks
 from engine.executor.step_pipeline import StepPipeline
 from pdserve.records import NO_STEP, TOKEN_BYTES, NewSequence, ScheduledSequence, StepPlan
 from pdserve.sampling_params import SamplingParams
+from pdserve.state import NO_SLOT
 
 _STEPS = 16
 _SECONDS = 0.25  # on slow devices fewer steps are enough
@@ -18,14 +19,16 @@ _SEQ = -1  # the scheduler counts from 0
 def measure_idle_step(ranks: Ranks) -> float:
     """Return the median seconds of decode steps, each launched while the last ones are in flight, as when serving.
 
-    They write to the first blocks, which hold nothing yet.
+    They write to the first blocks and the first slot of recurrent state, which hold nothing yet.
     """
     layout = ranks.kv_layout
     num_groups = layout.groups.num_groups
     count = min((_STEPS + 1) // layout.block_size + 1, layout.num_blocks // num_groups)
     blocks = tuple(range(count * num_groups))
     most = min(_STEPS, count * layout.block_size - 1)
-    new = NewSequence(_SEQ, bytes(TOKEN_BYTES), 1, 0, blocks, SamplingParams(max_tokens=most + 1, temperature=0.0))
+    slot = NO_SLOT if ranks.state_layout is None else 0
+    sampling = SamplingParams(max_tokens=most + 1, temperature=0.0)
+    new = NewSequence(_SEQ, bytes(TOKEN_BYTES), 1, 0, blocks, sampling, state_slot=slot)
     pipeline, seconds = StepPipeline(ranks), list[float]()
     token = (ScheduledSequence.decode(_SEQ),)
     start = perf_counter()

@@ -308,6 +308,7 @@ class Scheduler:
             decoding=len(running) - prompts,
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
+            state_slots=(0, 0, 0, 0) if self.states is None else self.states.pool.counts,
         )
 
     @property

@@ -395,6 +395,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     decoding: int = 0  # of ``running``, without prompts
     for_peers: int = 0  # of ``waiting`` and ``running``, prompts that other nodes decode
     itl_target: float = 0.0  # seconds between tokens that steps with prompts keep (engine/scheduler/itl_target.py)
+    state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # of recurrent state, in the order of the fields for blocks
 
 
 class Batch(msgspec.Struct, tag=True):

@@ -39,12 +39,13 @@ class TritonGatedDelta(GatedDelta):
         lengths = np.diff(batch.query_starts)
         singles = not bool((lengths > 1).any())
         assert not graph or singles, "no graphs hold prompts of models with recurrent layers"
+        chunks = DeltaChunks.of(batch.query_starts, MOST_SHORT, batch.state_slots.device)
         self._current = _Step(
             slots=batch.state_slots,
             query_starts=batch.device_query_starts,
             singles=singles,
-            has_short=bool((lengths <= MOST_SHORT).any()),
-            chunks=DeltaChunks.of(batch.query_starts, MOST_SHORT, batch.state_slots.device),
+            has_short=chunks is None or bool((lengths <= MOST_SHORT).any()),
+            chunks=chunks,
         )
 
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:

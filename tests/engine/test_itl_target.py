@@ -128,9 +128,10 @@ def test_steps_keep_the_target_and_prompts_are_little_slower(depth: tuple[int, i
     node.close()
 
 
+@pytest.mark.parametrize("state_slots", [0, 4])
 @pytest.mark.parametrize("depth", [(1, 1), (2, 1)], ids=str)
-def test_idle_step_is_measured_without_a_trace(depth: tuple[int, int]) -> None:
-    node = Node(5000, *depth)
+def test_idle_step_is_measured_without_a_trace(depth: tuple[int, int], state_slots: int) -> None:
+    node = Node(5000, *depth, state_slots=state_slots)
     assert measure_idle_step(node.rank) > 0.0
     assert not node.runner.used
     node.submit(0, [1] * 6, SamplingParams(max_tokens=5), Mode.LOCAL)

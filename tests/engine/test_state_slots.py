@@ -75,6 +75,7 @@ def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
         if not due and node.engine.idle:
             break
         node.step()
+    assert node.scheduler.status().state_slots == (num_slots, 0, 0, 0)
     for rid, (_, max_tokens, n, _, _) in enumerate(requests, 1):
         for choice in range(n):
             tokens, expected = node.tokens[rid, choice], reference(prompts[rid - 1], choice, max_tokens)

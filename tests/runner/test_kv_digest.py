@@ -207,7 +207,9 @@ def random_states(seed: int) -> LogicalState:
     return tuple(numbers.integers(0, 256, (3, LAYERS, *size), dtype=np.uint8) for size in sizes)
 
 
-def state_digests(states: LogicalState, share: StateShare, slots: tuple[int, ...] = (0, 1, 2)) -> list[int]:
+def state_digests(
+    states: LogicalState, share: StateShare, slots: tuple[int, ...] = (0, 1, 2), triton: bool = False
+) -> list[int]:
     """Return the digests that the rank with ``share`` computes. Padding between the parts does not count."""
     spec = STATE.split(share.num_shards)
     cache = StateCache(StateLayout(3, share.num_layers, spec), DEVICE, share)
@@ -221,7 +223,9 @@ def state_digests(states: LogicalState, share: StateShare, slots: tuple[int, ...
         cache.delta[layer].copy_(delta.view(cache.delta[layer].shape))
         cache.conv[layer].copy_(conv.view(cache.conv[layer].shape))
     cache.slots.view(3, share.num_layers, -1)[:, :, spec.layer_bytes - 1] = 7
-    return [digest % WRAP for digest in StateDigester(cache).compute(slots).tolist()]
+    digester = StateDigester(cache)
+    digester._uses_triton = triton
+    return [digest % WRAP for digest in digester.compute(slots).tolist()]
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -233,8 +237,10 @@ def test_digests_of_states_of_ranks_add_up(stages: tuple[int, ...], shards: int)
         for stage, count in enumerate(stages)
         for shard in range(shards)
     ]
-    parts = [state_digests(states, share) for share in shares]
-    assert [sum(part) % WRAP for part in zip(*parts, strict=True)] == state_digests(states, WHOLE)
+    expected = state_digests(states, WHOLE)
+    for triton in (False, True):
+        parts = [state_digests(states, share, triton=triton) for share in shares]
+        assert [sum(part) % WRAP for part in zip(*parts, strict=True)] == expected
 
 
 @given(part=st.integers(0, 3), place=st.integers(0, 1 << 20), bits=st.integers(1, 255))
