@@ -48,7 +48,8 @@ class Pages:
 class Sizes:
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    value_dim: int
     page: int
     dtype: torch.dtype
 
@@ -59,7 +60,7 @@ class Sizes:
         than twice.
         """
         filled = 2 * torch.cuda.get_device_properties(device).multi_processor_count // self.kv_heads
-        size = self.heads * _TILE * filled * (self.head_dim + 1) * 4 + (1 << 20)
+        size = self.heads * _TILE * filled * (self.value_dim + 1) * 4 + (1 << 20)
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
@@ -78,7 +79,7 @@ class FlashInferPrefill:
             dtype,  # of results
             torch.int32,  # of indices
             sizes.head_dim,
-            sizes.head_dim,
+            sizes.value_dim,
             no_encoding,
             window is not None,
             False,  # soft cap of scores
@@ -120,7 +121,7 @@ class FlashInferPrefill:
             1 if gather else sizes.page,
             False,  # not for a graph
             sizes.head_dim,
-            sizes.head_dim,
+            sizes.value_dim,
             True,  # causal
             self._window_left,
             *fa2_options,
@@ -151,7 +152,7 @@ class FlashInferPrefill:
         )
 
     def run_gathered(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Do the same over gathered keys and values [keys, kv_heads, head_dim]."""
+        """Do the same over gathered keys [keys, kv_heads, head_dim] and values [keys, kv_heads, value_dim]."""
         self._module.ragged_run(
             self._workspace,
             self._device_plan,

@@ -204,8 +204,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-# Of exact products of inputs rounded to the dtype: what a few roundings of states and corrections make of it.
-MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2.5e-3}
+# Of the result with inputs rounded to the dtype. 8,192 tokens of heads of 128, with only the operands of exact products
+# rounded, come to 1.7e-2 in bfloat16 and 2e-3 in float16; TF32 of the inverse, truncated as GPUs do, makes that 5e-3.
+MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 8e-3}
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=3)
 DECAYS = st.sampled_from([-1e-6, -1e-3, -0.1, -3.0, -20.0, -300.0])
 BETAS = st.sampled_from([0.001, 0.5, 0.999])

@@ -74,6 +74,11 @@ def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
     assert [each for each in results if each["overwritten"] or each["spilled"]] == []
 
 
+def test_kernels_of_latent_attention_compile_for_hopper() -> None:
+    results = compiled([f"latent:{name}" for name in ("store", "gather", "decode", "several", "prefill")])
+    assert [each for each in results if each["overwritten"]] == []
+
+
 @pytest.mark.slow
 def test_all_products_keep_their_operands() -> None:
     check([f"{kind}:{rows}" for kind in ("gated", "plain") for rows in (16, 32, 64, 128)])

@@ -12,6 +12,8 @@ from any_models import make_any_checkpoint
 from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 
+from pdserve.config.runner_oracle import VARIABLE
+
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
@@ -39,9 +41,11 @@ class Served:
 
     def __init__(
         self, model: Model, path: Path, prefill: Sequence[str] = ("1",), decode: Sequence[str] = ("1",), *,
-        flags: Sequence[str] = (), runner: str = "V1",
+        flags: Sequence[str] = (), runner: str = "V1", device: str = "cpu",
     ) -> None:  # fmt: skip
         directory, environ = model.make(path), RUNNER_ENVIRONMENTS[runner]
+        if device != "cpu":
+            environ, flags = {VARIABLE: environ[VARIABLE]}, (*flags, "--device", device)
         self.reference = reference_model(directory)
         self.fleet = Fleet()
         for split in prefill:
