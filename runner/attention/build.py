@@ -51,18 +51,18 @@ def build_backend(
     """
     backend = _build_attention(name, config, cache, placement, max_num_seqs, max_num_keys)
     if states is not None:
-        backend.recurrent = _build_recurrent(name, states, placement)
+        backend.recurrent = _build_recurrent(name, states)
     return backend
 
 
-def _build_recurrent(name: str, states: StateCache, placement: TensorPlacement) -> GatedDelta:
+def _build_recurrent(name: str, states: StateCache) -> GatedDelta:
     if name == "torch":
         from runner.attention.gated_delta import TorchGatedDelta
 
         return TorchGatedDelta(states)
     from runner.attention.triton_gated_delta import TritonGatedDelta
 
-    return TritonGatedDelta(states, placement, flashinfer=name == "flashinfer")
+    return TritonGatedDelta(states)
 
 
 def _build_attention(

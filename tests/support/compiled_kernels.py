@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import triton
-from sass import count_register_products, find_overwritten
+import triton.language as tl
+from sass import count_register_products, count_spills, find_overwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdserve.model.attention_spec import AttentionSpec
-from runner.kernels import activation, gated_delta, norm, tiles
+from runner.kernels import activation, gated_delta, gated_delta_chunks, norm, tiles
 from runner.kernels.attention import decode_attention, latents, prefill_attention
 from runner.kernels.experts import grouped_mxfp4, mxfp4_words
 from runner.placement import TensorPlacement
@@ -30,10 +31,11 @@ from runner.placement import TensorPlacement
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("x", "bias", "y", "q", "k", "v", "cache", "out", "sinks"), "*bf16"),
-    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "q_rope", "latents", "keys"), "*bf16"),
+    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "scores"), "*bf16"),
+    **dict.fromkeys(("q_rope", "latents", "keys"), "*bf16"),
     **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
-    **dict.fromkeys(("parts", "done"), "*i32"),
-    **dict.fromkeys(("a_log", "dt_bias", "states", "alphas", "betas", "cos", "sin", "results", "weights"), "*fp32"),
+    **dict.fromkeys(("parts", "done", "chunks", "long_rows"), "*i32"),
+    **dict.fromkeys(("a_log", "dt_bias", "states", "totals", "cos", "sin", "results", "weights"), "*fp32"),
     "words": "*i16",
 }
 FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
@@ -80,12 +82,14 @@ def delta(name: str) -> str:
     """Return the code of a kernel of gated delta nets, or of one beside them, for Qwen3-Next's heads."""
     heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
     convolve = {**heads, "WIDTH": 4, "BLOCK_DIM": 128}
+    chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
     kernel, options = {
-        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SEARCH": 0, "SINGLES": True}),
-        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SEARCH": 5, "SINGLES": False}),
+        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SINGLES": True}),
+        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SINGLES": False}),
         "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
         "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
-        "gates": (gated_delta._gates_kernel, {"VALUE_HEADS": 32, "BLOCK": 256}),
+        "invert": (gated_delta_chunks._invert_kernel, chunks),
+        "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
         "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "ONE_GATE": False, "BLOCK": 1024}),
     }[name]
@@ -123,7 +127,8 @@ def main() -> None:
         kind, _, variant = name.partition(":")
         sass = code_of(kind, variant)
         found = [f"{hit.write.text} after {hit.product.text}" for hit in find_overwritten(sass)]
-        print(json.dumps({"kernel": name, "products": count_register_products(sass), "overwritten": found}), flush=True)
+        results = {"kernel": name, "products": count_register_products(sass), "overwritten": found}
+        print(json.dumps({**results, "spilled": count_spills(sass)}), flush=True)
 
 
 if __name__ == "__main__":
