@@ -30,6 +30,7 @@ from pdserve.model.recurrent import linear_attention_layers
 
 _DENSE_ON_H200 = "one-h200-decode-and-prefill"
 _EXPERTS_ON_H200 = "mixtures-of-experts-on-v1-and-v2"
+_STATES_AND_LATENTS_ON_H100 = "recurrent-and-latent-models"
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 _GATED_DELTA: Mapping[str, Any] = {
@@ -254,6 +255,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         centered_norms=True,
         partial_rotary=True,
         moe=qwen3_next,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
     ),
     "Qwen3_5ForCausalLM": DecoderFamily(
         module="qwen3_5_text",
@@ -263,6 +265,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         has_output_gate=True,
         centered_norms=True,
         partial_rotary=True,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
     ),
     "Qwen3_5MoeForCausalLM": DecoderFamily(
         module="qwen3_5_moe_text",
@@ -280,6 +283,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         centered_norms=True,
         partial_rotary=True,
         moe=qwen3_5_moe,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
     ),
     "DeepseekV2ForCausalLM": DecoderFamily(
         module="deepseek_v2",
@@ -298,6 +302,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         has_latents=True,
         moe=deepseek_v2,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
     ),
     "DeepseekV3ForCausalLM": DecoderFamily(
         module="deepseek_v3",
@@ -320,6 +325,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         has_latents=True,
         moe=deepseek_v3,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures_of="DeepseekV2ForCausalLM",
     ),
     "Glm4MoeLiteForCausalLM": DecoderFamily(
         module="glm4_moe_lite",
@@ -339,5 +346,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         has_latents=True,
         moe=glm4_moe_lite,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures_of="DeepseekV2ForCausalLM",
     ),
 }

@@ -19,7 +19,6 @@ from exact_fleet import (
     Model,
     Served,
     check_moved_answer,
-    check_turns_of_an_agent,
     random_prompt,
 )  # fmt: skip
 from fleet import Fleet
@@ -123,12 +122,6 @@ def test_tokens_are_exact_on_a_gpu(name: str, runner: str, tmp_path: Path) -> No
     with Served(MODELS[name], tmp_path / "m", flags=flags, runner=runner, device="cuda") as served:
         check_model(served)
         assert {node.describe().runner for node in served.fleet.nodes} == {runner}
-
-
-@pytest.mark.timeout(600)
-def test_turns_of_an_agent_equal_those_of_a_cold_node(tmp_path: Path) -> None:
-    with Served(MODELS["v2-lite"], tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
-        check_turns_of_an_agent(served)
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from exact_fleet import (
     Model,
     Served,
     check_moved_answer,
-    check_turns_of_an_agent,
     random_prompt,
 )  # fmt: skip
 from fleet import Fleet
@@ -131,13 +130,6 @@ def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
         decode = served.fleet.decode[0]
         assert decode.describe().runner == "V2"
         assert (decode.counter("handoffs"), decode.counter("handoff_failures")) == (6, 0)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_turns_of_an_agent_equal_those_of_a_cold_node(name: str, tmp_path: Path) -> None:
-    with Served(MODELS[name], tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
-        check_turns_of_an_agent(served)
 
 
 def test_a_running_answer_moves_when_its_node_dies(tmp_path: Path) -> None:

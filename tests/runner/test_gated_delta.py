@@ -231,8 +231,8 @@ def test_parts_of_a_prompt_yield_what_the_whole_does(length: int, cut: float, de
     rule = rule_of(length, 1, decay, 0.5, heads=1, dim=16, dtype=torch.float32)
     outputs, state = [], rule.states
     for part in (slice(0, first), slice(first, length)):
-        tokens = (each[part].contiguous() for each in rule[:4])
-        out, state = by_chunks(Rule(*tokens, rule.weights, state), [part.stop - part.start])
+        q, k, v, ba = (each[part].contiguous() for each in rule[:4])
+        out, state = by_chunks(Rule(q, k, v, ba, rule.weights, state), [part.stop - part.start])
         outputs.append(out)
     whole, last = by_chunks(rule, [length])
     torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-5, rtol=1e-4)

@@ -16,7 +16,7 @@ from pdserve.config.runner_oracle import VARIABLE
 
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
-FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
+FLAGS += ("--max-model-len", "500", "--threads", "1", "--kv-checksum", "on")
 SPLITS = {"1": (), "tp2": ("--tp", "2"), "pp2": ("--pp", "2")}
 
 
@@ -78,10 +78,10 @@ class Served:
             assert status.free_blocks == status.total_blocks
 
 
-def check_turns_of_an_agent(served: Served) -> None:
+def check_turns_of_an_agent(served: Served, turns: int) -> None:
     """Turns with tool results, branches and retries over one prefix, on two nodes of each role; a decode node dies."""
     rng, conversation = random.Random(3), random_prompt(1, 40)
-    for turn in range(12):
+    for turn in range(turns):
         prompt = [*conversation, *random_prompt(turn, rng.randrange(1, 9))]
         served.check([prompt] * (1 + turn % 2), output=6)  # and a retry at once
         if turn % 3 == 2:  # a branch from an earlier point
