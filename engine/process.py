@@ -24,9 +24,11 @@ from engine.executor.rank import Ranks
 from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
+from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import LOOKUP
 from pdserve.errors import PdserveError
 from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
@@ -114,6 +116,7 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
         full_step=FULL_STEP[config.device.kind],
         tile=TILE[config.device.kind],
         max_drafts=config.max_drafts,
+        draft_source=PromptLookup if config.speculate == LOOKUP else None,
         max_waiting=config.max_waiting,
         itl_target=config.itl_target,
         idle_step=measure_idle_step(ranks) if measures else 0.0,

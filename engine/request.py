@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from engine.draft_source import DraftSource
 from engine.sequence_state import SequenceState
 from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.grammar import Grammar, Matcher
 from pdserve.hashing import BlockHashes
 from pdserve.ipc.messages import Mode
-from pdserve.records import TOKEN_BYTES, NewSequence, ScheduledSequence
+from pdserve.records import TOKEN_BYTES, Drafts, NewSequence, ScheduledSequence
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 
@@ -107,6 +108,11 @@ class Sequence:
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
     state: SequenceState | None = None  # of a model with recurrent layers, while it has blocks
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
+    num_drafts: int = 0  # that its next decode should have
+    drafts: tuple[int, ...] = ()  # these, if they come with the plan
+    yielded: tuple[int, ...] = ()  # tokens of its last decode with drafts of a plan, until the runner is told
+    verifying: bool = False  # a step in flight has such a decode
+    draft_source: DraftSource | None = None  # guesses its next tokens
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
     def __post_init__(self) -> None:
@@ -188,7 +194,9 @@ class Sequence:
 
         A masked sequence has none: its mask is for one position.
         """
-        return 0 if self.constraint is not None else min(most, self.max_length - self.length - 1)
+        if self.constraint is not None or self.request.sampling.disable_spec_decode:
+            return 0
+        return min(most, self.max_length - self.length - 1)
 
     @property
     def samples_due(self) -> int:
@@ -225,6 +233,17 @@ class Sequence:
         self.length += 1
         return self.decode_item
 
+    def want_drafts(self, num_drafts: int) -> None:
+        """Let the runner draft so many tokens for its next decode."""
+        self.num_drafts = num_drafts
+
+    def draft(self, make: Callable[[], DraftSource], most: int) -> None:
+        """Let its next decode verify up to ``most`` drafts of its source, which ``make`` makes for the first ones."""
+        if self.draft_source is None:
+            self.draft_source = make()
+        self.drafts = self.draft_source.propose(self.token_ids, most)
+        self.num_drafts = len(self.drafts)
+
     def launch_drafts(self, step: int, num_drafts: int) -> ScheduledSequence:
         """Launch a decode with drafts, and count them as accepted. Return its part of the step."""
         self.launch_decode(step)
@@ -232,10 +251,22 @@ class Sequence:
         self.length += num_drafts
         return ScheduledSequence.decode(self.seq, num_drafts)
 
+    def take_drafts(self, num_drafts: int) -> Drafts | None:
+        """Return what the runner needs for a decode with so many drafts; None if it has them or needs none."""
+        drafts, yielded = self.drafts[:num_drafts], self.yielded
+        self.num_drafts, self.drafts, self.yielded = 0, (), ()
+        self.verifying = bool(drafts)
+        return Drafts(self.seq, drafts, yielded) if drafts or yielded else None
+
     def reject_drafts(self, num_drafts: int) -> None:
         """Count drafts of the oldest step in flight as never launched, before its tokens are taken."""
         self.num_launched -= num_drafts
         self.length -= num_drafts
+
+    def verified(self, token_ids: tuple[int, ...]) -> None:
+        """A decode with drafts of a plan has yielded these tokens."""
+        self.verifying = False
+        self.yielded = token_ids
 
     def launch_prompt(self, step: int, num_tokens: int) -> ScheduledSequence:
         """Count missing tokens as launched. The step samples if it computes the last one. Return its part of it."""
@@ -331,6 +362,7 @@ class Sequence:
 
     def to_new_sequence(self) -> NewSequence:
         state = self.state
+        self.yielded = ()  # they are among its tokens
         return NewSequence(
             seq=self.seq,
             token_ids=self.token_ids.tobytes(),

@@ -175,8 +175,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     A decode computes the newest token of a sequence, then drafts: guesses of the tokens after it. The runner samples at
     each of these positions, and accepts drafts while they equal the samples. So a decode yields 1 … ``num_tokens``
-    tokens: one per accepted draft, and one more. The next step of the sequence begins at the last of them, which the
-    runner knows before the host does. The KV of rejected drafts is overwritten then.
+    tokens: one per accepted draft, and one more. The next step of the sequence begins at the last of them. The KV of
+    rejected drafts is overwritten then. It is planned when the host knows these tokens if the drafts come with the plan
+    (``Drafts``), and may be planned earlier if they come from the runner.
     """
 
     seq: int
@@ -191,6 +192,17 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     def sampled_choices(self, own: int) -> Sequence[int]:
         """Return the choices that are sampled: all of a prompt's, or ``own``, which is the sequence's."""
         return range(self.num_samples) if self.num_samples > 1 else (own,) * self.num_samples
+
+
+class Drafts(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts of a decode in this step, and what became of those of its last one.
+
+    ``yielded``: the tokens of its last decode if that had drafts, for ranks that do not know them at once.
+    """
+
+    seq: int
+    token_ids: tuple[int, ...] = ()  # one less than the decode's ``num_tokens``
+    yielded: tuple[int, ...] = ()
 
 
 class NewBlocks(msgspec.Struct, frozen=True):
@@ -231,6 +243,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_blocks: tuple[NewBlocks, ...] = ()
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
     masks: tuple[TokenMask, ...] = ()  # one per masked sequence that samples in this step
+    drafts: tuple[Drafts, ...] = ()  # of decodes
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 
     @property

@@ -34,6 +34,7 @@ class BodyParams(msgspec.Struct, frozen=True, kw_only=True):
         float, Range(-2, 2), Meta(description="The same, times the number of occurrences in the output.")
     ] = 0.0
     ignore_eos: Annotated[bool, Meta(description="Go on after the model's end token.")] = False
+    disable_spec_decode: Annotated[bool, Meta(description="No speculative decoding; the tokens stay the same.")] = False
 
 
 class SamplingParams(BodyParams, frozen=True, omit_defaults=True):

@@ -67,6 +67,26 @@ class StepBatch:
     def sampling_rows(self) -> NDArray[np.int32]:
         return self.rows[self.sampling]
 
+    @property
+    def known(self) -> NDArray[np.int32]:
+        """Count the tokens of each sequence that are no drafts: [num_seqs]."""
+        return np.where(np.arange(self.num_seqs) < self.num_decodes, 1, self.lengths)
+
+    @property
+    def drafts_before(self) -> NDArray[np.int64]:
+        """Count the drafts behind which each logits row samples: [logits rows]."""
+        return np.arange(len(self.sampling)) - np.searchsorted(self.sampling, self.sampling)
+
+    @property
+    def drafted(self) -> NDArray[np.int64]:
+        """Return the indices of the sequences with drafts."""
+        return np.flatnonzero(self.lengths[: self.num_decodes] > 1)
+
+    @property
+    def samples_one(self) -> NDArray[np.int64]:
+        """Return the indices of the sequences that sample and have no drafts: one token continues each of them."""
+        return np.setdiff1d(self.sampling, self.drafted) if self.has_drafts else self.sampling
+
 
 class SequenceRows(ABC):
     """Gives each live sequence a row. A row is free again as soon as its sequence is removed."""

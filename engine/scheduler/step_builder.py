@@ -8,7 +8,9 @@ from engine.request import Sequence
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.step_cost_meter import StepWork
-from pdserve.records import DigestOrder, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
+
+Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
 
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
 FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
@@ -28,8 +30,6 @@ class StepBuilder:
     not the last tokens before an output continues.
     Prompts of a crowding client get a small part of a step, so that the step is not much longer for the clients that
     decode beside it.
-
-    Each decode has up to ``max_drafts`` drafts.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class StepBuilder:
         max_tokens: int,
         full_step: int,
         tile: int = 1,
-        max_drafts: int = 0,
         crowding: Callable[[Sequence, int], int | None] = lambda sequence, step: None,
     ) -> None:
         """``crowding``: see FairShare. It is asked about prompts that may become the first one of the step.
@@ -51,7 +50,6 @@ class StepBuilder:
         self._tokens_left = max_tokens
         self._full_step = full_step
         self._tile = tile
-        self._max_drafts = max_drafts
         self._most_tokens = max_tokens
         self._prompt_tokens = 0
         self._attended = 0.0  # tokens that the prompt tokens attend to, summed over these
@@ -61,6 +59,7 @@ class StepBuilder:
         self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
         self._masks: list[TokenMask] = []
+        self._drafts: list[Drafts] = []
         self._decodes: list[Sequence] = []
         self._prompts: list[Sequence] = []
 
@@ -89,13 +88,12 @@ class StepBuilder:
         room = min(self._tokens_left + self._prompt_tokens, self._full_step) // 2 - self._prompt_tokens
         return len(sequence.token_ids) - max(0, sequence.cached_at_lookup) <= room
 
-    def add_decodes(self, sequences: Collection[Sequence]) -> None:
-        """Add the newest token of each sequence, and drafts; called before any prompt is added.
+    def add_decodes(self, sequences: Collection[Sequence], launch: Launch = Sequence.launch_decode) -> None:
+        """Add the newest token of each sequence; called before any prompt is added.
 
-        A step has room for all that may run, with drafts.
+        A step has room for all that may run, with the drafts that ``launch`` adds.
         """
         step, scheduled = self._step, self._scheduled
-        launch = self._launch_drafts if self._max_drafts else Sequence.launch_decode
         for sequence in sequences:
             if sequence.sent_blocks != sequence.ready_blocks:
                 self._send_blocks(sequence)
@@ -104,6 +102,11 @@ class StepBuilder:
             scheduled.append(launch(sequence, step))
         self._tokens_left -= len(sequences)
         self._decodes += sequences
+
+    def count_drafts(self, num_drafts: int, drafts: Collection[Drafts]) -> None:
+        """Count the drafts of the decodes; some of them, or all, come with the plan."""
+        self._tokens_left -= num_drafts
+        self._drafts += drafts
 
     def add_prompt(self, sequence: Sequence) -> None:
         """Add as many of its missing tokens as fit, at least one, up to the next snapshot of its recurrent state."""
@@ -142,17 +145,9 @@ class StepBuilder:
             new_blocks=tuple(self._new_blocks),
             digests=digests,
             masks=tuple(self._masks),
+            drafts=tuple(self._drafts),
             state_copies=state_copies,
         )
-
-    def _launch_drafts(self, sequence: Sequence, step: int) -> ScheduledSequence:
-        """Launch a decode with as many drafts as may be accepted and fit into its blocks."""
-        room = min(sequence.capacity, sequence.covered) - sequence.length
-        num_drafts = min(sequence.draft_limit(self._max_drafts), room)
-        if not num_drafts:
-            return sequence.launch_decode(step)
-        self._tokens_left -= num_drafts
-        return sequence.launch_drafts(step, num_drafts)
 
     def _add_mask(self, sequence: Sequence) -> None:
         """Move the mask of a sequence that samples into the step; a fixed one stays as well."""

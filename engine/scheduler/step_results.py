@@ -53,6 +53,8 @@ class StepResults:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
         step.reject_drafts(plan, output)
+        if output.decode_counts:
+            self._count_drafts(plan, output)
         for sequence, token_id, logprobs in step.decode_tokens(output):
             if sequence.computed(1) and not self._settle(sequence):
                 continue
@@ -76,6 +78,12 @@ class StepResults:
             totals.mixed_steps += 1
             totals.mixed_step_seconds += seconds
             totals.mixed_prompt_tokens += prompt_tokens
+
+    def _count_drafts(self, plan: StepPlan, output: StepOutput) -> None:
+        totals = self._totals
+        totals.spec_decode_num_drafts += sum(item.num_tokens > 1 for item in plan.scheduled[: plan.num_decodes])
+        totals.spec_decode_num_draft_tokens += plan.num_drafts
+        totals.spec_decode_num_accepted_tokens += sum(output.decode_counts) - plan.num_decodes
 
     def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""

@@ -31,6 +31,8 @@ KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are th
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
+OFF, LOOKUP = "off", "lookup"
+SPECULATE = (OFF, LOOKUP)
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
 
 
@@ -163,6 +165,20 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="simulated nodes",
         ),
     ] = None
+
+    speculate: Annotated[
+        str,
+        Flag(
+            "off, or lookup: a decode step verifies drafts, tokens that followed the same text before; the answers "
+            "stay the same",
+            metavar="SOURCE",
+            choices=SPECULATE,
+            group="speculation",
+        ),
+    ] = OFF
+    num_drafts: Annotated[
+        int, Flag("drafts of a sequence in one step, at most", metavar="N", at_least=1, at_most=16, group="speculation")
+    ] = 3
 
     pp: Annotated[
         int, Flag("pipeline stages", metavar="N", at_least=1, alias="--pipeline-parallel-size", group="ranks")
@@ -298,7 +314,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_drafts(self) -> int:
         """Drafts of a decode in one step, at most."""
-        return 0 if self.synthetic_acceptance is None else SYNTHETIC_DRAFTS
+        if self.synthetic_acceptance is not None:
+            return SYNTHETIC_DRAFTS
+        return 0 if self.speculate == OFF else self.num_drafts
 
     @property
     def simulated(self) -> bool:
@@ -369,6 +387,7 @@ def _check_simulated(options: NodeOptions) -> None:
         ("tp", (1,)),
         ("ep", (1,)),
         ("kv_checksum", (None, "off")),
+        ("speculate", (OFF,)),
     ):
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name} {getattr(options, name)} is not possible for a simulated node; use {allowed[0]}")

@@ -122,6 +122,7 @@ def resolve(
         costs=_choose_costs(options, choices),
         sim_crash_token=options.sim_crash_token,
         synthetic_acceptance=options.synthetic_acceptance,
+        speculate=options.speculate,
         max_drafts=options.max_drafts,
         compat_fields=_compat_fields(compat_model, options, layout, dtype, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},
@@ -209,6 +210,7 @@ def _choose_runner(
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
         runner_type=GENERATE if pooling is None else pooling.task,
+        speculate=options.speculate,
         quantization_problem=problem,
         quantization_doubt=doubt,
     )
@@ -229,9 +231,12 @@ def _check_state_options(options: NodeOptions, model: ModelConfig) -> None:
             f"state_slots {options.state_slots}: {model.architecture} has no recurrent layers; remove the option"
         )
     if model.state is not None and options.max_drafts:
+        option = f"speculate {options.speculate}"
+        if options.synthetic_acceptance is not None:
+            option = f"synthetic_acceptance {options.synthetic_acceptance:g}"
         raise ConfigError(
-            f"synthetic_acceptance {options.synthetic_acceptance:g}: {model.architecture} has recurrent layers, whose "
-            "state cannot go back behind rejected drafts; remove the option"
+            f"{option}: {model.architecture} has recurrent layers, whose state cannot go back behind rejected drafts; "
+            "remove the option"
         )
 
 

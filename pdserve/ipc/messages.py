@@ -375,6 +375,9 @@ class Totals(msgspec.Struct, array_like=True):
     mixed_steps: Annotated[int, Meta(description="Steps that computed prompts beside sequences that decode.")] = 0
     mixed_step_seconds: Annotated[float, Meta(description="Duration of these steps.")] = 0.0
     mixed_prompt_tokens: Annotated[int, Meta(description="Prompt tokens computed in these steps.")] = 0
+    spec_decode_num_drafts: Annotated[int, Meta(description="Decodes of a sequence with drafts.")] = 0
+    spec_decode_num_draft_tokens: Annotated[int, Meta(description="Drafts in these decodes.")] = 0
+    spec_decode_num_accepted_tokens: Annotated[int, Meta(description="Drafts that were accepted.")] = 0
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):

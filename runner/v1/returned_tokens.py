@@ -33,5 +33,6 @@ class HostReturnedTokens(ReturnedTokens[StepBatch], StepPart[StepBatch]):
             self._sequences.token_ids[rows, positions] = token_ids
 
     def after_forward(self, batch: StepBatch, hidden: Tensor) -> None:
-        rows = batch.sampling_rows
-        self.expect(batch.sampled, rows, self._sequences.num_tokens[rows])
+        indices = batch.samples_one  # the yield of decodes with drafts comes with their next plan
+        rows = batch.rows[indices]
+        self.expect(tuple(batch.scheduled[index] for index in indices), rows, self._sequences.num_tokens[rows])

@@ -48,6 +48,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int]:
     num_blocks=st.integers(14, 40),
     pauses=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=12),
     layered=st.booleans(),
+    planned=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_outputs_are_exact_under_preemption(
@@ -57,12 +58,13 @@ def test_outputs_are_exact_under_preemption(
     num_blocks: int,
     pauses: list[tuple[int, int, bool]],
     layered: bool,
+    planned: bool,
 ) -> None:
     """Stop ids before and after ``min_tokens``, n choices, pauses, and too few blocks. Then all blocks are free.
 
     Requests whose prompts are earlier prompts with their outputs find no KV of rejected drafts in the prefix cache.
     """
-    node = Node(num_blocks, *depth, max_drafts=drafts, layered=layered)
+    node = Node(num_blocks, *depth, max_drafts=drafts, planned_drafts=planned, layered=layered)
     expected: dict[tuple[int, int], tuple[list[int], FinishReason]] = {}
     for step in range(21):
         for rid, (prompt, sampling, arrival) in enumerate(wanted):
@@ -94,6 +96,7 @@ def test_outputs_are_exact_under_preemption(
     blocks=st.tuples(st.integers(14, 32), st.integers(14, 32)),
     drafts=st.tuples(st.integers(0, 4), st.integers(0, 4)),
     checksum=st.booleans(),
+    planned=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_outputs_are_exact_through_handoffs(
@@ -102,18 +105,22 @@ def test_outputs_are_exact_through_handoffs(
     blocks: tuple[int, int],
     drafts: tuple[int, int],
     checksum: bool,
+    planned: bool,
 ) -> None:
     """P and D need not draft alike. P decodes ahead; requests end, are given up, preempted, or resumed."""
-    world = ScriptedWorld(depth, blocks, wanted, drafts=drafts, checksum=checksum)
+    world = ScriptedWorld(depth, blocks, wanted, drafts=drafts, planned_drafts=planned, checksum=checksum)
     world.run()
     world.close()
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("drafts", [(3, 0), (0, 3), (3, 3)])
-def test_outputs_continue_after_tokens_that_p_decoded_ahead(drafts: tuple[int, int], depth: tuple[int, int]) -> None:
+def test_outputs_continue_after_tokens_that_p_decoded_ahead(
+    drafts: tuple[int, int], depth: tuple[int, int], planned: bool
+) -> None:
     sampling = SamplingParams(max_tokens=40)
     some = [ScriptedJob([rid] * 30, sampling, mode=Mode.HANDOFF, ahead=20, arrival=40 * rid) for rid in range(3)]
-    world = ScriptedWorld(depth, (96, 72), some, drafts=drafts)
+    world = ScriptedWorld(depth, (96, 72), some, drafts=drafts, planned_drafts=planned)
     world.run()
     ahead = [plan for plan in world.p.node.runner.launched if plan.num_decodes]
     assert any(plan.num_drafts for plan in ahead) == (drafts[0] > 0)
@@ -121,10 +128,11 @@ def test_outputs_continue_after_tokens_that_p_decoded_ahead(drafts: tuple[int, i
     world.close()
 
 
-def test_drafts_save_steps(make: Make) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_drafts_save_steps(make: Make, planned: bool) -> None:
     steps = []
     for drafts in (0, 3):
-        node = make(64, max_drafts=drafts)
+        node = make(64, max_drafts=drafts, planned_drafts=planned)
         node.submit(0, [1] * 5, SamplingParams(max_tokens=60), Mode.LOCAL)
         node.run()
         assert node.tokens[0, 0] == reference([1] * 5, 0, 60)

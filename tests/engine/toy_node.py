@@ -15,7 +15,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
-from toy import VOCAB, Slot, ToyRunner, num_tokens
+from toy import VOCAB, ErringSource, Slot, ToyRunner, num_tokens
 
 from connector.backends.local import LocalConnector
 from connector.setup import ConnectorSetup
@@ -112,6 +112,7 @@ class Node:
         full_step: int = 12,
         tile: int = 1,
         max_drafts: int = 0,
+        planned_drafts: bool = False,
         batch_tokens: int = BATCH_TOKENS,
         itl_target: float | None = 0.0,
         seconds: Callable[[StepPlan], float] | None = None,
@@ -139,6 +140,7 @@ class Node:
             full_step=full_step,
             tile=tile,
             max_drafts=max_drafts,
+            draft_source=ErringSource if planned_drafts else None,
             max_waiting=100,
             stages=stages,
             itl_target=itl_target,
