@@ -210,7 +210,6 @@ def _choose_runner(
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
         runner_type=GENERATE if pooling is None else pooling.task,
-        speculate=options.speculate,
         quantization_problem=problem,
         quantization_doubt=doubt,
     )

@@ -34,7 +34,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     rope_type: str
     cuda_graphs: str  # as configured: auto, on or off
     runner_type: str = "generate"
-    speculate: str = "off"
     quantization_problem: str = ""  # why V2 cannot keep the weights quantized
     quantization_doubt: str = ""  # why V2 may be slower than V1 with quantized weights, if it can keep them
 
@@ -133,7 +132,6 @@ _V2_FEATURES = (
         lambda facts: facts.attention_backend == "torch",
         "it plans each step on the host; V2 needs triton or flashinfer",
     ),
-    Lack("speculation", lambda facts: facts.speculate != "off", "V2 verifies no drafts (--speculate)"),
     Lack(
         "head size",
         lambda facts: not fits_triton(facts.head_dim),

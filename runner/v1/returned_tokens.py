@@ -33,6 +33,5 @@ class HostReturnedTokens(ReturnedTokens[StepBatch], StepPart[StepBatch]):
             self._sequences.token_ids[rows, positions] = token_ids
 
     def after_forward(self, batch: StepBatch, hidden: Tensor) -> None:
-        indices = batch.samples_one  # the yield of decodes with drafts comes with their next plan
-        rows = batch.rows[indices]
-        self.expect(tuple(batch.scheduled[index] for index in indices), rows, self._sequences.num_tokens[rows])
+        rows = batch.rows[batch.continued]  # what decodes with drafts yield comes with their next plan
+        self.expect(batch.continued_sequences, rows, self._sequences.num_tokens[rows])

@@ -84,7 +84,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
                     HostSamplingRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask)
                 )
         token_ids, logprobs = self._sampler.sample(logits, sampling_rows)
-        one = batch.samples_one
+        one = batch.continued
         next_tokens = [token_ids[first] for first in batch.sample_of_row[one]]
         for row, token_id in zip(batch.rows[one], next_tokens, strict=True):
             table.append(row, token_id)
@@ -104,7 +104,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         return output
 
     def _skip_sampling(self, batch: StepBatch) -> None:
-        self._sequences.num_tokens[batch.rows[batch.samples_one]] += 1  # the last stage samples them
+        self._sequences.num_tokens[batch.rows[batch.continued]] += 1  # the last stage samples them
 
     def _forward(self, batch: StepBatch, wanted: NDArray[np.int32] | None) -> Pausing[Tensor]:
         """Compute the next ``lengths`` tokens of each sequence.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint, node_config
 from drafted_node import Answers, DraftedNode, Oracle
 from hypothesis import given, settings
@@ -22,6 +23,9 @@ from pdserve.sampling_params import SamplingParams
 VOCAB = 128
 Request = tuple[list[int], SamplingParams]
 Source = Callable[[], DraftSource]
+Config = Callable[..., Any]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU Triton's interpreter runs V2's kernels
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -66,10 +70,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
 
 
-@pytest.fixture(scope="module", params=["V1"])
-def config(request: pytest.FixtureRequest, checkpoint: Path) -> Callable[..., Any]:
-    options = {"attention_backend": "triton"} if request.param == "V2" else {}
-    return functools.partial(node_config, checkpoint, runner=request.param, block_size=16, **options)
+def config_of(checkpoint: Path, version: str) -> Config:
+    options = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
+    return functools.partial(node_config, checkpoint, runner=version, **options)
+
+
+@pytest.fixture(scope="module", params=["V1", "V2"])
+def config(request: pytest.FixtureRequest, checkpoint: Path) -> Config:
+    return config_of(checkpoint, request.param)
 
 
 @st.composite
@@ -104,19 +112,37 @@ requests_of = st.lists(
 )
 
 
-@given(requests=requests_of, drafts=st.integers(1, 5), wrong=st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+cases = given(requests=requests_of, drafts=st.integers(1, 5), wrong=st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+
+
+@cases
 @settings(max_examples=25, deadline=None)
-def test_answers_are_those_without_drafts(
-    config: Callable[..., Any], requests: list[Request], drafts: int, wrong: float
+def test_answers_are_those_without_drafts(checkpoint: Path, requests: list[Request], drafts: int, wrong: float) -> None:
+    check_answers(config_of(checkpoint, "V1"), requests, drafts, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@cases
+@settings(max_examples=8, deadline=None)
+def test_answers_are_those_without_drafts_on_v2(
+    checkpoint: Path, requests: list[Request], drafts: int, wrong: float
+) -> None:
+    """The expected ones are V1's."""
+    check_answers(config_of(checkpoint, "V2"), requests, drafts, wrong, config_of(checkpoint, "V1"))
+
+
+def check_answers(
+    config: Config, requests: list[Request], drafts: int, wrong: float, reference: Config | None = None
 ) -> None:
     """Also with too few blocks, so that sequences are preempted, and with chunks of prompts beside decodes."""
-    expected = answers_of(config(), requests)
+    expected = answers_of((reference or config)(), requests)
     check(answers_of(config(), requests, drafts, oracle(requests, expected, wrong)), expected)
     tight = config(num_blocks=14, max_num_seqs=4, max_batch_tokens=24)
     check(answers_of(tight, requests, drafts, oracle(requests, expected, wrong)), expected)
 
 
-def test_right_drafts_save_steps(config: Callable[..., Any]) -> None:
+def test_right_drafts_save_steps(config: Config) -> None:
     requests = [
         (prompt_of(20, seed), SamplingParams(40, temperature=0.9, seed=seed, ignore_eos=True)) for seed in range(3)
     ]
@@ -127,7 +153,7 @@ def test_right_drafts_save_steps(config: Callable[..., Any]) -> None:
     assert len([plan for plan in node.plans if plan.num_decodes]) == 10
 
 
-def test_a_stop_token_among_accepted_drafts_ends_the_answer(config: Callable[..., Any]) -> None:
+def test_a_stop_token_among_accepted_drafts_ends_the_answer(config: Config) -> None:
     """Whatever its place in the run of accepted tokens."""
     prompt = prompt_of(20)
     plain = SamplingParams(30, temperature=0.8, seed=5, ignore_eos=True)
@@ -142,7 +168,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_answer(config: Callable[...
         check(answers_of(config(), [(prompt, sampling)], 4, source), expected)
 
 
-def test_rejected_drafts_are_not_in_the_prefix_cache(config: Callable[..., Any]) -> None:
+def test_rejected_drafts_are_not_in_the_prefix_cache(config: Config) -> None:
     """Prompts that continue earlier answers, and those that continue rejected drafts."""
     prompt = prompt_of(30)
     requests = [(prompt, SamplingParams(40, temperature=1.0, seed=1, ignore_eos=True))]
@@ -163,7 +189,7 @@ def test_rejected_drafts_are_not_in_the_prefix_cache(config: Callable[..., Any])
     assert node.scheduler.totals.prefix_cached_tokens > 0
 
 
-def test_lookup_copies_text(config: Callable[..., Any]) -> None:
+def test_lookup_copies_text(config: Config) -> None:
     """A bias makes the model repeat its prompt's tokens."""
     prompt = [5, 6, 7, 8, 9, 10] * 6
     requests = [(prompt, SamplingParams(40, temperature=0.0, logit_bias=dict.fromkeys((5, 6, 7), 40.0)))]
