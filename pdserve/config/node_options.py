@@ -33,6 +33,7 @@ GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdser
 
 OFF, LOOKUP = "off", "lookup"
 SPECULATE = (OFF, LOOKUP)
+MAX_DRAFTS = 16  # of a sequence in one step
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
 
 
@@ -177,7 +178,14 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = OFF
     num_drafts: Annotated[
-        int, Flag("drafts of a sequence in one step, at most", metavar="N", at_least=1, at_most=16, group="speculation")
+        int,
+        Flag(
+            "drafts of a sequence in one step, at most",
+            metavar="N",
+            at_least=1,
+            at_most=MAX_DRAFTS,
+            group="speculation",
+        ),
     ] = 3
 
     pp: Annotated[

@@ -38,7 +38,7 @@ class BatchIndices(StepBatch):
     @property
     def descriptor(self) -> BatchDescriptor:
         """The size without padding."""
-        return BatchDescriptor.of_step(self.num_seqs, self.num_tokens, self.longest)
+        return BatchDescriptor(self.num_seqs, self.num_tokens, self.longest)
 
     @property
     def every_token_samples(self) -> bool:
