@@ -23,6 +23,7 @@ from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
 from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
+from engine.scheduler.drafting import DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
@@ -115,8 +116,9 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],
         tile=TILE[config.device.kind],
-        max_drafts=config.max_drafts,
-        draft_source=PromptLookup if config.speculate == LOOKUP else None,
+        drafts=DraftOptions(
+            config.max_drafts, PromptLookup if config.speculate == LOOKUP else None, config.always_draft
+        ),
         max_waiting=config.max_waiting,
         itl_target=config.itl_target,
         idle_step=measure_idle_step(ranks) if measures else 0.0,

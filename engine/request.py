@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from engine.acceptance import Acceptance
 from engine.draft_source import DraftSource
 from engine.sequence_state import SequenceState
 from engine.token_rules import ChoiceRules, TokenRules
@@ -113,6 +114,7 @@ class Sequence:
     yielded: tuple[int, ...] = ()  # tokens of its last decode with drafts of a plan, until the runner is told
     verifying: bool = False  # a step in flight has such a decode
     draft_source: DraftSource | None = None  # guesses its next tokens
+    acceptance: Acceptance | None = None  # of these guesses
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
     def __post_init__(self) -> None:
@@ -237,12 +239,27 @@ class Sequence:
         """Let the runner draft so many tokens for its next decode."""
         self.num_drafts = num_drafts
 
-    def draft(self, make: Callable[[], DraftSource], most: int) -> None:
-        """Let its next decode verify up to ``most`` drafts of its source, which ``make`` makes for the first ones."""
-        if self.draft_source is None:
-            self.draft_source = make()
+    def begin_drafts(self, make_source: Callable[[], DraftSource], acceptance: Acceptance) -> None:
+        """Get a source of drafts, and the acceptance to begin with."""
+        self.draft_source, self.acceptance = make_source(), acceptance
+
+    def draft(self, most: int) -> None:
+        """Let its next decode verify up to ``most`` drafts of its source."""
+        assert self.draft_source is not None
+        assert self.acceptance is not None
         self.drafts = self.draft_source.propose(self.token_ids, most)
         self.num_drafts = len(self.drafts)
+        self.acceptance.proposed(self.drafts)
+
+    def probe_drafts(self, most: int) -> None:
+        """Find out how often drafts would be right."""
+        assert self.draft_source is not None
+        assert self.acceptance is not None
+        self.acceptance.probe(self.token_ids, self.draft_source.propose(self.token_ids, most))
+
+    def drop_drafts(self) -> None:
+        """Have no drafts in the next decode."""
+        self.num_drafts, self.drafts = 0, ()
 
     def launch_drafts(self, step: int, num_drafts: int) -> ScheduledSequence:
         """Launch a decode with drafts, and count them as accepted. Return its part of the step."""
@@ -263,8 +280,10 @@ class Sequence:
         self.num_launched -= num_drafts
         self.length -= num_drafts
 
-    def verified(self, token_ids: tuple[int, ...]) -> None:
+    def verified(self, num_drafts: int, token_ids: tuple[int, ...]) -> None:
         """A decode with drafts of a plan has yielded these tokens."""
+        assert self.acceptance is not None
+        self.acceptance.count(num_drafts, len(token_ids) - 1)
         self.verifying = False
         self.yielded = token_ids
 

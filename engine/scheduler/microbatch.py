@@ -60,11 +60,11 @@ class StepSequences:
 
     def _note_yielded(self, plan: StepPlan, output: StepOutput) -> None:
         """Tell the decodes with drafts of the plan what they yield."""
-        verified = {drafts.seq for drafts in plan.drafts if drafts.token_ids}
+        verified = {drafts.seq: len(drafts.token_ids) for drafts in plan.drafts if drafts.token_ids}
         at = 0
         for sequence, count in zip(self.decodes, output.decode_counts, strict=bool(verified)):
             if sequence.seq in verified:
-                sequence.verified(output.token_ids[at : at + count])
+                sequence.verified(verified[sequence.seq], output.token_ids[at : at + count])
             at += count
 
     def decode_tokens(self, output: StepOutput) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:

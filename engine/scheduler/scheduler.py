@@ -27,14 +27,13 @@ from math import isfinite
 
 import msgspec
 
-from engine.draft_source import DraftSource
 from engine.kv_cache.block_pool import ONE_GROUP, BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
-from engine.scheduler.drafting import Drafting
+from engine.scheduler.drafting import NO_DRAFTS, Drafting, DraftOptions
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -59,8 +58,8 @@ _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache 
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step`` and ``tile``, Drafting
-    ``max_drafts``, microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds.
+    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step`` and ``tile``,
+    microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class Scheduler:
         max_batch_tokens: int,
         full_step: int,
         tile: int = 1,
-        max_drafts: int = 0,
-        draft_source: Callable[[], DraftSource] | None = None,
+        drafts: DraftOptions = NO_DRAFTS,
         max_waiting: int,
         stages: int = 1,
         itl_target: float | None = 0.0,
@@ -86,7 +84,7 @@ class Scheduler:
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        assert max_num_seqs * (1 + max_drafts) <= max_batch_tokens, "a step must have room for every running sequence"
+        assert max_num_seqs * (1 + drafts.most) <= max_batch_tokens, "a step must have room for every running sequence"
         self._max_batch_tokens = max_batch_tokens
         self._full_step = full_step
         self._tile = tile
@@ -102,7 +100,7 @@ class Scheduler:
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
-        self._drafting = Drafting(self._kv, max_drafts, draft_source, stages)
+        self._drafting = Drafting(drafts, self._kv, self.meter, self.totals, stages)
         self.room = Room(
             self._live,
             self._kv,

@@ -11,7 +11,6 @@ from engine.step_cost_meter import StepWork
 from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
 Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
-
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
 FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
 # Matrix products on an H200 compute tokens in tiles: one more than 1,024 costs as much as 96 more.
@@ -59,7 +58,8 @@ class StepBuilder:
         self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
         self._masks: list[TokenMask] = []
-        self._drafts: list[Drafts] = []
+        self._num_drafts = 0
+        self._drafts: list[Drafts] = []  # of these, those of the plan
         self._decodes: list[Sequence] = []
         self._prompts: list[Sequence] = []
 
@@ -69,7 +69,8 @@ class StepBuilder:
 
     @property
     def work(self) -> StepWork:
-        return StepWork(len(self._decodes), self._prompt_tokens, self._attended / max(1, self._prompt_tokens))
+        context = self._attended / max(1, self._prompt_tokens)
+        return StepWork(len(self._decodes), self._prompt_tokens, context, self._num_drafts)
 
     def room(self, sequence: Sequence) -> int:
         """Count the tokens of a prompt that fit."""
@@ -105,6 +106,7 @@ class StepBuilder:
 
     def count_drafts(self, num_drafts: int, drafts: Collection[Drafts]) -> None:
         """Count the drafts of the decodes; some of them, or all, come with the plan."""
+        self._num_drafts += num_drafts
         self._tokens_left -= num_drafts
         self._drafts += drafts
 

@@ -10,7 +10,7 @@ from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import SampledTokens, StepsInFlight
-from engine.step_cost_meter import StepCostMeter
+from engine.step_cost_meter import StepCostMeter, StepWork
 from pdserve.ipc.messages import Batch, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
 
@@ -69,11 +69,13 @@ class StepResults:
                 decodes += 1
             if not sequence.computed(num_tokens) or self._settle(sequence):
                 self._apply_prompt(sequence, sampled)
-        self._measure(decodes, prompt_tokens, seconds, context / max(prompt_tokens, 1))
+        drafts = plan.num_drafts if output.decode_counts else 0
+        self._measure(StepWork(decodes, prompt_tokens, context / max(prompt_tokens, 1), drafts), seconds)
 
-    def _measure(self, decodes: int, prompt_tokens: int, seconds: float, context: float) -> None:
+    def _measure(self, work: StepWork, seconds: float) -> None:
         totals = self._totals
-        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context)
+        decodes, prompt_tokens, context, drafts = work
+        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context, drafts)
         if decodes and prompt_tokens:
             totals.mixed_steps += 1
             totals.mixed_step_seconds += seconds

@@ -32,6 +32,7 @@ GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdser
 
 
 OFF, LOOKUP = "off", "lookup"
+ALWAYS = "always"
 SPECULATE = (OFF, LOOKUP)
 MAX_DRAFTS = 16  # of a sequence in one step
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
@@ -187,6 +188,16 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="speculation",
         ),
     ] = 3
+
+    speculate_when: Annotated[
+        str,
+        Flag(
+            "auto: as many drafts as are worth their time, by measured costs and acceptance; always: all",
+            metavar="WHEN",
+            choices=("auto", ALWAYS),
+            group="speculation",
+        ),
+    ] = "auto"
 
     pp: Annotated[
         int, Flag("pipeline stages", metavar="N", at_least=1, alias="--pipeline-parallel-size", group="ranks")

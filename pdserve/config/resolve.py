@@ -24,7 +24,7 @@ from pdserve.config.attention_backends import (
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.node_options import NodeOptions, check_options
+from pdserve.config.node_options import ALWAYS, NodeOptions, check_options
 from pdserve.config.parallel import (
     ParallelConfig,
     choose_parallel_config,
@@ -123,6 +123,7 @@ def resolve(
         sim_crash_token=options.sim_crash_token,
         synthetic_acceptance=options.synthetic_acceptance,
         speculate=options.speculate,
+        always_draft=options.speculate_when == ALWAYS,
         max_drafts=options.max_drafts,
         compat_fields=_compat_fields(compat_model, options, layout, dtype, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},

@@ -70,13 +70,15 @@ def reference_ranks(prompt: list[int]) -> list[int]:
 class ErringSource:
     """A DraftSource that is often right, also about a choice other than the first."""
 
+    right = RIGHT_DRAFTS
+
     def __init__(self) -> None:
         self._random = random.Random(1)
 
     def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
         rng, text = self._random, list(token_ids)
         for _ in range(rng.randint(0, most)):
-            right = rng.random() < RIGHT_DRAFTS
+            right = rng.random() < self.right
             text.append(next_token(np.array(text), rng.choice((0, 0, 0, 1))) if right else rng.randrange(VOCAB))
         return tuple(text[len(token_ids) :])
 

@@ -17,6 +17,7 @@ from connector.setup import ConnectorSetup
 from engine.draft_source import DraftSource
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import Result, StepPipeline
+from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.config.node_config import NodeConfig
@@ -56,7 +57,11 @@ class DraftedNode:
     """``step`` is one iteration of the step loop. Nodes with ``max_drafts`` 0 have no drafts."""
 
     def __init__(
-        self, config: NodeConfig, max_drafts: int = 0, source: Callable[[], DraftSource] | None = None
+        self,
+        config: NodeConfig,
+        max_drafts: int = 0,
+        source: Callable[[], DraftSource] | None = None,
+        always: bool = True,
     ) -> None:
         self._runner = runner.build(config, lambda stage, fraction: None)
         self._woken = threading.Event()
@@ -68,8 +73,7 @@ class DraftedNode:
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             full_step=config.max_batch_tokens,
-            max_drafts=max_drafts,
-            draft_source=source,
+            drafts=DraftOptions(max_drafts, source, always) if max_drafts else NO_DRAFTS,
             max_waiting=1000,
             vocab_size=config.model.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
@@ -118,7 +122,7 @@ class DraftedNode:
             plan, output = result
             if output.step.decode_counts:
                 self.num_accepted += sum(output.step.decode_counts) - plan.num_decodes
-            self.scheduler.apply(plan, output)
+            self.scheduler.apply(plan, output, self._pipeline.step_seconds)
             self._take_events()
 
     def _take_events(self) -> None:

@@ -15,7 +15,12 @@ from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
-KINDS = {"1": (), "tp2": ("--tp", "2"), "pp2": ("--pp", "2"), "lookup": ("--speculate", "lookup")}  # of nodes
+KINDS = {  # of nodes
+    "1": (),
+    "tp2": ("--tp", "2"),
+    "pp2": ("--pp", "2"),
+    "lookup": ("--speculate", "lookup", "--speculate-when", "always"),
+}
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
