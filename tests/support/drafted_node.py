@@ -11,6 +11,8 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 import runner
 from connector.backends.null import NullConnector
 from connector.setup import ConnectorSetup
@@ -63,6 +65,7 @@ class DraftedNode:
         source: Callable[[], DraftSource] | None = None,
         always: bool = True,
     ) -> None:
+        config = msgspec.structs.replace(config, max_drafts=max_drafts)
         self._runner = runner.build(config, lambda stage, fraction: None)
         self._woken = threading.Event()
         self._grammars = GrammarWorkers(config.model_dir, config.model, self._woken.set)
