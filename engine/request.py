@@ -22,11 +22,16 @@ ALL_TOKENS = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class Constraint:
-    """Grammar and rules of one choice. ``mask`` is for its next token; None while it is computed and after its use."""
+    """Grammar and rules of one choice. ``mask`` is for its next token; None while it is computed and after its use.
+
+    ``later`` are those behind each of ``drafts``, which its grammar allows.
+    """
 
     grammar: Grammar | None
     rules: ChoiceRules | None = None
     mask: bytes | None = None
+    later: tuple[bytes, ...] = ()
+    drafts: tuple[int, ...] = ()
     matcher: Matcher | None = None  # after the tokens so far; made with the first token
     fixed: bool = False  # ``mask`` is for all further tokens, too
 
@@ -194,10 +199,12 @@ class Sequence:
     def draft_limit(self, most: int) -> int:
         """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
 
-        A masked sequence has none: its mask is for one position.
+        A masked sequence has those that its masks are for.
         """
-        if self.constraint is not None or self.request.sampling.disable_spec_decode:
+        if self.request.sampling.disable_spec_decode:
             return 0
+        if self.constraint is not None and not self.constraint.fixed:
+            most = min(most, len(self.constraint.drafts))
         return min(most, self.max_length - self.length - 1)
 
     @property
@@ -245,11 +252,19 @@ class Sequence:
 
     def draft(self, most: int) -> None:
         """Let its next decode verify up to ``most`` drafts of its source."""
+        if self.constraint is not None and not self.constraint.fixed:
+            self.drafts = self.constraint.drafts[:most]
+        else:
+            self.drafts = self.propose(most)
+        self.num_drafts = len(self.drafts)
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        """Return up to ``most`` drafts of its source."""
         assert self.draft_source is not None
         assert self.acceptance is not None
-        self.drafts = self.draft_source.propose(self.token_ids, most)
-        self.num_drafts = len(self.drafts)
-        self.acceptance.proposed(self.drafts)
+        drafts = self.draft_source.propose(self.token_ids, most)
+        self.acceptance.proposed(drafts)
+        return drafts
 
     def probe_drafts(self, most: int) -> None:
         """Find out how often drafts would be right."""

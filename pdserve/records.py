@@ -195,10 +195,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 
 class Drafts(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts of a decode in this step, and what became of those of its last one.
-
-    ``yielded``: the tokens of its last decode if that had drafts, for ranks that do not know them at once.
-    """
+    """Drafts of a decode in this step, and what its last one yielded if that had some, for ranks that do not know."""
 
     seq: int
     token_ids: tuple[int, ...] = ()  # one less than the decode's ``num_tokens``
@@ -215,12 +212,12 @@ class NewBlocks(msgspec.Struct, frozen=True):
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that a grammar or token rules allow next: bit t % 32 of the little-endian uint32 at t // 32 is token t.
 
-    It holds for all samples of a sequence in one step, respects ``min_tokens`` and always allows some token. A decode
-    with a mask has no drafts.
+    It respects ``min_tokens`` and always allows some token. A decode with drafts has one for each of its tokens.
     """
 
     seq: int
     words: bytes  # num_bytes(vocab_size)
+    drafts_before: int = 0  # of the sequence's samples, those behind so many drafts
 
     @staticmethod
     def num_bytes(vocab_size: int) -> int:
@@ -242,7 +239,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_decodes: int = 0
     new_blocks: tuple[NewBlocks, ...] = ()
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
-    masks: tuple[TokenMask, ...] = ()  # one per masked sequence that samples in this step
+    masks: tuple[TokenMask, ...] = ()  # of each masked sequence that samples in this step
     drafts: tuple[Drafts, ...] = ()  # of decodes
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 

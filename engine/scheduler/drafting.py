@@ -59,6 +59,7 @@ class Drafting:
         self._stages = stages
         self._gap = _HostGap(totals)
         self._of_all = Acceptance(self._most)
+        self._least = 1.0  # probability of a draft that is worth its time
         self._num_drafts = 0  # of the step that is planned
         self._drafts: list[Drafts] = []  # of these, those of a source
 
@@ -70,7 +71,7 @@ class Drafting:
         if self._make_source is None or self._stages > 1:
             return False
         decodes = [each for each in running if each.decodes_here]
-        if any(each.verifying for each in running):
+        if any(each.verifying and not each.blocked for each in running):
             return True
         if not any(each.in_flight for each in decodes):
             return False
@@ -94,7 +95,7 @@ class Drafting:
             return
         if self._make_source is None:
             for sequence in sequences:
-                sequence.want_drafts(sequence.draft_limit(self._most))
+                sequence.want_drafts(0 if sequence.constraint is not None else sequence.draft_limit(self._most))
         else:
             self._draft(sequences, self._make_source)
         self._kv.grow_for_drafts(sequences)
@@ -105,17 +106,14 @@ class Drafting:
     def _draft(self, sequences: Collection[Sequence], make_source: Callable[[], DraftSource]) -> None:
         """Let these decodes verify drafts if that is worth its time, else probe some."""
         step = self._meter.decode.at(len(sequences))
-        least = self._meter.drafts.slope * len(sequences) / step if step else 1.0
+        self._least = least = self._meter.drafts.slope * len(sequences) / step if step else 1.0
         known = self._always or self._meter.measures_drafts
         gain, num_drafts = 0.0, 0
         for sequence in sequences:
             limit = sequence.draft_limit(self._most)
             if limit <= 0:
                 continue
-            if sequence.acceptance is None:
-                sequence.begin_drafts(make_source, Acceptance(self._most, self._of_all))
-            acceptance = sequence.acceptance
-            assert acceptance is not None
+            acceptance = self._acceptance_of(sequence, make_source)
             worth = limit if self._always else acceptance.worth(least, limit)
             if worth and not sequence.in_flight and (known or not num_drafts):
                 sequence.draft(worth)
@@ -126,6 +124,25 @@ class Drafting:
         if num_drafts and not self._always and not self._pays(len(sequences), gain, num_drafts):
             for sequence in sequences:
                 sequence.drop_drafts()
+
+    def propose(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return drafts of a sequence whose masks follow from them. The step may use fewer."""
+        most = min(self._most, sequence.max_length - len(sequence.token_ids) - 1)
+        if self._make_source is None or most <= 0 or sequence.request.sampling.disable_spec_decode:
+            return ()
+        acceptance = self._acceptance_of(sequence, self._make_source)
+        if worth := most if self._always else acceptance.worth(self._least, most):
+            return sequence.propose(worth)
+        if acceptance.probe_due(len(sequence.token_ids)):
+            sequence.probe_drafts(self._most)
+        return ()
+
+    def _acceptance_of(self, sequence: Sequence, make_source: Callable[[], DraftSource]) -> Acceptance:
+        """Return the acceptance of a sequence, which has a source from now on."""
+        if sequence.acceptance is None:
+            sequence.begin_drafts(make_source, Acceptance(self._most, self._of_all))
+        assert sequence.acceptance is not None
+        return sequence.acceptance
 
     def _pays(self, num_decodes: int, gain: float, num_drafts: float, gap: float = 0.0) -> bool:
         """Whether ``gain`` further tokens are worth the time of the drafts, and of a gap before the step."""

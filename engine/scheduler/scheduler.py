@@ -101,6 +101,7 @@ class Scheduler:
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
         self._drafting = Drafting(drafts, self._kv, self.meter, self.totals, stages)
+        self._constraints.propose = self._drafting.propose
         self.room = Room(
             self._live,
             self._kv,

@@ -98,9 +98,10 @@ class StepBuilder:
         for sequence in sequences:
             if sequence.sent_blocks != sequence.ready_blocks:
                 self._send_blocks(sequence)
+            item = launch(sequence, step)
             if sequence.constraint is not None:
-                self._add_mask(sequence)
-            scheduled.append(launch(sequence, step))
+                self._add_masks(sequence, item.num_tokens)
+            scheduled.append(item)
         self._tokens_left -= len(sequences)
         self._decodes += sequences
 
@@ -123,7 +124,7 @@ class StepBuilder:
             self.budget.spend(sequence, num_tokens)
         self._send_blocks(sequence)
         if num_tokens == missing:
-            self._add_mask(sequence)
+            self._add_masks(sequence)
         self._attended += num_tokens * (sequence.num_launched + num_tokens / 2)
         self._scheduled.append(sequence.launch_prompt(self._step, num_tokens))
         self._tokens_left -= num_tokens
@@ -151,14 +152,15 @@ class StepBuilder:
             state_copies=state_copies,
         )
 
-    def _add_mask(self, sequence: Sequence) -> None:
-        """Move the mask of a sequence that samples into the step; a fixed one stays as well."""
+    def _add_masks(self, sequence: Sequence, count: int = 1) -> None:
+        """Move the masks of a sequence that samples, behind drafts, too, into the step; a fixed one stays as well."""
         constraint = sequence.constraint
         if constraint is not None:
             assert constraint.mask is not None, f"sequence {sequence.seq} is scheduled without the mask it needs"
-            self._masks.append(TokenMask(sequence.seq, constraint.mask))
+            masks = (constraint.mask,) * count if constraint.fixed else (constraint.mask, *constraint.later)
+            self._masks += [TokenMask(sequence.seq, masks[index], index) for index in range(count)]
             if not constraint.fixed:
-                constraint.mask = None
+                constraint.mask, constraint.later, constraint.drafts = None, (), ()
 
     def _send_blocks(self, sequence: Sequence) -> None:
         """Send the runner the blocks of a sequence that it lacks, or the whole sequence if it does not know it."""

@@ -72,13 +72,13 @@ class RunnerV1(BaseModelRunner[StepBatch]):
 
     def _sample(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> PendingStep:
         table = self._sequences
-        masks = {mask.seq: mask.words for mask in plan.masks}
+        masks = {(mask.seq, mask.drafts_before): mask.words for mask in plan.masks}
         before = batch.drafts_before.tolist() if batch.has_drafts else [0] * len(batch.sampled)
         sampling_rows: list[HostSamplingRow] = []
         for logits_row, (row, sequence) in enumerate(zip(batch.sampling_rows, batch.sampled, strict=True)):
             record = table.record(row)
             tokens = table.token_ids[row, : table.num_tokens[row] + before[logits_row]]
-            mask = masks.get(record.seq)
+            mask = masks.get((record.seq, before[logits_row]))
             for choice in sequence.sampled_choices(record.choice):
                 sampling_rows.append(
                     HostSamplingRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask)

@@ -125,7 +125,8 @@ def test_an_answer_continues_on_a_node_that_does_not_speculate(tmp_path: Path) -
 def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
     with Served(LLAMA, tmp_path / "v1") as served:
         expected = answers(served.fleet, bodies(5))
-    with Served(LLAMA, tmp_path / "v2", ["1 lookup"], ["1 lookup"], runner="V2") as served:
+    flags = ("--block-size", "16")
+    with Served(LLAMA, tmp_path / "v2", ["1 lookup"], ["1 lookup"], flags=flags, runner="V2") as served:
         found = answers(served.fleet, bodies(5))
         assert accepted(served.fleet.decode[0]) > 20
     for ours, theirs in zip(found, expected, strict=True):

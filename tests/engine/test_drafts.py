@@ -163,7 +163,7 @@ def test_drafts_leave_room_for_prompts_in_the_same_step(make: Make) -> None:
     assert node.tokens[4, 0] == reference([4] * 2 * BATCH_TOKENS, 0, 2)
 
 
-def test_masked_sequences_have_no_drafts(make: Make) -> None:
+def test_masked_sequences_have_no_drafts_of_the_runner(make: Make) -> None:
     node = make(64, max_drafts=3)
     node.submit(0, [1, 2, 3], SamplingParams(20, allowed_token_ids=(6, 7)), Mode.LOCAL)
     node.submit(1, [1, 2, 3], SamplingParams(20), Mode.LOCAL)

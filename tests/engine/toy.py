@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 import struct
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -111,7 +111,7 @@ class _Work:
     num_tokens: int
     num_samples: int
     is_decode: bool
-    mask: bytes  # of the tokens that it may sample; empty: all
+    masks: dict[int, bytes]  # of the tokens that it may sample, by the drafts before; none: all
     drafts: tuple[int, ...] = ()  # of the plan
 
 
@@ -287,7 +287,7 @@ class ToyRunner:
                 self._advance(state, state.token_ids[position])
             state.num_computed += work.num_tokens
             if work.num_samples:
-                token_ids += self._sample(state, work.num_samples, work.mask)
+                token_ids += self._sample(state, work.num_samples, work.masks.get(0, b""))
         for source, target in step.state_copies:
             self.slots[target] = self.slots[source]
         scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
@@ -350,7 +350,9 @@ class ToyRunner:
 
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []
-        others, masks = self.writing, {mask.seq: mask.words for mask in plan.masks}
+        others, masks = self.writing, defaultdict[int, dict[int, bytes]](dict)
+        for mask in plan.masks:
+            masks[mask.seq][mask.drafts_before] = mask.words
         drafts_of = {drafts.seq: drafts.token_ids for drafts in plan.drafts}
         told = {drafts.seq: drafts.yielded for drafts in plan.drafts}
         for more in plan.new_blocks:
@@ -368,9 +370,9 @@ class ToyRunner:
             others |= dict.fromkeys((block for block, _ in self._slots(state, first, end)), item.seq)
             state.num_launched = end
             state.least_launched += 1 if is_decode else item.num_tokens
-            mask, drafts = masks.get(item.seq, b""), drafts_of.get(item.seq, ())
+            drafts = drafts_of.get(item.seq, ())
             assert not drafts or len(drafts) == item.num_tokens - 1
-            works.append(_Work(state, item.num_tokens, item.num_samples, is_decode, mask, drafts))
+            works.append(_Work(state, item.num_tokens, item.num_samples, is_decode, masks[item.seq], drafts))
         return works
 
     def _check_stages(self, plan: StepPlan) -> None:
@@ -386,8 +388,8 @@ class ToyRunner:
 
     def _verify(self, state: _State, work: _Work) -> list[int]:
         """Compute the newest token and drafts. Return the accepted drafts, and the token after them."""
-        num_drafts, mask = work.num_tokens - 1, work.mask
-        assert not (num_drafts and mask), "a mask is for one position"
+        num_drafts, masks = work.num_tokens - 1, work.masks
+        assert not masks or len(masks) == 1 + len(work.drafts) == 1 + num_drafts
         first, token_ids, right = state.num_computed, list[int](), True
         draft = state.token_ids[first]
         for index in range(1 + num_drafts):
@@ -396,7 +398,7 @@ class ToyRunner:
             if right:
                 self._check_windows(state, first + index)
                 state.num_computed += 1
-                token_ids += self._sample(state, 1, mask)
+                token_ids += self._sample(state, 1, masks.get(index, b""))
             if index < num_drafts and work.drafts:
                 draft = work.drafts[index]
                 right &= draft == token_ids[-1]

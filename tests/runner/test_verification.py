@@ -12,11 +12,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, node_config
 from drafted_node import Answers, DraftedNode, Oracle
+from fleet import add_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.draft_source import DraftSource
 from engine.scheduler.prompt_lookup import PromptLookup
+from pdserve.grammar import from_regex
 from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams
 
@@ -187,6 +189,30 @@ def test_rejected_drafts_are_not_in_the_prefix_cache(config: Config) -> None:
     found = node.run()
     check({(rid, 0): found[rid + 1, 0] for rid in range(len(texts))}, off)
     assert node.scheduler.totals.prefix_cached_tokens > 0
+
+
+@pytest.mark.parametrize("version", ["V1", pytest.param("V2", marks=pytest.mark.slow)])
+def test_structured_outputs_have_drafts(tmp_path: Path, version: str) -> None:
+    """Each position has the mask of the grammar there, also where drafts leave it, and before ``min_tokens``."""
+    checkpoint = add_tokenizer(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, vocab_size=4096))
+    config = config_of(checkpoint, version)
+    grammars = ("[a-z ]{5,60}", "([0-9]{1,3}[.]){3}[0-9]{1,3}", "(river|bridge|river bank|brook)", "a{3,9}b{0,4}c+")
+    sampling = [
+        SamplingParams(
+            40, temperature=0.8, seed=seed, grammar=from_regex(regex), min_tokens=4 * (seed % 2), n=1 + seed % 2
+        )
+        for seed, regex in enumerate(grammars)
+    ]
+    sampling.append(SamplingParams(20, temperature=0.8, seed=9, allowed_token_ids=tuple(range(10, 40))))
+    sampling.append(SamplingParams(20, grammar=from_regex("[a-z ]{9,60}"), allowed_token_ids=tuple(range(10, 90))))
+    requests = [(prompt_of(20, rid), each) for rid, each in enumerate(sampling)]
+    expected = answers_of(config_of(checkpoint, "V1")(), requests)
+    for wrong in (0.0, 0.3, 1.0):
+        node = DraftedNode(config(), 3, oracle(requests, expected, wrong))
+        check(run(node, requests), expected)
+        masked = {(mask.seq, mask.drafts_before) for plan in node.plans for mask in plan.masks}
+        assert any(before for _, before in masked)
+        assert node.num_accepted > 20 or wrong
 
 
 def test_lookup_copies_text(config: Config) -> None:

@@ -102,15 +102,17 @@ class DraftedNode:
 
     def run(self) -> Answers:
         """Step until all requests have ended. Return their answers, and check that all blocks are free."""
-        while not (self._pipeline.empty and self.scheduler.idle):
+        while True:
             self.step()
             self._take_events()
             status = self.scheduler.status()
-            if self._pipeline.empty and self.scheduler.idle and (status.running or status.waiting):
-                assert self._woken.wait(30), "no mask arrives"  # of a grammar
-                self._woken.clear()
-        status = self.scheduler.status()
-        assert (status.free, status.running, status.waiting) == (status.total, 0, 0)
+            if not (self._pipeline.empty and self.scheduler.idle):
+                continue
+            if not (status.running or status.waiting):
+                break
+            assert self._woken.wait(30), "no mask arrives"  # of a grammar
+            self._woken.clear()
+        assert status.free == status.total
         return self.answers
 
     def close(self) -> None:
