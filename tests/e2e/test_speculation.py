@@ -17,7 +17,7 @@ import pytest
 from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import MODEL_NAME, Fleet
 
-LLAMA = Model("llama", {})
+LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,7 +37,11 @@ def bodies(seed: int) -> list[dict[str, Any]]:
         }
         more = ({"logprobs": 3}, {"n": 3}, {"presence_penalty": 0.5, "frequency_penalty": 0.1})
         found += [body, body | more[index % 3], body | {"stop_token_ids": few[:1], "min_tokens": 9 + index}]
-    return found
+    prompt = random_prompt(seed, 30)
+    regexes = ("(river and bridge, ){4,9}end", "[a-z ]{3,9}(, and so on){3,8}")
+    return found + [
+        {"prompt": prompt, "max_tokens": 60, "seed": 3, "structured_outputs": {"regex": each}} for each in regexes
+    ]
 
 
 def answers(fleet: Fleet, wanted: Sequence[dict[str, Any]], **fields: Any) -> list[Any]:
