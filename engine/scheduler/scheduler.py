@@ -92,7 +92,7 @@ class Scheduler:
         self._clock = clock
         self.pool = BlockPool(num_blocks, block_size, groups)
         self.events = Batch()
-        self.totals = Totals()
+        self.totals = Totals(accepted_per_position=[0] * drafts.most)
         self.meter = StepCostMeter()
         self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
         self.connector = connector(self.pool, self.events, block_size, self.states)

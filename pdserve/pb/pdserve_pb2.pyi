@@ -947,6 +947,8 @@ class Output(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFTS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     choice: _builtins.int
     token_id: _builtins.int
@@ -958,6 +960,9 @@ class Output(_message.Message):
     """prompt tokens found in a prefix cache; in the first output of a request"""
     handed_off: _builtins.bool
     """P has computed the prompt; in the first output of a request"""
+    accepted_drafts: _builtins.int
+    """of the request at D since its last output, and ..."""
+    rejected_drafts: _builtins.int
     @_builtins.property
     def logprobs(self) -> Global___TokenLogprobs: ...
     @_builtins.property
@@ -981,10 +986,12 @@ class Output(_message.Message):
         failure: Global___Failure | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         handed_off: _builtins.bool = ...,
+        accepted_drafts: _builtins.int = ...,
+        rejected_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "handed_off", b"handed_off", "has_token", b"has_token", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_drafts", b"accepted_drafts", "cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "handed_off", b"handed_off", "has_token", b"has_token", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rejected_drafts", b"rejected_drafts", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

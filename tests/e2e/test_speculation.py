@@ -68,6 +68,20 @@ def check(fleet: Fleet, seed: int) -> None:
                 assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
 
 
+def test_usage_counts_drafts(tmp_path: Path) -> None:
+    """A request without drafts has no such field."""
+    with Served(LLAMA, tmp_path / "m", ["1"], ["1 lookup"]) as served:
+        body = {"model": MODEL_NAME} | bodies(1)[0]
+        off = served.fleet.post("/v1/completions", body | {"disable_spec_decode": True})["usage"]
+        assert "completion_tokens_details" not in off
+        usage = served.fleet.post("/v1/completions", body)["usage"]
+        details, (node,) = usage["completion_tokens_details"], served.fleet.decode
+        assert usage["completion_tokens"] == off["completion_tokens"]
+        assert details["accepted_prediction_tokens"] == accepted(node) > 0
+        drafts = node.counter("spec_decode_num_draft_tokens")
+        assert details["rejected_prediction_tokens"] == drafts - accepted(node)
+
+
 def accepted(node: Any) -> float:
     return float(node.counter("spec_decode_num_accepted_tokens"))
 
