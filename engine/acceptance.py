@@ -8,6 +8,7 @@ from array import array
 _KEEP, _KEEP_OF_ALL = 0.85, 0.99  # weight of earlier drafts after each new one: about 6 or 100 count
 _FIRST_RATE, _FIRST_HITS = 0.6, 0.5  # of a node without drafts so far
 _LEAST_PROBABILITY = 0.1  # of a draft, whatever its cost
+_LEAST_HITS = 0.1  # one probe that finds drafts exceeds it
 _PROBE_EVERY = 8  # output tokens
 
 
@@ -25,14 +26,13 @@ class Acceptance:
         self._keep = _KEEP_OF_ALL if of_all is None else _KEEP
         self.rate: float = _FIRST_RATE if of_all is None else of_all.rate  # of right drafts, if those before were right
         self.hits: float = _FIRST_HITS if of_all is None else of_all.hits  # share of steps in which a source has drafts
-        self.expected = self.hits * self.gain(most)  # accepted drafts in such a step
+        self._most_gain = self.gain(most)
         self._probe: tuple[int, tuple[int, ...]] = (0, ())  # number of tokens before the drafts, drafts
         self._next_probe = 0  # number of tokens
 
     def proposed(self, drafts: tuple[int, ...]) -> None:
         """Count whether there are drafts."""
         self.hits = self._keep * self.hits + (1.0 - self._keep) * bool(drafts)
-        self.expected = self.hits * self.gain(self._most)
         if self._of_all is not None:
             self._of_all.proposed(drafts)
 
@@ -40,20 +40,30 @@ class Acceptance:
         """Count drafts of a step: the accepted ones, and the first wrong one if there is one."""
         for right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
             self.rate = self._keep * self.rate + (1.0 - self._keep) * right
-        self.expected = self.hits * self.gain(self._most)
+        self._most_gain = self.gain(self._most)
         if self._of_all is not None:
             self._of_all.count(num_drafts, num_accepted)
+
+    @property
+    def expected(self) -> float:
+        """Accepted drafts of a step in which it may have some, on average."""
+        return self.hits * self._most_gain
 
     def gain(self, num_drafts: int) -> float:
         """Return how many of so many drafts are accepted on average."""
         return sum([self.rate**number for number in range(1, num_drafts + 1)])
 
     def worth(self, least: float, most: int) -> int:
-        """Return how many drafts, up to ``most``, are right with a probability above ``least``."""
+        """Return how many drafts, up to ``most``, are right with a probability above ``least``.
+
+        A source that hardly ever has drafts is not asked each time.
+        """
         least = max(least, _LEAST_PROBABILITY)
-        if self.rate <= least:
+        if self.hits < _LEAST_HITS:
             return 0
-        return most if self.rate >= 1.0 else min(most, math.ceil(math.log(least) / math.log(self.rate)) - 1)
+        if self.rate**most > least:
+            return most
+        return 0 if self.rate <= least else math.ceil(math.log(least) / math.log(self.rate)) - 1
 
     def probe_due(self, num_tokens: int) -> bool:
         """Return whether to probe a text of ``num_tokens``."""
