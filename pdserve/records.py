@@ -200,6 +200,7 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     token_ids: tuple[int, ...] = ()  # one less than the decode's ``num_tokens``
     yielded: tuple[int, ...] = ()
+    accept: int | None = None  # so many drafts become tokens, whatever is sampled (--synthetic-acceptance)
 
 
 class NewBlocks(msgspec.Struct, frozen=True):

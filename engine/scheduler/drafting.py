@@ -13,8 +13,12 @@ knows the tokens itself; then the next step is planned while this one is in flig
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Callable, Collection
 from typing import NamedTuple
+
+import msgspec
 
 from engine.acceptance import Acceptance
 from engine.draft_source import DraftSource
@@ -34,6 +38,7 @@ class DraftOptions(NamedTuple):
     most: int  # drafts of a decode; 0: none
     make_source: Callable[[], DraftSource] | None = None
     always: bool = False  # also drafts that are not worth their time
+    synthetic: float | None = None  # probability that a draft is accepted, whatever is sampled; for benchmarks
 
 
 NO_DRAFTS = DraftOptions(0)
@@ -53,7 +58,8 @@ class Drafting:
     def __init__(
         self, options: DraftOptions, kv: KVCacheManager, meter: StepCostMeter, totals: Totals, stages: int
     ) -> None:
-        self._most, self._make_source, self._always = options
+        self._most, self._make_source, self._always, self._synthetic = options
+        self._random = random.Random(0)
         self._kv = kv
         self._meter = meter
         self._stages = stages
@@ -158,9 +164,22 @@ class Drafting:
         """Launch a decode with as many of its drafts as fit into its blocks."""
         num_drafts = min(sequence.num_drafts, min(sequence.capacity, sequence.covered) - sequence.length)
         if (drafts := sequence.take_drafts(num_drafts)) is not None:
-            self._drafts.append(drafts)
+            self._drafts.append(drafts if self._synthetic is None else self._with_synthetic(drafts, self._synthetic))
         self._num_drafts += num_drafts
         return sequence.launch_drafts(step, num_drafts) if num_drafts else sequence.launch_decode(step)
+
+    def _with_synthetic(self, drafts: Drafts, rate: float) -> Drafts:
+        accept = 0
+        while accept < len(drafts.token_ids) and self._random.random() < rate:
+            accept += 1
+        return msgspec.structs.replace(drafts, accept=accept)
+
+
+class SyntheticDrafts:
+    """A DraftSource of benchmarks whose drafts are accepted at a given rate: the first tokens of the prompt."""
+
+    def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
+        return tuple(token_ids[:most])
 
 
 class _HostGap:

@@ -107,8 +107,7 @@ class StepBuilder:
 
     def count_drafts(self, num_drafts: int, drafts: Collection[Drafts]) -> None:
         """Count the drafts of the decodes; some of them, or all, come with the plan."""
-        self._num_drafts += num_drafts
-        self._tokens_left -= num_drafts
+        self._num_drafts, self._tokens_left = self._num_drafts + num_drafts, self._tokens_left - num_drafts
         self._drafts += drafts
 
     def add_prompt(self, sequence: Sequence) -> None:

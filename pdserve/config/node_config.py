@@ -61,7 +61,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_timing: PeerTiming
     costs: SimulatedCosts | None = None  # None unless simulated
     sim_crash_token: int | None = None
-    synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: the runner verifies no drafts
+    synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: drafts are verified
     speculate: str = "off"  # node_options.SPECULATE: where drafts come from
     always_draft: bool = False  # also where drafts are not worth their time
     max_drafts: int = 0  # of a decode in one step

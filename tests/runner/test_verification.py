@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.draft_source import DraftSource
+from engine.scheduler.drafting import SyntheticDrafts
 from engine.scheduler.prompt_lookup import PromptLookup
 from pdserve.grammar import from_regex
 from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams
+from runner.simulated import acceptance_rate
 
 VOCAB = 128
 Request = tuple[list[int], SamplingParams]
@@ -223,6 +225,24 @@ def test_lookup_copies_text(config: Config) -> None:
     node = DraftedNode(config(), 3, PromptLookup)
     check(run(node, requests), expected)
     assert node.num_accepted > 20
+
+
+def test_synthetic_acceptance_yields_as_many_tokens_as_wanted(config: Config) -> None:
+    """KV and tokens agree: prompts that continue these answers find prefixes, and get the tokens of the model."""
+    requests = [(prompt_of(20, rid), SamplingParams(200, temperature=0.0, ignore_eos=True)) for rid in range(4)]
+    node = DraftedNode(config(), 3, SyntheticDrafts, synthetic=acceptance_rate(2.5, 3))
+    for rid, (prompt, sampling) in enumerate(requests):
+        node.submit(rid, prompt, sampling)
+    node.run()
+    num_decodes = sum(plan.num_decodes for plan in node.plans)
+    assert (num_decodes + node.num_accepted) / num_decodes == pytest.approx(2.5, rel=0.1)
+    prompt = requests[0][0] + node.answers[0, 0].token_ids[:100]
+    plain = SamplingParams(5, temperature=0.0, disable_spec_decode=True)
+    node.submit(9, prompt, plain)
+    found = node.run()[9, 0]
+    assert node.scheduler.totals.prefix_cached_tokens > 0
+    node.close()
+    assert found.token_ids == answers_of(config(), [(prompt, plain)])[0, 0].token_ids
 
 
 @pytest.mark.gpu

@@ -64,6 +64,7 @@ class DraftedNode:
         max_drafts: int = 0,
         source: Callable[[], DraftSource] | None = None,
         always: bool = True,
+        synthetic: float | None = None,
     ) -> None:
         config = msgspec.structs.replace(config, max_drafts=max_drafts)
         self._runner = runner.build(config, lambda stage, fraction: None)
@@ -76,7 +77,7 @@ class DraftedNode:
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             full_step=config.max_batch_tokens,
-            drafts=DraftOptions(max_drafts, source, always) if max_drafts else NO_DRAFTS,
+            drafts=DraftOptions(max_drafts, source, always, synthetic) if max_drafts else NO_DRAFTS,
             max_waiting=1000,
             vocab_size=config.model.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
