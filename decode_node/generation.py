@@ -14,6 +14,7 @@ from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import (
     Cancel,
+    Drafted,
     Mode,
     Pause,
     Prefilled,
@@ -70,6 +71,8 @@ class NodeGeneration:
         self._on_handoff_event: Callable[[HandoffEvent], None] = _ignore
         self._abandon_handoff: Callable[[], None] = _ignore
         self._has_output = False  # of the engine
+        self._accepted_drafts = 0  # since the last output
+        self._rejected_drafts = 0
         self._prefilled = Prefilled(self.rid, 0, 0.0)  # zeros unless the engine computes the prompt
         self._choices = set(self.resume or range(sampling.n))  # unfinished
         self._timeout = message.timeout_ms / 1000
@@ -174,6 +177,9 @@ class NodeGeneration:
         match event:
             case Prefilled():
                 self._prefilled = event
+            case Drafted(_, accepted, rejected):
+                self._accepted_drafts += accepted
+                self._rejected_drafts += rejected
             case Scored(_, found):
                 for part in found.parts(_LOGPROBS_BYTES):
                     self._output(len(part.table)).prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(part))
@@ -226,6 +232,9 @@ class NodeGeneration:
             output.cached_tokens = cached_tokens
         if handed_off:
             output.handed_off = True
+        if self._accepted_drafts or self._rejected_drafts:
+            output.accepted_drafts, self._accepted_drafts = self._accepted_drafts, 0
+            output.rejected_drafts, self._rejected_drafts = self._rejected_drafts, 0
         if finish is not None:
             output.finish_reason = finish
             self._choices.remove(choice)

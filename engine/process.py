@@ -23,15 +23,19 @@ from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
 from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
+from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers
+from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import LOOKUP
 from pdserve.errors import PdserveError
 from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_FAILED, end_with_parent, log_failure
+from runner.simulated import acceptance_rate
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +103,14 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
         sock.send(framed(heartbeat))
 
 
+def _draft_options(config: NodeConfig) -> DraftOptions:
+    most, always = config.max_drafts, config.always_draft
+    if config.costs is None and config.synthetic_acceptance is not None:
+        rate = acceptance_rate(config.synthetic_acceptance, most)
+        return DraftOptions(most, SyntheticDrafts, always, rate)
+    return DraftOptions(most, PromptLookup if config.speculate == LOOKUP else None, always)
+
+
 def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
     layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
@@ -113,7 +125,7 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],
         tile=TILE[config.device.kind],
-        max_drafts=config.max_drafts,
+        drafts=_draft_options(config),
         max_waiting=config.max_waiting,
         itl_target=config.itl_target,
         idle_step=measure_idle_step(ranks) if measures else 0.0,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from engine.acceptance import Acceptance
+from engine.draft_source import DraftSource
 from engine.sequence_state import SequenceState
 from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.grammar import Grammar, Matcher
 from pdserve.hashing import BlockHashes
 from pdserve.ipc.messages import Mode
-from pdserve.records import TOKEN_BYTES, NewSequence, ScheduledSequence
+from pdserve.records import TOKEN_BYTES, Drafts, NewSequence, ScheduledSequence
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 
@@ -20,11 +22,16 @@ ALL_TOKENS = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class Constraint:
-    """Grammar and rules of one choice. ``mask`` is for its next token; None while it is computed and after its use."""
+    """Grammar and rules of one choice. ``mask`` is for its next token; None while it is computed and after its use.
+
+    ``later`` are those behind each of ``drafts``, which its grammar allows.
+    """
 
     grammar: Grammar | None
     rules: ChoiceRules | None = None
     mask: bytes | None = None
+    later: tuple[bytes, ...] = ()
+    drafts: tuple[int, ...] = ()
     matcher: Matcher | None = None  # after the tokens so far; made with the first token
     fixed: bool = False  # ``mask`` is for all further tokens, too
 
@@ -107,6 +114,12 @@ class Sequence:
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
     state: SequenceState | None = None  # of a model with recurrent layers, while it has blocks
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
+    num_drafts: int = 0  # that its next decode should have
+    drafts: tuple[int, ...] = ()  # these, if they come with the plan
+    yielded: tuple[int, ...] = ()  # tokens of its last decode with drafts of a plan, until the runner is told
+    verifying: bool = False  # a step in flight has such a decode
+    draft_source: DraftSource | None = None  # guesses its next tokens
+    acceptance: Acceptance | None = None  # of these guesses
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
     def __post_init__(self) -> None:
@@ -186,9 +199,13 @@ class Sequence:
     def draft_limit(self, most: int) -> int:
         """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
 
-        A masked sequence has none: its mask is for one position.
+        A masked sequence has those that its masks are for.
         """
-        return 0 if self.constraint is not None else min(most, self.max_length - self.length - 1)
+        if self.request.sampling.disable_spec_decode:
+            return 0
+        if self.constraint is not None and not self.constraint.fixed:
+            most = min(most, len(self.constraint.drafts))
+        return min(most, self.max_length - self.length - 1)
 
     @property
     def samples_due(self) -> int:
@@ -225,6 +242,40 @@ class Sequence:
         self.length += 1
         return self.decode_item
 
+    def want_drafts(self, num_drafts: int) -> None:
+        """Let the runner draft so many tokens for its next decode."""
+        self.num_drafts = num_drafts
+
+    def begin_drafts(self, make_source: Callable[[], DraftSource], acceptance: Acceptance) -> None:
+        """Get a source of drafts, and the acceptance to begin with."""
+        self.draft_source, self.acceptance = make_source(), acceptance
+
+    def draft(self, most: int) -> None:
+        """Let its next decode verify up to ``most`` drafts of its source."""
+        if self.constraint is not None and not self.constraint.fixed:
+            self.drafts = self.constraint.drafts[:most]
+        else:
+            self.drafts = self.propose(most)
+        self.num_drafts = len(self.drafts)
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        """Return up to ``most`` drafts of its source."""
+        assert self.draft_source is not None
+        assert self.acceptance is not None
+        drafts = self.draft_source.propose(self.token_ids, most)
+        self.acceptance.proposed(drafts)
+        return drafts
+
+    def probe_drafts(self, most: int) -> None:
+        """Find out how often drafts would be right."""
+        assert self.draft_source is not None
+        assert self.acceptance is not None
+        self.acceptance.probe(self.token_ids, self.draft_source.propose(self.token_ids, most))
+
+    def drop_drafts(self) -> None:
+        """Have no drafts in the next decode."""
+        self.num_drafts, self.drafts = 0, ()
+
     def launch_drafts(self, step: int, num_drafts: int) -> ScheduledSequence:
         """Launch a decode with drafts, and count them as accepted. Return its part of the step."""
         self.launch_decode(step)
@@ -232,10 +283,24 @@ class Sequence:
         self.length += num_drafts
         return ScheduledSequence.decode(self.seq, num_drafts)
 
+    def take_drafts(self, num_drafts: int) -> Drafts | None:
+        """Return what the runner needs for a decode with so many drafts; None if it has them or needs none."""
+        drafts, yielded = self.drafts[:num_drafts], self.yielded
+        self.num_drafts, self.drafts, self.yielded = 0, (), ()
+        self.verifying = bool(drafts)
+        return Drafts(self.seq, drafts, yielded) if drafts or yielded else None
+
     def reject_drafts(self, num_drafts: int) -> None:
         """Count drafts of the oldest step in flight as never launched, before its tokens are taken."""
         self.num_launched -= num_drafts
         self.length -= num_drafts
+
+    def verified(self, num_drafts: int, token_ids: tuple[int, ...]) -> None:
+        """A decode with drafts of a plan has yielded these tokens."""
+        assert self.acceptance is not None
+        self.acceptance.count(num_drafts, len(token_ids) - 1)
+        self.verifying = False
+        self.yielded = token_ids
 
     def launch_prompt(self, step: int, num_tokens: int) -> ScheduledSequence:
         """Count missing tokens as launched. The step samples if it computes the last one. Return its part of it."""
@@ -331,6 +396,7 @@ class Sequence:
 
     def to_new_sequence(self) -> NewSequence:
         state = self.state
+        self.yielded = ()  # they are among its tokens
         return NewSequence(
             seq=self.seq,
             token_ids=self.token_ids.tobytes(),

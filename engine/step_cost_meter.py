@@ -13,6 +13,7 @@ _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
 _OUTLIER_RATIO = 1.5  # of measured to expected seconds; the first use of a kernel takes longer
 _FEW_OUTLIERS = 2  # so many in a row are no rule yet
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
+_DRAFTS_HALF_LIFE = 300  # steps without drafts after which these count as half as expensive: some try again
 _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
 
 
@@ -22,6 +23,7 @@ class StepWork(NamedTuple):
     decodes: int = 0
     prompt_tokens: int = 0
     context: float = 0.0
+    drafts: int = 0
 
 
 class LineFit:
@@ -164,13 +166,25 @@ class StepCostMeter:
         self._decodes = LineFit(_KEEP_DECODES, flat=True)
         self._chunks = ChunkFit(_KEEP)
         self._chunk: ChunkCost | None = None
+        self._drafts = LineFit(_KEEP)
+        self._undrafted = 0  # steps since the last one with drafts
         self._num_outliers = 0  # less the steps that were as expected
 
-    def add_step(self, decodes: int, prompt_tokens: int, seconds: float, context: float = 0.0) -> float:
-        """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences.
+    def add_step(
+        self, decodes: int, prompt_tokens: int, seconds: float, context: float = 0.0, drafts: int = 0
+    ) -> float:
+        """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences, with ``drafts`` in all.
 
         Return the seconds that the prompts added to it.
         """
+        self._undrafted = 0 if drafts else self._undrafted + 1
+        if drafts and not prompt_tokens:
+            if self._decodes:
+                added = max(0.0, seconds - self._decodes.line.at(decodes))
+                self._drafts.add(drafts, self._credible(self.drafts.at(drafts), added))
+            return 0.0
+        if drafts:
+            seconds = max(0.0, seconds - self.drafts.at(drafts))
         if not prompt_tokens:
             self._decodes.add(decodes, self._credible(self._decodes.line.at(decodes), seconds))
             return 0.0
@@ -212,6 +226,17 @@ class StepCostMeter:
         return self._decodes.line
 
     @property
+    def measures_drafts(self) -> bool:
+        """Whether there has been a step that only decodes, with drafts."""
+        return bool(self._drafts)
+
+    @property
+    def drafts(self) -> LinearCost:
+        """Seconds that drafts add to a step, by their number; zeros while not measured, less the longer ago it was."""
+        line, share = self._drafts.line, 0.5 ** (self._undrafted / _DRAFTS_HALF_LIFE)
+        return LinearCost(line.base * share, line.slope * share)
+
+    @property
     def chunk(self) -> ChunkCost | None:
         """The cost that prompts add to a step that decodes; None while no step had prompts."""
         if self._chunk is None and self._prompts:
@@ -220,7 +245,7 @@ class StepCostMeter:
 
     def expected(self, work: StepWork) -> float:
         """Return the seconds that a step takes by those measured so far; inf while none was like it."""
-        decodes, prompt_tokens, context = work
+        decodes, prompt_tokens, context, drafts = work
         if not decodes:
             if not prompt_tokens:
                 return 0.0
@@ -228,6 +253,8 @@ class StepCostMeter:
         if not (self._decodes and (self._prompts or not prompt_tokens)):
             return math.inf
         seconds = self._decodes.line.at(decodes)
+        if drafts:
+            seconds += self.drafts.at(drafts)
         if prompt_tokens and (chunk := self.chunk) is not None:
             seconds += chunk.at(prompt_tokens, context)
         return seconds

@@ -13,7 +13,7 @@ from node.context import NodeContext
 from node.health import State
 from pdserve import __version__
 from pdserve.ipc.heartbeat_monitor import LivenessWatch
-from pdserve.ipc.messages import Heartbeat, Status, Totals
+from pdserve.ipc.messages import Counters, Heartbeat, Status
 from pdserve.metrics import MetricSet, Reading
 from pdserve.request_cost import TYPICAL
 
@@ -75,7 +75,13 @@ class NodeMetrics(Collector):
             "Estimated time to compute that backlog, in seconds.",
             lambda: _backlog_seconds(status()),
         )
-        metrics.read_totals("pdserve", Totals, lambda: {(): status().totals})
+        metrics.read_totals("pdserve", Counters, lambda: {(): status().totals})
+        metrics.read_counter(
+            "pdserve_spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafts by their position among those of a decode.",
+            lambda: {(str(at),): float(count) for at, count in enumerate(status().totals.accepted_per_position)},
+            ["position"],
+        )
         metrics.read_counter(
             "pdserve_stream_violations",
             "Streams ended for a violation of the protocol.",

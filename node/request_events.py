@@ -11,6 +11,7 @@ from pdserve.errors import EngineDied, PdserveError
 from pdserve.ipc.messages import (
     Batch,
     DecodeAheadEnded,
+    Drafted,
     LastChunk,
     Leased,
     Pooled,
@@ -24,7 +25,17 @@ from pdserve.ipc.messages import (
 from pdserve.records import FinishReason, TokenLogprobs
 
 Event = (
-    Prefilled | Scored | Pooled | Reserved | Refused | ReadEnded | ReadChecked | LastChunk | Leased | DecodeAheadEnded
+    Prefilled
+    | Drafted
+    | Scored
+    | Pooled
+    | Reserved
+    | Refused
+    | ReadEnded
+    | ReadChecked
+    | LastChunk
+    | Leased
+    | DecodeAheadEnded
 )
 
 
@@ -64,7 +75,7 @@ class RequestEvents:
     def dispatch(self, batch: Batch) -> None:
         """Pass on the events of a step in their order: prompts first, then tokens, then what ends with these."""
         early = batch.reserved, batch.refused, batch.reads, batch.checked, batch.scored, batch.prefilled, batch.pooled
-        self._dispatch(*early, batch.last_chunks)
+        self._dispatch(*early, batch.drafted, batch.last_chunks)
         for rid, choice, token_id, finish, logprobs in batch.outputs.rows():
             if (handler := self._handlers.get(rid)) is not None:  # else it was closed meanwhile
                 handler.on_token(choice, token_id, finish, logprobs)

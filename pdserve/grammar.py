@@ -152,6 +152,10 @@ class Matcher:
         self._matcher = matcher
         self._grammar = grammar
 
+    def copy(self) -> Matcher:
+        """Return a matcher at the same position."""
+        return Matcher(self._matcher.deep_copy(), self._grammar)
+
     def consume(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens. A token that the grammar forbids makes the next ``mask`` fail."""
         self._matcher.consume_tokens(list(token_ids))

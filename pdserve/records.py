@@ -175,8 +175,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     A decode computes the newest token of a sequence, then drafts: guesses of the tokens after it. The runner samples at
     each of these positions, and accepts drafts while they equal the samples. So a decode yields 1 … ``num_tokens``
-    tokens: one per accepted draft, and one more. The next step of the sequence begins at the last of them, which the
-    runner knows before the host does. The KV of rejected drafts is overwritten then.
+    tokens: one per accepted draft, and one more. The next step of the sequence begins at the last of them. The KV of
+    rejected drafts is overwritten then. It is planned when the host knows these tokens if the drafts come with the plan
+    (``Drafts``), and may be planned earlier if they come from the runner.
     """
 
     seq: int
@@ -193,6 +194,15 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         return range(self.num_samples) if self.num_samples > 1 else (own,) * self.num_samples
 
 
+class Drafts(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts of a decode in this step, and what its last one yielded if that had some, for ranks that do not know."""
+
+    seq: int
+    token_ids: tuple[int, ...] = ()  # one less than the decode's ``num_tokens``
+    yielded: tuple[int, ...] = ()
+    accept: int | None = None  # so many drafts become tokens, whatever is sampled (--synthetic-acceptance)
+
+
 class NewBlocks(msgspec.Struct, frozen=True):
     """Further blocks of a sequence that the runner knows."""
 
@@ -203,12 +213,12 @@ class NewBlocks(msgspec.Struct, frozen=True):
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that a grammar or token rules allow next: bit t % 32 of the little-endian uint32 at t // 32 is token t.
 
-    It holds for all samples of a sequence in one step, respects ``min_tokens`` and always allows some token. A decode
-    with a mask has no drafts.
+    It respects ``min_tokens`` and always allows some token. A decode with drafts has one for each of its tokens.
     """
 
     seq: int
     words: bytes  # num_bytes(vocab_size)
+    drafts_before: int = 0  # of the sequence's samples, those behind so many drafts
 
     @staticmethod
     def num_bytes(vocab_size: int) -> int:
@@ -230,7 +240,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_decodes: int = 0
     new_blocks: tuple[NewBlocks, ...] = ()
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
-    masks: tuple[TokenMask, ...] = ()  # one per masked sequence that samples in this step
+    masks: tuple[TokenMask, ...] = ()  # of each masked sequence that samples in this step
+    drafts: tuple[Drafts, ...] = ()  # of decodes
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 
     @property

@@ -34,6 +34,7 @@ class BodyParams(msgspec.Struct, frozen=True, kw_only=True):
         float, Range(-2, 2), Meta(description="The same, times the number of occurrences in the output.")
     ] = 0.0
     ignore_eos: Annotated[bool, Meta(description="Go on after the model's end token.")] = False
+    disable_spec_decode: Annotated[bool, Meta(description="No speculative decoding; the tokens stay the same.")] = False
 
 
 class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
@@ -94,8 +95,13 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
         return self.temperature == 0.0
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, presence and frequency penalty."""
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @property
     def has_penalty(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return self.penalties != (1.0, 0.0, 0.0)
 
     @property
     def truncates(self) -> bool:

@@ -19,9 +19,8 @@ from pdserve.records import StepPlan
 # Above 512 tokens the time to launch no longer shows on a GPU.
 _MIXED = {16: (32, 64, 96, 128, 192, 256, 320, 384, 512), 128: (192, 256, 320, 384, 512)}
 
-
-# Tokens of each sequence in a decode step that has graphs: the newest one, and drafts.
-_DECODE_TOKENS = (1,)
+# Tokens of the largest decode step with drafts that has a graph of its own: larger batches gain little from drafts.
+_MOST_DRAFTED = 512
 
 
 def _rows_below(limit: int) -> Iterator[int]:
@@ -37,17 +36,11 @@ def _rows_below(limit: int) -> Iterator[int]:
 
 
 class BatchDescriptor(NamedTuple):
-    """The size that a batch is padded to."""
+    """The size of a batch, or that it is padded to."""
 
     rows: int
     tokens: int
-    row_tokens: int = 0  # of every sequence of a decode step; 0: the sequences have different numbers of tokens
-
-    @classmethod
-    def of_step(cls, rows: int, tokens: int, longest: int) -> BatchDescriptor:
-        """Return the size of a step without padding; ``longest`` are the most tokens of a sequence."""
-        is_decode = longest in _DECODE_TOKENS and tokens == rows * longest
-        return cls(rows, tokens, longest if is_decode else 0)
+    row_tokens: int = 0  # of a sequence, at most: 1 in a decode step, or 1 and drafts; 0: any number
 
     @property
     def is_decode(self) -> bool:
@@ -65,14 +58,18 @@ class GraphSizes:
 
         Kernels of recurrent layers for prompts cannot be captured.
         """
-        return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed=config.model.state is None)
+        mixed = config.model.state is None
+        return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
 
     @classmethod
-    def within(cls, max_num_seqs: int, max_batch_tokens: int, mixed: bool = True) -> GraphSizes:
+    def within(cls, max_num_seqs: int, max_batch_tokens: int, mixed: bool = True, max_drafts: int = 0) -> GraphSizes:
         """Return the sizes of all graphs of a runner with these limits; ``mixed``: also of steps with prompts."""
         decode = [*_rows_below(max_num_seqs), max_num_seqs]
         pairs = ((rows, tokens) for rows, tokens_of in _MIXED.items() for tokens in tokens_of if mixed)
-        sizes = [BatchDescriptor(rows, rows * each, each) for each in _DECODE_TOKENS for rows in decode]
+        sizes = [BatchDescriptor(rows, rows, 1) for rows in decode]
+        if max_drafts:
+            drafted = [BatchDescriptor(rows, rows * (1 + max_drafts), 1 + max_drafts) for rows in decode]
+            sizes += [size for size in drafted if size.tokens <= _MOST_DRAFTED]
         of_mixed = {(min(rows, max_num_seqs), tokens) for rows, tokens in pairs}
         sizes += [BatchDescriptor(*size) for size in sorted(of_mixed) if size[0] < size[1] <= max_batch_tokens]
         return cls(tuple(sorted(sizes, key=lambda size: -size.tokens)))
@@ -92,16 +89,19 @@ class GraphSizes:
         return max((each.tokens for each in self.descriptors if not each.is_decode), default=0)
 
     def find(self, step: BatchDescriptor) -> BatchDescriptor | None:
-        """Return the smallest size that holds a step of this size, None if there is none."""
+        """Return the smallest size that holds a step of this size, None if there is none.
+
+        ``step.row_tokens`` are those of its longest sequence.
+        """
         rows, tokens, row_tokens = step
         fitting = (
             each
             for each in self.descriptors
-            if each.rows >= rows and each.tokens >= tokens and each.row_tokens == row_tokens
+            if each.rows >= rows and each.tokens >= tokens and (not each.row_tokens or each.row_tokens >= row_tokens)
         )
         return min(fitting, key=lambda each: (each.tokens, each.rows), default=None)
 
     def have(self, plan: StepPlan) -> bool:
         """Whether one of them holds this step."""
         tokens = [each.num_tokens for each in plan.scheduled]
-        return self.find(BatchDescriptor.of_step(len(tokens), sum(tokens), max(tokens, default=0))) is not None
+        return self.find(BatchDescriptor(len(tokens), sum(tokens), max(tokens, default=0))) is not None

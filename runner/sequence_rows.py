@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -60,12 +61,38 @@ class StepBatch:
         return int(self.query_starts[-1])
 
     @property
+    def sampling_rows(self) -> NDArray[np.int32]:
+        return self.rows[self.sampling]
+
+    @cached_property
     def has_drafts(self) -> bool:
         return bool((self.lengths[: self.num_decodes] > 1).any())
 
     @property
-    def sampling_rows(self) -> NDArray[np.int32]:
-        return self.rows[self.sampling]
+    def drafted(self) -> NDArray[np.int64]:
+        """The indices of the sequences with drafts."""
+        return np.flatnonzero(self.lengths[: self.num_decodes] > 1)
+
+    @property
+    def known(self) -> NDArray[np.int32]:
+        """The tokens of each sequence that are no drafts: [num_seqs]."""
+        lengths = self.lengths.copy()
+        lengths[: self.num_decodes] = 1
+        return lengths
+
+    @property
+    def drafts_before(self) -> NDArray[np.int64]:
+        """The number of drafts behind which each logits row samples: [logits rows]."""
+        return np.arange(len(self.sampling)) - np.searchsorted(self.sampling, self.sampling)
+
+    @cached_property
+    def continued(self) -> NDArray[np.int64]:
+        """The indices of the sequences that sample and have no drafts: one sample continues each of them."""
+        return np.setdiff1d(self.sampling, self.drafted) if self.has_drafts else self.sampling
+
+    @property
+    def continued_sequences(self) -> tuple[ScheduledSequence, ...]:
+        return tuple([self.scheduled[index] for index in self.continued]) if self.has_drafts else self.sampled
 
 
 class SequenceRows(ABC):

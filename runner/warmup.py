@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import MAX_DRAFTS
 from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
-from pdserve.records import TOKEN_BYTES, DigestOrder, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import TOKEN_BYTES, DigestOrder, Drafts, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 from runner.graph_sizes import GraphSizes
@@ -41,9 +42,14 @@ DEMANDING = SamplingParams(
 )
 
 
+def _more(config: NodeConfig) -> int:
+    """Return how many tokens follow a prompt: two decodes, and one with drafts."""
+    return 2 + (1 + config.max_drafts if config.max_drafts else 0)
+
+
 def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
     """Run a step with the most prompt tokens, and one with the most sequences that use every sampling parameter."""
-    longest = min(config.max_batch_tokens, config.max_model_len - 2)
+    longest = min(config.max_batch_tokens, config.max_model_len - _more(config))
     whole, rest = divmod(config.max_batch_tokens, longest)
     lengths = [longest] * whole + ([rest] if rest else [])
     run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY)
@@ -69,7 +75,7 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
     chunks = _DENSE_CHUNKS if dense else _CHUNKS
     in_graphs = GraphSizes.of_node(config).most_mixed_tokens
     for others in (1, 4):
-        most = min(config.max_batch_tokens - others, config.max_model_len - 2)
+        most = min(config.max_batch_tokens - others, config.max_model_len - _more(config))
         for chunk in sorted({min(chunk, most) for chunk in chunks if chunk > in_graphs}):
             if chunk > 1 and others < config.max_num_seqs:
                 _run_beside(runner, config, others, chunk)
@@ -86,9 +92,9 @@ def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int
 
 
 def _sequence(runner: ModelRunner, number: int, length: int, sampling: SamplingParams = GREEDY) -> NewSequence:
-    """Return a sequence with room for two more tokens. All share blocks and states: nothing reads their tokens."""
+    """Return a sequence with room for a few more tokens. All share blocks and states: nothing reads their tokens."""
     layout = runner.kv_layout
-    num_entries = ((length + 2) // layout.block_size + 1) * layout.groups.num_groups
+    num_entries = ((length + 2 + 1 + MAX_DRAFTS) // layout.block_size + 1) * layout.groups.num_groups
     blocks = tuple((number + at) % layout.num_blocks for at in range(num_entries))
     state_slot = NO_SLOT if runner.state_layout is None else number % runner.state_layout.num_slots
     tokens = bytes(length * TOKEN_BYTES)
@@ -101,12 +107,13 @@ def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
         *range(GraphSizes.of_node(config).most_mixed_tokens + 8, 2048, 8),
         *range(2048, config.max_batch_tokens + 1, 128),
     ]
-    return [each for each in tokens if each <= config.max_batch_tokens], list(range(1, config.max_num_seqs + 1))
+    samples = range(1, config.max_num_seqs * (1 + config.max_drafts) + 1)
+    return [each for each in tokens if each <= config.max_batch_tokens], list(samples)
 
 
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
-    """Run prompts of these lengths in one step, two decode steps of all, and their end with a digest."""
-    lengths = [max(1, min(length, config.max_model_len - 2)) for length in lengths]
+    """Run prompts of these lengths in one step, decode steps of all, one of them with drafts, and their end."""
+    lengths = [max(1, min(length, config.max_model_len - _more(config))) for length in lengths]
     new = [_sequence(runner, number, length, sampling) for number, length in enumerate(lengths)]
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
@@ -116,6 +123,10 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()
     for _ in range(2):
         runner.launch(StepPlan(-1, scheduled=tokens, num_decodes=len(tokens), masks=masks)).result()
+    if num_drafts := config.max_drafts:
+        drafted = tuple(ScheduledSequence.decode(seq, num_drafts) for seq in seqs)
+        drafts = tuple(Drafts(seq, (0,) * num_drafts) for seq in seqs)
+        runner.launch(StepPlan(-1, scheduled=drafted, num_decodes=len(seqs), drafts=drafts)).result()
     has_states = runner.state_layout is not None
     digests = (DigestOrder((0,), 1, state_slots=(0,) if has_states else ()),) if config.kv_checksum else ()
     copies = ((0, 1),) if has_states else ()

@@ -11,7 +11,7 @@ ready at once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from engine.request import Constraint, Request, Sequence
 from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers
@@ -30,6 +30,8 @@ class GrammarConstraints:
         self._compiling: dict[str, list[Request]] = {}  # by grammar: the requests that wait for it
         self._advancing: dict[Constraint, Sequence] = {}  # whose next mask is being computed
         self._advances: list[Advance] = []  # not sent to the workers yet
+        self._new_tokens: dict[Sequence, int] = {}  # whose next mask is not being computed yet
+        self.propose: Callable[[Sequence], tuple[int, ...]] = lambda sequence: ()  # drafts that may follow
 
     @property
     def num_compiling(self) -> int:
@@ -79,10 +81,14 @@ class GrammarConstraints:
         """Advance a sequence by its newest tokens."""
         if sequence.constraint is not None:
             sequence.constraint.mask = None
-            self._advance(sequence, sequence.token_ids[-num_tokens:])
+            self._new_tokens[sequence] = self._new_tokens.get(sequence, 0) + num_tokens
 
     def request_masks(self) -> None:
         """Send the advances since the last call to the workers."""
+        new_tokens, self._new_tokens = self._new_tokens, {}
+        for sequence, num_tokens in new_tokens.items():
+            if not sequence.ended:
+                self._advance(sequence, sequence.token_ids[-num_tokens:])
         if self._advances:
             assert self._workers is not None
             self._workers.advance(self._advances)
@@ -103,7 +109,8 @@ class GrammarConstraints:
                 continue
             sequence = self._advancing.pop(found.constraint)
             if isinstance(found.result, bytes):
-                found.constraint.mask = found.result
+                found.constraint.mask, found.constraint.later = found.result, found.later
+                found.constraint.drafts = found.constraint.drafts[: len(found.later)]
             elif not sequence.ended:
                 failed.append((sequence.request.rid, found.result))
         return ready, failed
@@ -119,7 +126,18 @@ class GrammarConstraints:
                 constraint.mask, constraint.fixed = allowed[0], rules.always_fixed and not forbidden
                 return
         self._advancing[constraint] = sequence
-        self._advances.append(Advance(sequence.request.client, constraint, token_ids, forbidden, allowed))
+        constraint.drafts = () if rules is not None else self.propose(sequence)
+        self._advances.append(
+            Advance(
+                sequence.request.client,
+                constraint,
+                token_ids,
+                forbidden,
+                allowed,
+                drafts=constraint.drafts,
+                num_forbidden=sequence.request.sampling.min_tokens - sequence.num_outputs,
+            )
+        )
 
     def _forbidden(self, sequence: Sequence) -> frozenset[int]:
         """Return the tokens that would end a sequence before ``min_tokens``."""

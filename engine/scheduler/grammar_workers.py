@@ -23,7 +23,7 @@ from engine.request import Constraint
 from engine.scheduler.fair_jobs import FairJobs
 from pdserve.checkpoint.files import MAX_TOKENIZER, read_text
 from pdserve.errors import RequestError
-from pdserve.grammar import Grammar, GrammarVocabulary, intersection, start_thread, without
+from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, intersection, start_thread, without
 from pdserve.model.model_config import ModelConfig
 
 COMPILE_SECONDS = 10.0  # after which requests that wait for a grammar fail
@@ -35,7 +35,8 @@ _CACHED_GRAMMARS = 256  # most recently used; a few MB for large vocabularies
 class Advance(NamedTuple):
     """New tokens of a constraint's choice. ``forbidden`` tokens may not follow, because of min_tokens.
 
-    ``allowed`` are the masks of its token rules, if it has any: the first one that leaves a token holds.
+    ``allowed`` are the masks of its token rules, if it has any: the first one that leaves a token holds. ``drafts`` may
+    follow: the masks behind them are wanted, too, as far as the grammar allows them.
     """
 
     client: int
@@ -43,6 +44,8 @@ class Advance(NamedTuple):
     token_ids: Sequence[int]
     forbidden: frozenset[int]
     allowed: Sequence[bytes] = ()
+    drafts: tuple[int, ...] = ()
+    num_forbidden: int = 1  # positions from the next one at which ``forbidden`` tokens may not follow
 
 
 class Compiled(NamedTuple):
@@ -51,8 +54,11 @@ class Compiled(NamedTuple):
 
 
 class Masked(NamedTuple):
+    """The mask of a choice's next token, and those behind some of its drafts."""
+
     constraint: Constraint
     result: bytes | RequestError
+    later: tuple[bytes, ...] = ()
 
 
 class GrammarWorkers:
@@ -163,11 +169,31 @@ def _masked(step: Advance) -> Masked:
         mask = constraint.matcher.mask()
         if step.allowed:
             mask = intersection(mask, step.allowed)
-        return Masked(constraint, without(mask, step.forbidden) if step.forbidden else mask)
+        if step.forbidden:
+            mask = without(mask, step.forbidden)
+        return Masked(constraint, mask, _masks_behind_drafts(step, constraint.matcher, mask) if step.drafts else ())
     except RequestError as exc:
         return Masked(constraint, exc)
     except BaseException as exc:  # a panic in Rust is not an Exception; the thread must survive it
         return Masked(constraint, RequestError(f"the grammar cannot go on: {exc}", "grammar"))
+
+
+def _masks_behind_drafts(step: Advance, matcher: Matcher, mask: bytes) -> tuple[bytes, ...]:
+    """Return the masks behind each draft, up to the first one that may not follow; ``mask`` is that of the first."""
+    masks: list[bytes] = []
+    ahead = matcher.copy()
+    for position, draft in enumerate(step.drafts, 1):
+        if not mask[draft // 8] >> draft % 8 & 1:
+            break
+        ahead.consume((draft,))
+        try:
+            mask = ahead.mask()
+        except RequestError:  # the text ends with this draft, or the grammar is too slow: the request fails later
+            break
+        if position < step.num_forbidden:
+            mask = without(mask, step.forbidden)
+        masks.append(mask)
+    return tuple(masks)
 
 
 def _load_vocabulary(model_dir: Path, model: ModelConfig) -> GrammarVocabulary | RequestError:

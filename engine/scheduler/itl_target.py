@@ -25,6 +25,7 @@ Decodes for peers (decode-ahead) are not protected: their peers take over soon.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from engine.request import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
@@ -131,3 +132,18 @@ class ChunkBudget:
         first = self._cost.at(context)
         divisor = first + math.sqrt(first * first + 2.0 * self._cost.slope * seconds)
         return int(min(2.0 * seconds / divisor, _MANY)) if divisor > 0.0 else _MANY
+
+
+def in_order(prompts: Iterable[Sequence], budget: ChunkBudget | None) -> list[Sequence]:
+    """Return running prompts in the order in which a step takes them.
+
+    Those that continue an output come first. Of the others, without a limit the oldest one does; with one, those that
+    end soon use what the oldest one leaves.
+    """
+    outputs, others = list[Sequence](), list[Sequence]()
+    for each in prompts:
+        (outputs if each.continues_output else others).append(each)
+    if budget is not None and others:
+        budget.reserve(others[0])
+        others = [*sorted(others[1:], key=lambda each: each.missing), others[0]]
+    return outputs + others

@@ -55,6 +55,17 @@ class StepSequences:
             for sequence, item, count in zip(self.decodes, decodes, output.decode_counts, strict=True):
                 assert 1 <= count <= item.num_tokens, f"a decode of {item.num_tokens} tokens yields {count}"
                 sequence.reject_drafts(item.num_tokens - count)
+        if plan.drafts:
+            self._note_yielded(plan, output)
+
+    def _note_yielded(self, plan: StepPlan, output: StepOutput) -> None:
+        """Tell the decodes with drafts of the plan what they yield."""
+        verified = {drafts.seq: len(drafts.token_ids) for drafts in plan.drafts if drafts.token_ids}
+        at = 0
+        for sequence, count in zip(self.decodes, output.decode_counts, strict=bool(verified)):
+            if sequence.seq in verified:
+                sequence.verified(verified[sequence.seq], output.token_ids[at : at + count])
+            at += count
 
     def decode_tokens(self, output: StepOutput) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
         """Yield each token of the decodes, with its sequence: one of each sequence, or as many as it yields.

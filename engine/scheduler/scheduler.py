@@ -33,10 +33,11 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
+from engine.scheduler.drafting import NO_DRAFTS, Drafting, DraftOptions
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.itl_target import ItlTarget
+from engine.scheduler.itl_target import ItlTarget, in_order
 from engine.scheduler.joining_streams import JoiningStreams
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
@@ -57,8 +58,8 @@ _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache 
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step``, ``tile`` and
-    ``max_drafts``, microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds.
+    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step`` and ``tile``,
+    microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Scheduler:
         max_batch_tokens: int,
         full_step: int,
         tile: int = 1,
-        max_drafts: int = 0,
+        drafts: DraftOptions = NO_DRAFTS,
         max_waiting: int,
         stages: int = 1,
         itl_target: float | None = 0.0,
@@ -83,16 +84,15 @@ class Scheduler:
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        assert max_num_seqs * (1 + max_drafts) <= max_batch_tokens, "a step must have room for every running sequence"
+        assert max_num_seqs * (1 + drafts.most) <= max_batch_tokens, "a step must have room for every running sequence"
         self._max_batch_tokens = max_batch_tokens
         self._full_step = full_step
         self._tile = tile
-        self._max_drafts = max_drafts
         self._max_waiting = max_waiting
         self._clock = clock
         self.pool = BlockPool(num_blocks, block_size, groups)
         self.events = Batch()
-        self.totals = Totals()
+        self.totals = Totals(accepted_per_position=[0] * drafts.most)
         self.meter = StepCostMeter()
         self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
         self.connector = connector(self.pool, self.events, block_size, self.states)
@@ -100,6 +100,8 @@ class Scheduler:
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
+        self._drafting = Drafting(drafts, self._kv, self.meter, self.totals, stages)
+        self._constraints.propose = self._drafting.propose
         self.room = Room(
             self._live,
             self._kv,
@@ -252,7 +254,6 @@ class Scheduler:
             self._max_batch_tokens,
             self._full_step,
             tile=self._tile,
-            max_drafts=self._max_drafts,
             crowding=self._fair_share.crowding,
         )
         if self._make_room() and self._add_running(builder):
@@ -337,14 +338,16 @@ class Scheduler:
         """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
 
         If blocks run out, preempt. Return False while that is impossible, because steps in flight write to the blocks:
-        these steps have to end first.
+        these steps have to end first. So they have if drafts follow their tokens.
         """
-        runnable = self._in_flight.select(self._live.running.values())
+        if self._drafting.must_wait(self._live.running.values()):
+            return False
+        runnable = self._select()
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
             if self.room.preempt_paused():
                 continue
             if self._peer_prompts.end_ahead(runnable.ahead):
-                runnable = self._in_flight.select(self._live.running.values())
+                runnable = self._select()
                 continue
             if self._in_flight:
                 return False
@@ -352,12 +355,12 @@ class Scheduler:
                 self.room.preempt(sequence)
             else:
                 self._refuse(self._live.newest_for_peers)
-            runnable = self._in_flight.select(self._live.running.values())
+            runnable = self._select()
         self._prompts = []
         waited = self._joining.longest_wait(runnable, self._busy)  # none joins any more once it is in the step
-        self._add_decodes(builder, runnable.decodes)
+        self._drafting.add_decodes(builder, runnable.decodes)
         if runnable.ahead:
-            self._add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
+            self._drafting.add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
         prompts = self._limit_prompts(builder, runnable, waited)
         if runnable.prompts and self._live.waiting:
             running = {sequence.request.client for sequence in runnable.prompts}
@@ -373,20 +376,13 @@ class Scheduler:
                 self._add_prompt(builder, sequence)
         return True
 
-    def _add_decodes(self, builder: StepBuilder, sequences: Collection[Sequence]) -> None:
-        if self._max_drafts:
-            self._kv.grow_for_drafts(sequences, self._max_drafts)
-        builder.add_decodes(sequences)
-        self._kv.decoded(sequences)
+    def _select(self) -> RunnableSequences:
+        return self._in_flight.select(self._drafting.ready(self._live.running.values()))
 
     def _limit_prompts(
         self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None
     ) -> Collection[Sequence]:
-        """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them.
-
-        Those that continue an output come first. Of the others, without a limit the oldest one does; with one, those
-        that end soon use what the oldest one leaves.
-        """
+        """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them."""
         if not runnable.prompts and self.room.head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
@@ -394,12 +390,7 @@ class Scheduler:
         builder.budget = self._itl_target.budget(
             decoding=decoding or coming, waited=waited, arrival_in=self._joining.arrival_in(self._busy)
         )
-        outputs = [each for each in runnable.prompts if each.continues_output]
-        prompts = [each for each in runnable.prompts if not each.continues_output]
-        if builder.budget is not None and prompts:
-            builder.budget.reserve(prompts[0])
-            prompts = [*sorted(prompts[1:], key=lambda each: each.missing), prompts[0]]
-        return outputs + prompts
+        return in_order(runnable.prompts, builder.budget)
 
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""

@@ -8,8 +8,9 @@ from engine.request import Sequence
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.step_cost_meter import StepWork
-from pdserve.records import DigestOrder, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
+Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
 FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
 # Matrix products on an H200 compute tokens in tiles: one more than 1,024 costs as much as 96 more.
@@ -28,8 +29,6 @@ class StepBuilder:
     not the last tokens before an output continues.
     Prompts of a crowding client get a small part of a step, so that the step is not much longer for the clients that
     decode beside it.
-
-    Each decode has up to ``max_drafts`` drafts.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class StepBuilder:
         max_tokens: int,
         full_step: int,
         tile: int = 1,
-        max_drafts: int = 0,
         crowding: Callable[[Sequence, int], int | None] = lambda sequence, step: None,
     ) -> None:
         """``crowding``: see FairShare. It is asked about prompts that may become the first one of the step.
@@ -51,7 +49,6 @@ class StepBuilder:
         self._tokens_left = max_tokens
         self._full_step = full_step
         self._tile = tile
-        self._max_drafts = max_drafts
         self._most_tokens = max_tokens
         self._prompt_tokens = 0
         self._attended = 0.0  # tokens that the prompt tokens attend to, summed over these
@@ -61,6 +58,8 @@ class StepBuilder:
         self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
         self._masks: list[TokenMask] = []
+        self._num_drafts = 0
+        self._drafts: list[Drafts] = []  # of these, those of the plan
         self._decodes: list[Sequence] = []
         self._prompts: list[Sequence] = []
 
@@ -70,7 +69,8 @@ class StepBuilder:
 
     @property
     def work(self) -> StepWork:
-        return StepWork(len(self._decodes), self._prompt_tokens, self._attended / max(1, self._prompt_tokens))
+        context = self._attended / max(1, self._prompt_tokens)
+        return StepWork(len(self._decodes), self._prompt_tokens, context, self._num_drafts)
 
     def room(self, sequence: Sequence) -> int:
         """Count the tokens of a prompt that fit."""
@@ -89,21 +89,26 @@ class StepBuilder:
         room = min(self._tokens_left + self._prompt_tokens, self._full_step) // 2 - self._prompt_tokens
         return len(sequence.token_ids) - max(0, sequence.cached_at_lookup) <= room
 
-    def add_decodes(self, sequences: Collection[Sequence]) -> None:
-        """Add the newest token of each sequence, and drafts; called before any prompt is added.
+    def add_decodes(self, sequences: Collection[Sequence], launch: Launch = Sequence.launch_decode) -> None:
+        """Add the newest token of each sequence; called before any prompt is added.
 
-        A step has room for all that may run, with drafts.
+        A step has room for all that may run, with the drafts that ``launch`` adds.
         """
         step, scheduled = self._step, self._scheduled
-        launch = self._launch_drafts if self._max_drafts else Sequence.launch_decode
         for sequence in sequences:
             if sequence.sent_blocks != sequence.ready_blocks:
                 self._send_blocks(sequence)
+            item = launch(sequence, step)
             if sequence.constraint is not None:
-                self._add_mask(sequence)
-            scheduled.append(launch(sequence, step))
+                self._add_masks(sequence, item.num_tokens)
+            scheduled.append(item)
         self._tokens_left -= len(sequences)
         self._decodes += sequences
+
+    def count_drafts(self, num_drafts: int, drafts: Collection[Drafts]) -> None:
+        """Count the drafts of the decodes; some of them, or all, come with the plan."""
+        self._num_drafts, self._tokens_left = self._num_drafts + num_drafts, self._tokens_left - num_drafts
+        self._drafts += drafts
 
     def add_prompt(self, sequence: Sequence) -> None:
         """Add as many of its missing tokens as fit, at least one, up to the next snapshot of its recurrent state."""
@@ -118,7 +123,7 @@ class StepBuilder:
             self.budget.spend(sequence, num_tokens)
         self._send_blocks(sequence)
         if num_tokens == missing:
-            self._add_mask(sequence)
+            self._add_masks(sequence)
         self._attended += num_tokens * (sequence.num_launched + num_tokens / 2)
         self._scheduled.append(sequence.launch_prompt(self._step, num_tokens))
         self._tokens_left -= num_tokens
@@ -142,26 +147,19 @@ class StepBuilder:
             new_blocks=tuple(self._new_blocks),
             digests=digests,
             masks=tuple(self._masks),
+            drafts=tuple(self._drafts),
             state_copies=state_copies,
         )
 
-    def _launch_drafts(self, sequence: Sequence, step: int) -> ScheduledSequence:
-        """Launch a decode with as many drafts as may be accepted and fit into its blocks."""
-        room = min(sequence.capacity, sequence.covered) - sequence.length
-        num_drafts = min(sequence.draft_limit(self._max_drafts), room)
-        if not num_drafts:
-            return sequence.launch_decode(step)
-        self._tokens_left -= num_drafts
-        return sequence.launch_drafts(step, num_drafts)
-
-    def _add_mask(self, sequence: Sequence) -> None:
-        """Move the mask of a sequence that samples into the step; a fixed one stays as well."""
+    def _add_masks(self, sequence: Sequence, count: int = 1) -> None:
+        """Move the masks of a sequence that samples, behind drafts, too, into the step; a fixed one stays as well."""
         constraint = sequence.constraint
         if constraint is not None:
             assert constraint.mask is not None, f"sequence {sequence.seq} is scheduled without the mask it needs"
-            self._masks.append(TokenMask(sequence.seq, constraint.mask))
+            masks = (constraint.mask,) * count if constraint.fixed else (constraint.mask, *constraint.later)
+            self._masks += [TokenMask(sequence.seq, masks[index], index) for index in range(count)]
             if not constraint.fixed:
-                constraint.mask = None
+                constraint.mask, constraint.later, constraint.drafts = None, (), ()
 
     def _send_blocks(self, sequence: Sequence) -> None:
         """Send the runner the blocks of a sequence that it lacks, or the whole sequence if it does not know it."""

@@ -9,9 +9,9 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.live_sequences import LiveSequences
-from engine.scheduler.microbatch import SampledTokens, StepsInFlight
-from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Batch, Pooled, Scored, Totals
+from engine.scheduler.microbatch import SampledTokens, StepSequences, StepsInFlight
+from engine.step_cost_meter import StepCostMeter, StepWork
+from pdserve.ipc.messages import Batch, Drafted, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
 
 
@@ -53,11 +53,14 @@ class StepResults:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
         step.reject_drafts(plan, output)
+        known = [len(sequence.token_ids) for sequence in step.decodes] if output.decode_counts else []
         for sequence, token_id, logprobs in step.decode_tokens(output):
             if sequence.computed(1) and not self._settle(sequence):
                 continue
             if not self._choices.take_token(sequence, token_id, logprobs):
                 self._live.finish(sequence)
+        if output.decode_counts:
+            self._count_drafts(step, plan, output, known)
         decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
         for sequence, num_tokens, sampled in step.prompt_tokens(plan, output):
             if sequence.num_computed < sequence.prompt_len:
@@ -67,15 +70,35 @@ class StepResults:
                 decodes += 1
             if not sequence.computed(num_tokens) or self._settle(sequence):
                 self._apply_prompt(sequence, sampled)
-        self._measure(decodes, prompt_tokens, seconds, context / max(prompt_tokens, 1))
+        drafts = plan.num_drafts if output.decode_counts else 0
+        self._measure(StepWork(decodes, prompt_tokens, context / max(prompt_tokens, 1), drafts), seconds)
 
-    def _measure(self, decodes: int, prompt_tokens: int, seconds: float, context: float) -> None:
+    def _measure(self, work: StepWork, seconds: float) -> None:
         totals = self._totals
-        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context)
+        decodes, prompt_tokens, context, drafts = work
+        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context, drafts)
         if decodes and prompt_tokens:
             totals.mixed_steps += 1
             totals.mixed_step_seconds += seconds
             totals.mixed_prompt_tokens += prompt_tokens
+
+    def _count_drafts(self, step: StepSequences, plan: StepPlan, output: StepOutput, known: Iterable[int]) -> None:
+        """Count the drafts of a step whose tokens were taken; before, its decodes had ``known`` tokens."""
+        totals, drafted = self._totals, self._events.drafted
+        for sequence, before, item, count in zip(
+            step.decodes, known, plan.scheduled, output.decode_counts, strict=False
+        ):
+            if item.num_tokens == 1:
+                continue
+            num_drafts, accepted = item.num_tokens - 1, count - 1
+            totals.spec_decode_num_drafts += 1
+            totals.spec_decode_num_draft_tokens += num_drafts
+            totals.spec_decode_num_accepted_tokens += accepted
+            for position in range(accepted):
+                totals.accepted_per_position[position] += 1
+            taken = min(accepted, len(sequence.token_ids) - before)
+            if taken or accepted < num_drafts:
+                drafted.append(Drafted(sequence.rid, taken, num_drafts - accepted))
 
     def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""

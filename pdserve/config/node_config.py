@@ -61,7 +61,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_timing: PeerTiming
     costs: SimulatedCosts | None = None  # None unless simulated
     sim_crash_token: int | None = None
-    synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: the runner verifies no drafts
+    synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: drafts are verified
+    speculate: str = "off"  # node_options.SPECULATE: where drafts come from
+    always_draft: bool = False  # also where drafts are not worth their time
     max_drafts: int = 0  # of a decode in one step
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # of this host, whose digests are in compat_fields; empty before they are known

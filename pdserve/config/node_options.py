@@ -31,6 +31,11 @@ KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are th
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
+OFF, LOOKUP = "off", "lookup"
+ALWAYS = "always"
+SPECULATE = (OFF, LOOKUP)
+SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # of a model's name
+MAX_DRAFTS = 16  # of a sequence in one step
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
 
 
@@ -155,14 +160,46 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     synthetic_acceptance: Annotated[
         float | None,
         Flag(
-            "tokens that a sequence yields per decode step, on average; the tokens themselves stay the same",
+            "for benchmarks: tokens that a sequence yields per decode step, on average. Tokens of simulated nodes stay "
+            "the same; those of others mean nothing, and the model's name says so",
             metavar="N",
             at_least=1,
-            at_most=1 + SYNTHETIC_DRAFTS,
-            unset="one token",
-            group="simulated nodes",
+            at_most=1 + MAX_DRAFTS,
+            unset="as many as are right",
+            group="speculation",
         ),
     ] = None
+
+    speculate: Annotated[
+        str,
+        Flag(
+            "off, or lookup: a decode step verifies drafts, tokens that followed the same text before; the answers "
+            "stay the same",
+            metavar="SOURCE",
+            choices=SPECULATE,
+            group="speculation",
+        ),
+    ] = OFF
+    num_drafts: Annotated[
+        int,
+        Flag(
+            "drafts of a sequence in one step, at most",
+            metavar="N",
+            at_least=1,
+            at_most=MAX_DRAFTS,
+            group="speculation",
+        ),
+    ] = 3
+
+    speculate_when: Annotated[
+        str,
+        Flag(
+            "auto: as many drafts as are worth their time, by measured costs and acceptance; always: all",
+            metavar="WHEN",
+            choices=("auto", ALWAYS),
+            group="speculation",
+        ),
+    ] = "auto"
 
     pp: Annotated[
         int, Flag("pipeline stages", metavar="N", at_least=1, alias="--pipeline-parallel-size", group="ranks")
@@ -298,7 +335,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_drafts(self) -> int:
         """Drafts of a decode in one step, at most."""
-        return 0 if self.synthetic_acceptance is None else SYNTHETIC_DRAFTS
+        if self.synthetic_acceptance is not None:
+            return SYNTHETIC_DRAFTS if self.simulated else self.num_drafts
+        return 0 if self.speculate == OFF else self.num_drafts
 
     @property
     def simulated(self) -> bool:
@@ -343,6 +382,12 @@ def check_options(options: NodeOptions) -> None:
             f"max_batch_tokens {options.max_batch_tokens} is less than {times}max_num_seqs {options.max_num_seqs}: "
             f"each running sequence needs {needed} per step; raise the former or lower the latter"
         )
+    if (acceptance := options.synthetic_acceptance) is not None:
+        if options.speculate != OFF:
+            raise ConfigError(f"synthetic_acceptance {acceptance:g} replaces speculate {options.speculate}; remove one")
+        if acceptance > 1 + options.max_drafts:
+            text = f"a step yields at most {1 + options.max_drafts} tokens of a sequence; lower it or raise num_drafts"
+            raise ConfigError(f"synthetic_acceptance {acceptance:g}: {text}")
     if options.simulated:
         _check_simulated(options)
     elif options.kv_connector == "simulated":
@@ -350,11 +395,6 @@ def check_options(options: NodeOptions) -> None:
     elif options.sim_costs or options.sim_speed != 1.0 or options.sim_crash_token is not None:
         names = "sim_costs, sim_speed and sim_crash_token"
         raise ConfigError(f"{names} need a simulated node; add --engine simulated or remove them")
-    elif options.synthetic_acceptance is not None:
-        raise ConfigError(
-            f"synthetic_acceptance {options.synthetic_acceptance:g} needs a simulated node: others yield one token per "
-            "step; add --engine simulated or remove it"
-        )
 
 
 def _check_simulated(options: NodeOptions) -> None:
@@ -369,6 +409,7 @@ def _check_simulated(options: NodeOptions) -> None:
         ("tp", (1,)),
         ("ep", (1,)),
         ("kv_checksum", (None, "off")),
+        ("speculate", (OFF,)),
     ):
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name} {getattr(options, name)} is not possible for a simulated node; use {allowed[0]}")

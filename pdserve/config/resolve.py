@@ -24,7 +24,7 @@ from pdserve.config.attention_backends import (
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.node_options import NodeOptions, check_options
+from pdserve.config.node_options import ALWAYS, SYNTHETIC_SUFFIX, NodeOptions, check_options
 from pdserve.config.parallel import (
     ParallelConfig,
     choose_parallel_config,
@@ -92,7 +92,7 @@ def resolve(
     return NodeConfig(
         model_dir=str(model_dir),
         model=model,
-        served_model_name=options.served_model_name or model_name(options.model),
+        served_model_name=_choose_name(options, choices),
         device=device,
         dtype=dtype,
         load_format=options.load_format,
@@ -122,6 +122,8 @@ def resolve(
         costs=_choose_costs(options, choices),
         sim_crash_token=options.sim_crash_token,
         synthetic_acceptance=options.synthetic_acceptance,
+        speculate=options.speculate,
+        always_draft=options.speculate_when == ALWAYS,
         max_drafts=options.max_drafts,
         compat_fields=_compat_fields(compat_model, options, layout, dtype, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},
@@ -129,6 +131,15 @@ def resolve(
         pooling=pooling,
         triton_problem=platform.triton_problem or "",
     )
+
+
+def _choose_name(options: NodeOptions, choices: list[str]) -> str:
+    """Return the name in the API. It tells that answers mean nothing."""
+    name = options.served_model_name or model_name(options.model)
+    if options.synthetic_acceptance is None or options.simulated or name.endswith(SYNTHETIC_SUFFIX):
+        return name
+    choices.append(f"served_model_name={name}{SYNTHETIC_SUFFIX}: drafts become tokens, whatever the model samples")
+    return name + SYNTHETIC_SUFFIX
 
 
 def kv_connector_of(options: NodeOptions) -> str:
@@ -229,9 +240,12 @@ def _check_state_options(options: NodeOptions, model: ModelConfig) -> None:
             f"state_slots {options.state_slots}: {model.architecture} has no recurrent layers; remove the option"
         )
     if model.state is not None and options.max_drafts:
+        option = f"speculate {options.speculate}"
+        if options.synthetic_acceptance is not None:
+            option = f"synthetic_acceptance {options.synthetic_acceptance:g}"
         raise ConfigError(
-            f"synthetic_acceptance {options.synthetic_acceptance:g}: {model.architecture} has recurrent layers, whose "
-            "state cannot go back behind rejected drafts; remove the option"
+            f"{option}: {model.architecture} has recurrent layers, whose state cannot go back behind rejected drafts; "
+            "remove the option"
         )
 
 

@@ -298,6 +298,14 @@ class DecodeAheadEnded(msgspec.Struct, frozen=True, array_like=True):
     rid: int
 
 
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """A decode with drafts, whose tokens are in the same batch. Drafts behind a choice's end are not ``accepted``."""
+
+    rid: int
+    accepted: int
+    rejected: int
+
+
 class Scored(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of more of a prompt's tokens, sent before the first output token or with it."""
 
@@ -353,7 +361,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     state_slot: int = NO_SLOT  # of the recurrent state after ``num_tokens``, with the last ones
 
 
-class Totals(msgspec.Struct, array_like=True):
+class Counters(msgspec.Struct, array_like=True):
     """Counters since the engine's start; ``X`` is exported as ``pdserve_X_total``, with the meaning given here."""
 
     steps: Annotated[int, Meta(description="Steps with a forward pass.")] = 0
@@ -375,6 +383,15 @@ class Totals(msgspec.Struct, array_like=True):
     mixed_steps: Annotated[int, Meta(description="Steps that computed prompts beside sequences that decode.")] = 0
     mixed_step_seconds: Annotated[float, Meta(description="Duration of these steps.")] = 0.0
     mixed_prompt_tokens: Annotated[int, Meta(description="Prompt tokens computed in these steps.")] = 0
+    spec_decode_num_drafts: Annotated[int, Meta(description="Decodes of a sequence with drafts.")] = 0
+    spec_decode_num_draft_tokens: Annotated[int, Meta(description="Drafts in these decodes.")] = 0
+    spec_decode_num_accepted_tokens: Annotated[int, Meta(description="Drafts that were accepted.")] = 0
+
+
+class Totals(Counters):
+    """All counters of an engine."""
+
+    accepted_per_position: list[int] = []  # drafts, by the number of drafts before them
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
@@ -408,6 +425,7 @@ class Batch(msgspec.Struct, tag=True):
     scored: list[Scored] = []  # applies before the outputs
     pooled: list[Pooled] = []  # likewise
     prefilled: list[Prefilled] = []  # likewise
+    drafted: list[Drafted] = []  # likewise
     outputs: OutputTokens = msgspec.field(default_factory=OutputTokens)
     last_chunks: list[LastChunk] = []
     decode_ahead_ended: list[DecodeAheadEnded] = []  # applies after the outputs

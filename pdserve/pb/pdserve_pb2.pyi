@@ -545,6 +545,7 @@ class SamplingParams(_message.Message):
     THINKING_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     THINKING_START_IDS_FIELD_NUMBER: _builtins.int
     THINKING_END_IDS_FIELD_NUMBER: _builtins.int
+    DISABLE_SPEC_DECODE_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     n: _builtins.int
     min_tokens: _builtins.int
@@ -566,6 +567,8 @@ class SamplingParams(_message.Message):
     """-1: none, 0: each prompt token, k: also the k most likely tokens"""
     thinking_token_budget: _builtins.int
     """only with thinking_end_ids"""
+    disable_spec_decode: _builtins.bool
+    """no drafts; the tokens are the same"""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
@@ -616,10 +619,11 @@ class SamplingParams(_message.Message):
         thinking_token_budget: _builtins.int = ...,
         thinking_start_ids: _abc.Iterable[_builtins.int] | None = ...,
         thinking_end_ids: _abc.Iterable[_builtins.int] | None = ...,
+        disable_spec_decode: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking_end_ids", b"thinking_end_ids", "thinking_start_ids", b"thinking_start_ids", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "disable_spec_decode", b"disable_spec_decode", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking_end_ids", b"thinking_end_ids", "thinking_start_ids", b"thinking_start_ids", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -943,6 +947,8 @@ class Output(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFTS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     choice: _builtins.int
     token_id: _builtins.int
@@ -954,6 +960,9 @@ class Output(_message.Message):
     """prompt tokens found in a prefix cache; in the first output of a request"""
     handed_off: _builtins.bool
     """P has computed the prompt; in the first output of a request"""
+    accepted_drafts: _builtins.int
+    """of the request at D since its last output, and ..."""
+    rejected_drafts: _builtins.int
     @_builtins.property
     def logprobs(self) -> Global___TokenLogprobs: ...
     @_builtins.property
@@ -977,10 +986,12 @@ class Output(_message.Message):
         failure: Global___Failure | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         handed_off: _builtins.bool = ...,
+        accepted_drafts: _builtins.int = ...,
+        rejected_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "handed_off", b"handed_off", "has_token", b"has_token", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_drafts", b"accepted_drafts", "cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "handed_off", b"handed_off", "has_token", b"has_token", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rejected_drafts", b"rejected_drafts", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,7 +23,19 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
+    """The last two are drafts of speculative decoding; absent without any."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, usage: Usage) -> CompletionTokensDetails:
+        details = cls(usage.reasoning_tokens)
+        if usage.accepted_drafts or usage.rejected_drafts:
+            details.accepted_prediction_tokens = usage.accepted_drafts
+            details.rejected_prediction_tokens = usage.rejected_drafts
+        return details
 
 
 class UsageInfo(Struct):
@@ -40,8 +52,8 @@ class UsageInfo(Struct):
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
-            completion_tokens_details=CompletionTokensDetails(usage.reasoning_tokens)
-            if usage.reasoning_tokens
+            completion_tokens_details=CompletionTokensDetails.of(usage)
+            if usage.reasoning_tokens or usage.accepted_drafts or usage.rejected_drafts
             else UNSET,
         )
 

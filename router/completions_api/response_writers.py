@@ -7,8 +7,6 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
-import msgspec
-
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from router.completions_api.generate_body import GenerateBody
@@ -179,7 +177,9 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
     def _usage_before(self) -> Usage | None:
         """The same for chunks before a choice's first token."""
         usage = self._usage
-        return None if usage is None else msgspec.structs.replace(usage, completion_tokens=0, reasoning_tokens=0)
+        if usage is None:
+            return None
+        return Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
         usage = self._usage

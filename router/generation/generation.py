@@ -289,7 +289,7 @@ class PromptRun:
         if choice.token_ids:
             self._observe_itl(now - choice.last_token_at)
         choice.last_token_at = now
-        generation.usage.completion_tokens += 1
+        generation.usage.count_token(output.accepted_drafts, output.rejected_drafts)
         if self._suspicion.on_trial:
             self._suspicion.count_token()
 

@@ -12,3 +12,11 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_drafts: int = 0  # of output tokens that decode nodes computed
+    rejected_drafts: int = 0
+
+    def count_token(self, accepted_drafts: int, rejected_drafts: int) -> None:
+        """Count an output token, and the drafts that came with it."""
+        self.completion_tokens += 1
+        self.accepted_drafts += accepted_drafts
+        self.rejected_drafts += rejected_drafts

@@ -66,7 +66,7 @@ class ResponseUsage(Struct):
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.cached_tokens, cache_write_tokens=0),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=CompletionTokensDetails(usage.reasoning_tokens),
+            output_tokens_details=CompletionTokensDetails.of(usage),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
 

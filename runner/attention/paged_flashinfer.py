@@ -39,9 +39,10 @@ _SHARE_FOR_KEYS = 256  # gathered keys take at most this part of the device's me
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The sequences of a step from the first one with several tokens; those before it have one each."""
+    """The sequences of a step from the first one with more than a few tokens; a Triton kernel attends those before."""
 
-    has_singles: bool
+    has_few: bool
+    has_several: bool  # one of these has several
     tokens: slice
     pages: list[Pages]  # by group; filled if a kernel does not gather
 
@@ -75,7 +76,7 @@ class PagedFlashInferAttention(PagedTritonAttention):
         super()._plan(batch, graph)
         self._chunks = None
         lengths = np.diff(batch.query_starts)
-        longer = np.flatnonzero(lengths != 1)
+        longer = np.flatnonzero(lengths > self._tiles.few)
         if graph or not len(longer) or not self._kernels:
             return
         first, rows = int(longer[0]), len(lengths)
@@ -101,7 +102,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
                 lists.build(each, int(batch.seq_lens.max()))
         query_starts = batch.device_query_starts[first:] - begin
         self._chunks = _Chunks(
-            has_singles=first > 0,
+            has_few=first > 0,
+            has_several=bool((lengths[:first] > 1).any()),
             tokens=slice(begin, end),
             pages=[Pages(query_starts, *lists.of(slice(first, rows)), lists.pages) for lists in self._lists],
         )
@@ -112,8 +114,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
             return super().attend(layer, q, sinks)
         cache, group = self._layers[layer], self._groups[layer]
         out = torch.empty_like(q)
-        if chunks.has_singles:
-            self._decode(layer, q, cache, self._batch(layer), out, several=False)
+        if chunks.has_few:
+            self._decode(layer, q, cache, self._batch(layer), out, chunks.has_several)
         queries, results = q[chunks.tokens], out[chunks.tokens]
         if kernel.gathers:
             keys, values = self._gathered.gather(cache, self._scales[layer], group)

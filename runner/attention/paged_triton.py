@@ -54,11 +54,11 @@ class PagedTritonAttention(AttentionBackend):
 
     def _plan(self, batch: AttentionBatch, graph: bool) -> None:
         lengths, few = np.diff(batch.query_starts), self._tiles.few
-        is_mixed = bool((lengths > 1).any())
-        if graph:  # replayed with other lengths
-            self._current = _Step(batch.by_group, True, is_mixed, is_mixed)
-        else:
-            self._current = _Step(batch.by_group, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
+        has_several, has_chunks = bool((lengths > 1).any()), bool((lengths > few).any())
+        has_few = bool((lengths <= few).any())
+        if graph:  # replayed with other lengths: up to the longest if all are as long, else any
+            has_few, has_chunks = True, has_chunks or bool(lengths.min() < lengths.max())
+        self._current = _Step(batch.by_group, has_few, has_several, has_chunks)
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
         slots, cache = self._batch(layer).slots, self._layers[layer]

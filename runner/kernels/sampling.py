@@ -34,7 +34,8 @@ def best_of_parts_kernel(
     temperature,  # [draws] float32; 0 is greedy
     row_key,  # [draws] int64: the key of seed and choice
     draw_slot,  # [draws] int32
-    num_tokens,  # state: [slots] int32: the position of the token being drawn
+    num_tokens,  # state: [slots] int32: with the drafts before it, the position of the token being drawn
+    drafts_before,  # [draws] int32
     best_value,  # out [draws, parts] float32
     best_token,  # out [draws, parts] int32
     parts,
@@ -49,8 +50,8 @@ def best_of_parts_kernel(
     value = tl.load(logits + row * logits_stride + token, mask=mask, other=float("-inf")).to(tl.float32)
     temp = tl.load(temperature + draw)
     if temp > 0.0:
-        position = tl.load(num_tokens + tl.load(draw_slot + draw)).to(tl.uint64)
-        key = _mix64(tl.load(row_key + draw).to(tl.uint64, bitcast=True) ^ position)
+        position = tl.load(num_tokens + tl.load(draw_slot + draw)) + tl.load(drafts_before + draw)
+        key = _mix64(tl.load(row_key + draw).to(tl.uint64, bitcast=True) ^ position.to(tl.uint64))
         value = value / temp + _gumbel(key, token)
         value = tl.where(mask, value, float("-inf"))
     best, index = tl.max(value, axis=0, return_indices=True)

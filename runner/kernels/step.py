@@ -130,19 +130,23 @@ def take_samples_kernel(
     words,
     slots_at,
     query_starts_at,
-    draw_of_row_at,  # offset in words: the draw that continues each sequence, -1 for none [num_seqs]
+    draw_of_row_at,  # offset in words: the draw that continues each sequence, -1 for none, -2: has drafts [num_seqs]
     sampled,  # [draws] int32
     token_ids,  # state: [slots, token_stride]
     num_computed,  # state: [slots]
     num_tokens,  # state: [slots]
     token_stride,
 ):
-    """Count a step's tokens as computed, and append its samples. Grid (num_seqs,)."""
+    """Count a step's tokens as computed, and append its samples. Grid (num_seqs,).
+
+    The host does that for sequences with drafts, when it knows which samples stay.
+    """
     row = tl.program_id(0)
     slot = tl.load(words + slots_at + row).to(tl.int64)
     length = tl.load(words + query_starts_at + row + 1) - tl.load(words + query_starts_at + row)
-    tl.store(num_computed + slot, tl.load(num_computed + slot) + length)
     draw = tl.load(words + draw_of_row_at + row)
+    if draw >= -1:
+        tl.store(num_computed + slot, tl.load(num_computed + slot) + length)
     if draw >= 0:
         known = tl.load(num_tokens + slot)
         tl.store(token_ids + slot * token_stride + known, tl.load(sampled + draw))

@@ -33,5 +33,5 @@ class HostReturnedTokens(ReturnedTokens[StepBatch], StepPart[StepBatch]):
             self._sequences.token_ids[rows, positions] = token_ids
 
     def after_forward(self, batch: StepBatch, hidden: Tensor) -> None:
-        rows = batch.sampling_rows
-        self.expect(batch.sampled, rows, self._sequences.num_tokens[rows])
+        rows = batch.rows[batch.continued]  # what decodes with drafts yield comes with their next plan
+        self.expect(batch.continued_sequences, rows, self._sequences.num_tokens[rows])

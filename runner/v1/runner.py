@@ -19,6 +19,7 @@ from runner.batch import AttentionBatch
 from runner.distributed.parallel_state import ParallelState
 from runner.pending_step import FinishedStep
 from runner.sampling.sampler import HostSamplingRow, Sampler
+from runner.sampling.verification import without_rejected
 from runner.sequence_rows import StepBatch
 from runner.step_parts import StepFeature
 from runner.v1.returned_tokens import HostReturnedTokens
@@ -44,43 +45,66 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         return () if receiver is None else (HostReturnedTokens(receiver, self._sequences),)
 
     def _prepare(self, plan: StepPlan) -> StepBatch:
-        batch = StepBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
-        assert not batch.has_drafts, "the V1 runner verifies no drafts"
-        return batch
+        for drafts in plan.drafts:
+            if not self._is_last_stage:  # which has counted them
+                self._sequences.count_yielded(drafts.seq, drafts.yielded)
+            self._sequences.put_drafts(drafts.seq, drafts.token_ids)
+        return StepBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
 
     def _execute(
         self, plan: StepPlan, batch: StepBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
         logits_tokens = batch.logits_tokens
         hidden = yield from self._forward(batch, None if all_hidden_states else logits_tokens)
-        self._sequences.num_computed[batch.rows] += batch.lengths
+        self._count_computed(batch)
         if self._pools or not (self._is_last_stage and batch.sampled):
             return hidden, None
         last_hidden = hidden[self._to_device(logits_tokens)] if all_hidden_states else hidden
         return hidden, self._model.decoder.logits(last_hidden)
 
+    def _count_computed(self, batch: StepBatch) -> None:
+        """Count the tokens of a step as computed. Of decodes with drafts, ``count_yielded`` counts those that stay."""
+        lengths = batch.lengths
+        if batch.has_drafts:
+            lengths = lengths.copy()
+            lengths[batch.drafted] = 0
+        self._sequences.num_computed[batch.rows] += lengths
+
     def _sample(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> PendingStep:
         table = self._sequences
-        masks = {mask.seq: mask.words for mask in plan.masks}
+        masks = {(mask.seq, mask.drafts_before): mask.words for mask in plan.masks}
+        before = batch.drafts_before.tolist() if batch.has_drafts else [0] * len(batch.sampled)
         sampling_rows: list[HostSamplingRow] = []
         for logits_row, (row, sequence) in enumerate(zip(batch.sampling_rows, batch.sampled, strict=True)):
             record = table.record(row)
-            tokens = table.token_ids[row, : table.num_tokens[row]]
-            mask = masks.get(record.seq)
+            tokens = table.token_ids[row, : table.num_tokens[row] + before[logits_row]]
+            mask = masks.get((record.seq, before[logits_row]))
             for choice in sequence.sampled_choices(record.choice):
                 sampling_rows.append(
                     HostSamplingRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask)
                 )
         token_ids, logprobs = self._sampler.sample(logits, sampling_rows)
-        next_tokens = [token_ids[first] for first in batch.sample_of_row[batch.sampling]]
-        for row, token_id in zip(batch.sampling_rows, next_tokens, strict=True):
+        one = batch.continued
+        next_tokens = [token_ids[first] for first in batch.sample_of_row[one]]
+        for row, token_id in zip(batch.rows[one], next_tokens, strict=True):
             table.append(row, token_id)
-        if self._stages.tokens_out is not None:
+        if self._stages.tokens_out is not None and next_tokens:
             self._stages.tokens_out.send(torch.tensor(next_tokens, dtype=torch.int32, device=self._device))
-        return FinishedStep(StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs))
+        output = StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs)
+        return FinishedStep(self._verify(plan, output) if batch.has_drafts else output)
+
+    def _verify(self, plan: StepPlan, sampled: StepOutput) -> StepOutput:
+        """Return the output without the samples behind rejected drafts, and append the others to their sequences."""
+        output = without_rejected(plan, sampled)
+        at = 0
+        for item, count in zip(plan.scheduled, output.decode_counts, strict=False):
+            if item.num_tokens > 1:
+                self._sequences.count_yielded(item.seq, output.token_ids[at : at + count])
+            at += count
+        return output
 
     def _skip_sampling(self, batch: StepBatch) -> None:
-        self._sequences.num_tokens[batch.sampling_rows] += 1  # the last stage samples them
+        self._sequences.num_tokens[batch.rows[batch.continued]] += 1  # the last stage samples them
 
     def _forward(self, batch: StepBatch, wanted: NDArray[np.int32] | None) -> Pausing[Tensor]:
         """Compute the next ``lengths`` tokens of each sequence.
@@ -93,7 +117,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         query_starts = batch.query_starts
         token_rows = np.repeat(rows, lengths)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
-        assert (seq_lens <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
+        assert (starts + batch.known <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
         max_pages = int(seq_lens.max() - 1) // self._page_size + 1
         seq_lens = seq_lens.astype(np.int32)
         pages = [each[token_rows, positions // self._page_size].astype(np.int64) for each in table.pages]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,3 +50,16 @@ class SequenceTable(SequenceRows):
     def append(self, row: int, token_id: int) -> None:
         self.token_ids[row, self.num_tokens[row]] = token_id
         self.num_tokens[row] += 1
+
+    def put_drafts(self, seq: int, token_ids: Sequence[int]) -> None:
+        """Write drafts behind the tokens of a sequence. They do not count as tokens."""
+        row = self._row_of[seq]
+        at = self.num_tokens[row]
+        self.token_ids[row, at : at + len(token_ids)] = token_ids
+
+    def count_yielded(self, seq: int, token_ids: Sequence[int]) -> None:
+        """Append the tokens that a decode with drafts yields, and count the tokens before them as computed."""
+        row = self._row_of[seq]
+        self.put_drafts(seq, token_ids)
+        self.num_tokens[row] += len(token_ids)
+        self.num_computed[row] += len(token_ids)

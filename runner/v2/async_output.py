@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.records import StepOutput, TokenLogprobs
+from pdserve.records import StepOutput, StepPlan, TokenLogprobs
 from runner.sampling.sampler import token_logprobs
+from runner.sampling.verification import without_rejected
 from runner.v2.device_sampler import SamplerOutput
 from runner.v2.sampling_metadata import SamplingMetadata
 
@@ -17,7 +18,7 @@ from runner.v2.sampling_metadata import SamplingMetadata
 class AsyncOutput:
     """A pdserve.protocols.PendingStep. Its copy follows the step, on a stream of its own."""
 
-    step: int
+    plan: StepPlan
     metadata: SamplingMetadata
     copied: SamplerOutput  # on the host, complete once ``arrived`` has happened
     arrived: torch.cuda.Event | None  # None if the device is the host
@@ -33,7 +34,8 @@ class AsyncOutput:
         logprobs: dict[int, TokenLogprobs] = {}  # by sample
         if self.copied.logprobs is not None:
             logprobs = dict(zip(num_top, token_logprobs(self.copied.logprobs, num_top.values()), strict=True))
-        return StepOutput(self.step, token_ids=tuple(self.copied.tokens.tolist()), logprobs=logprobs)
+        output = StepOutput(self.plan.step, token_ids=tuple(self.copied.tokens.tolist()), logprobs=logprobs)
+        return without_rejected(self.plan, output) if self.plan.drafts and self.plan.num_drafts else output
 
 
 class _PinnedBuffer:
@@ -55,17 +57,17 @@ class AsyncOutputCopy:
             self._stream = torch.cuda.Stream(device)
             self._buffers = [_PinnedBuffer(num_samples) for _ in range(max_in_flight + 1)]
 
-    def start(self, step: int, metadata: SamplingMetadata, sampled: SamplerOutput) -> AsyncOutput:
+    def start(self, plan: StepPlan, metadata: SamplingMetadata, sampled: SamplerOutput) -> AsyncOutput:
         """Start the copy behind the current stream."""
         if self._stream is None:
-            return AsyncOutput(step, metadata, sampled, None, sampled)
+            return AsyncOutput(plan, metadata, sampled, None, sampled)
         buffer = self._next_buffer(sampled.tokens.shape[0])
         buffer.sampled.record()
         self._stream.wait_event(buffer.sampled)
         with torch.cuda.stream(self._stream):
             copied = sampled.map(lambda tensor: _copy(tensor, buffer.tokens if tensor is sampled.tokens else None))
             buffer.arrived.record()
-        return AsyncOutput(step, metadata, copied, buffer.arrived, sampled)
+        return AsyncOutput(plan, metadata, copied, buffer.arrived, sampled)
 
     def _next_buffer(self, num_samples: int) -> _PinnedBuffer:
         """Return a buffer whose last tokens were read: there are more buffers than steps in flight."""

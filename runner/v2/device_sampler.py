@@ -82,7 +82,7 @@ class DeviceSampler:
     def _penalize(self, logits: Tensor, penalties: Penalties, longest: int) -> Tensor:
         tokens = self._state.token_ids[penalties.slots, :longest].long()  # [n, longest]
         at = torch.arange(longest, dtype=torch.int32, device=self._device)
-        known = at < self._state.num_tokens[penalties.slots, None]
+        known = at < self._state.num_tokens[penalties.slots, None] + penalties.drafts_before
         tokens = torch.where(known, tokens, 0)
         seen = torch.zeros_like(logits).scatter_add_(1, tokens, known.float()) > 0
         logits = torch.where(
@@ -107,6 +107,7 @@ class DeviceSampler:
             metadata.key,
             metadata.slot,
             self._state.num_tokens,
+            metadata.drafts_before,
             values,
             tokens,
             parts,

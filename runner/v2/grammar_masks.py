@@ -28,6 +28,7 @@ class _Part(StepPart[InputBatch]):
     masks: tuple[TokenMask, ...]
 
     def after_forward(self, batch: InputBatch, hidden: Tensor) -> None:
-        index_of = {mask.seq: index for index, mask in enumerate(self.masks)}
-        of_sample = [index_of.get(s.seq, -1) for s in batch.indices.sampled for _ in range(s.num_samples)]
+        index_of = {(mask.seq, mask.drafts_before): index for index, mask in enumerate(self.masks)}
+        rows = zip(batch.indices.sampled, batch.indices.drafts_before.tolist(), strict=True)
+        of_sample = [index_of.get((s.seq, before), -1) for s, before in rows for _ in range(s.num_samples)]
         batch.masks = self.builder.build_masks([mask.words for mask in self.masks], of_sample)

@@ -23,13 +23,14 @@ _PAGE_CHUNK = 256
 
 # The arrays of ``InputBatch.sent``.
 SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS, STATE_SLOTS = range(5)
+HAS_DRAFTS = -2  # in place of a sample: the host counts the samples that stay
 
 
 @dataclass
 class BatchIndices(StepBatch):
     """Stays the same from step to step while the same sequences decode. Rows are slots.
 
-    ``sample_of_row`` is -1 on ranks that sample nothing.
+    ``sample_of_row`` is -1 on ranks that sample nothing, HAS_DRAFTS for sequences with drafts.
     """
 
     metadata: SamplingMetadata | None = None  # from the first step that samples here
@@ -37,7 +38,7 @@ class BatchIndices(StepBatch):
     @property
     def descriptor(self) -> BatchDescriptor:
         """The size without padding."""
-        return BatchDescriptor.of_step(self.num_seqs, self.num_tokens, self.longest)
+        return BatchDescriptor(self.num_seqs, self.num_tokens, self.longest)
 
     @property
     def every_token_samples(self) -> bool:

@@ -7,10 +7,10 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.records import NewSequence, StepPlan
+from pdserve.records import Drafts, NewSequence, StepPlan
 from runner.sequence_rows import SequenceRows
 from runner.v2.device_state import DeviceState, StagedWrites
-from runner.v2.input_batch import BatchIndices, InputBatch
+from runner.v2.input_batch import HAS_DRAFTS, BatchIndices, InputBatch
 
 
 class RequestStates(SequenceRows):
@@ -62,12 +62,20 @@ class RequestStates(SequenceRows):
 
     def schedule(self, plan: StepPlan) -> InputBatch:
         """Send a batch with all staged writes, and count its tokens and samples as done."""
+        for drafts in plan.drafts:
+            self._write_drafts(drafts)
         indices = self._indices_of(plan)
-        self.num_computed[indices.rows] += indices.lengths
-        seq_lens = self.num_computed[indices.rows]
+        seq_lens = self.num_computed[indices.rows] + indices.lengths
         known = self.num_tokens[indices.rows]
+        if plan.drafts:
+            known[indices.drafted] += indices.lengths[indices.drafted] - 1
+            counted = np.setdiff1d(np.arange(indices.num_seqs), indices.drafted)
+            self.num_computed[indices.rows[counted]] = seq_lens[counted]
+            self.num_tokens[indices.rows[indices.continued]] += 1
+        else:
+            self.num_computed[indices.rows] = seq_lens
+            self.num_tokens[indices.sampling_rows] += 1
         assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
-        self.num_tokens[indices.sampling_rows] += 1
         sent = self._writes.send(
             indices.rows,
             indices.query_starts,
@@ -78,6 +86,16 @@ class RequestStates(SequenceRows):
         self._writes.apply(sent, self._state)
         return InputBatch(indices, seq_lens, int(known.max()) + 1, sent)
 
+    def _write_drafts(self, drafts: Drafts) -> None:
+        """Append the tokens that the last decode of a sequence yielded, count them, and write drafts behind them."""
+        slot, state, write = self._row_of[drafts.seq], self._state, self._writes.write
+        tokens = np.array([*drafts.yielded, *drafts.token_ids], dtype=np.int32)
+        write(state.offset(state.token_ids, slot, int(self.num_tokens[slot])), tokens)
+        if drafts.yielded:
+            for counts, table in ((self.num_computed, state.num_computed), (self.num_tokens, state.num_tokens)):
+                counts[slot] += len(drafts.yielded)
+                write(state.offset(table, slot), counts[slot : slot + 1].copy())
+
     def _indices_of(self, plan: StepPlan) -> BatchIndices:
         """Return the indices of a recent step if they fit, which saves most of the work, else new ones."""
         for number, recent in enumerate(self._recent):
@@ -86,8 +104,8 @@ class RequestStates(SequenceRows):
                 self._recent.append(recent)  # the longest unused one is replaced
                 return recent
         indices = BatchIndices.of(plan.scheduled, plan.num_decodes, self.rows_of(plan.scheduled))
-        assert not indices.has_drafts, "the V2 runner verifies no drafts"
         if not self._is_last_stage:
             indices.sample_of_row.fill(-1)
+        indices.sample_of_row[indices.drafted] = HAS_DRAFTS
         self._recent.append(indices)
         return indices

@@ -50,5 +50,6 @@ class _Part(StepPart[InputBatch]):
                 )
 
     def after_forward(self, batch: InputBatch, hidden: Tensor) -> None:
-        slots = batch.indices.sampling_rows
-        self.feature.expect(batch.indices.sampled, slots, self.feature.requests.num_tokens[slots] - 1)
+        indices = batch.indices
+        slots = indices.rows[indices.continued]  # what decodes with drafts yield comes with their next plan
+        self.feature.expect(indices.continued_sequences, slots, self.feature.requests.num_tokens[slots] - 1)

@@ -52,7 +52,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         self._inputs = InputBuffers(max_num_seqs, config.max_batch_tokens, max_pages, layout, device, has_states)
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
-        self._output_copy = AsyncOutputCopy(device, max_num_seqs, self.max_in_flight)
+        self._output_copy = AsyncOutputCopy(device, max_num_seqs * (1 + config.max_drafts), self.max_in_flight)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
         features: list[StepFeature[InputBatch]] = []
         if self._is_last_stage:
@@ -98,7 +98,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         sampled = self._sampler.sample(logits, metadata, batch.longest, batch.masks)
         self._return_tokens(batch.indices, sampled.tokens)
         self._store_samples(batch, sampled.tokens)
-        return self._output_copy.start(plan.step, metadata, sampled)
+        return self._output_copy.start(plan, metadata, sampled)
 
     def _skip_sampling(self, batch: InputBatch) -> None:
         self._store_samples(batch, self._state.num_tokens)  # not read: no row has a sample
@@ -107,11 +107,11 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         """Return the batch's sampling parameters, which stay on the device while the batch stays the same."""
         if indices.metadata is None:
             rows: list[DeviceSamplingRow] = []
-            slots = indices.sampling_rows.tolist()
-            for logits_row, (slot, sequence) in enumerate(zip(slots, indices.sampled, strict=True)):
+            every = zip(indices.sampling_rows.tolist(), indices.sampled, indices.drafts_before.tolist(), strict=True)
+            for row, (slot, sequence, before) in enumerate(every):
                 record = self._sequences.record(slot)
                 choices = sequence.sampled_choices(record.choice)
-                rows += [DeviceSamplingRow(logits_row, slot, record.sampling, c, record.prompt_len) for c in choices]
+                rows += [DeviceSamplingRow(row, slot, record.sampling, c, record.prompt_len, before) for c in choices]
             indices.metadata = self._metadata.build(rows)
         return indices.metadata
 
@@ -132,9 +132,9 @@ class RunnerV2(BaseModelRunner[InputBatch]):
 
     def _return_tokens(self, indices: BatchIndices, tokens: Tensor) -> None:
         """Send the first stage the token that continues each sequence that samples."""
-        if self._stages.tokens_out is None:
+        if self._stages.tokens_out is None or not len(indices.continued):
             return
-        if len(tokens) > len(indices.sampling):
-            (first,) = copy_to_device([indices.sample_of_row[indices.sampling]], self._device)
+        if len(tokens) > len(indices.continued):
+            (first,) = copy_to_device([indices.sample_of_row[indices.continued]], self._device)
             tokens = tokens.index_select(0, first)
         self._stages.tokens_out.send(tokens)

@@ -29,6 +29,7 @@ class DeviceSamplingRow:
     params: SamplingParams
     choice: int
     prompt_len: int
+    drafts_before: int = 0  # drafts of the step between the sequence's tokens and this one
 
 
 class LogitBias(NamedTuple):
@@ -38,7 +39,7 @@ class LogitBias(NamedTuple):
 
 
 class MinTokens(NamedTuple):
-    """Stop tokens that are forbidden while a sequence has fewer than ``until`` tokens."""
+    """Stop tokens that are forbidden while a sequence has fewer than ``until`` tokens, without drafts."""
 
     rows: Tensor  # [pairs] int64
     tokens: Tensor  # [pairs] int64
@@ -49,6 +50,7 @@ class MinTokens(NamedTuple):
 class Penalties(NamedTuple):
     rows: Tensor  # [n] int64
     slots: Tensor  # [n] int64
+    drafts_before: Tensor  # [n, 1] int32
     prompt_len: Tensor  # [n, 1] int32
     repetition: Tensor  # [n, 1] float32
     presence: Tensor  # [n, 1] float32
@@ -67,6 +69,7 @@ class SamplingMetadata:
 
     logits_row: Tensor  # [samples] int32
     slot: Tensor  # [samples] int32
+    drafts_before: Tensor  # [samples] int32
     temperature: Tensor  # [samples] float32, 0 is greedy
     key: Tensor  # [samples] int64
     bias: LogitBias | None
@@ -101,13 +104,15 @@ class MetadataBuilder:
         params = [row.params for row in rows]
         keys = choice_keys([p.seed for p in params], [row.choice for row in rows]).view(np.int64)
         columns = [
-            (row.logits_row, row.slot, 0.0 if row.params.greedy else max(row.params.temperature, MIN_TEMPERATURE), key)
+            (row.logits_row, row.slot, row.drafts_before, _temperature(row.params), key)
             for row, key in zip(rows, keys, strict=True)
         ]
-        logits_row, slot, temperature, key = self._copy(columns, np.int32, np.int32, np.float32, np.int64)
+        dtypes = (np.int32, np.int32, np.int32, np.float32, np.int64)
+        logits_row, slot, drafts_before, temperature, key = self._copy(columns, *dtypes)
         return SamplingMetadata(
             logits_row=logits_row,
             slot=slot,
+            drafts_before=drafts_before,
             temperature=temperature,
             key=key,
             bias=self._bias(params),
@@ -132,7 +137,7 @@ class MetadataBuilder:
 
     def _min_tokens(self, rows: Sequence[DeviceSamplingRow]) -> MinTokens | None:
         pairs = [
-            (i, token, row.slot, row.prompt_len + row.params.min_tokens)
+            (i, token, row.slot, row.prompt_len + row.params.min_tokens - row.drafts_before)
             for i, row in enumerate(rows)
             if row.params.min_tokens > 0 and not row.params.masked  # masks respect min_tokens already
             for token in sorted({*self._eos, *row.params.stop_token_ids})
@@ -145,11 +150,11 @@ class MetadataBuilder:
 
     def _penalties(self, rows: Sequence[DeviceSamplingRow]) -> Penalties | None:
         penalized = [
-            (i, row.slot, [row.prompt_len], [p.repetition_penalty], [p.presence_penalty], [p.frequency_penalty])
+            (i, row.slot, [row.drafts_before], [row.prompt_len], *([value] for value in row.params.penalties))
             for i, row in enumerate(rows)
-            if (p := row.params).has_penalty
+            if row.params.has_penalty
         ]
-        dtypes = (np.int64, np.int64, np.int32, np.float32, np.float32, np.float32)
+        dtypes = (np.int64, np.int64, np.int32, np.int32, np.float32, np.float32, np.float32)
         return Penalties(*self._copy(penalized, *dtypes)) if penalized else None
 
     def _truncation(self, params: Sequence[SamplingParams]) -> Truncation | None:
@@ -167,6 +172,10 @@ class MetadataBuilder:
         columns = zip(*rows, strict=True)
         arrays = [np.array(column, dtype=dtype) for column, dtype in zip(columns, dtypes, strict=True)]
         return copy_to_device(arrays, self._device)
+
+
+def _temperature(params: SamplingParams) -> float:
+    return 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
 
 
 def copy_to_device(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:

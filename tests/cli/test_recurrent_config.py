@@ -159,6 +159,8 @@ def test_options_without_meaning_are_refused(tmp_path: Path) -> None:
             DeviceInfo("simulated", 0, "simulated", 1 << 40),
             {},
         )
+    with pytest.raises(ConfigError, match="speculate lookup: Qwen3NextForCausalLM has recurrent layers, whose state"):
+        resolved(tmp_path, SHAPES["qwen3-next-12l"], speculate="lookup")
 
 
 def _next(directory: Path) -> Path:

@@ -267,3 +267,20 @@ def test_platform_describes_this_process() -> None:
     assert not found.interpreted
     assert find_platform("cpu", INTERPRETED).interpreted
     assert not find_platform("cpu", {"TRITON_INTERPRET": "0"}).interpreted
+
+
+def test_speculation_needs_room_for_drafts(resolved: Resolve) -> None:
+    config = resolved(speculate="lookup", num_drafts=7, max_num_seqs=2000)
+    assert (config.max_drafts, config.max_batch_tokens) == (7, 16_000)
+    assert resolved(num_drafts=7).max_drafts == 0
+    with pytest.raises(ConfigError, match="max_batch_tokens 1024 is less than 8 times max_num_seqs 256"):
+        resolved(speculate="lookup", num_drafts=7, max_batch_tokens=1024)
+
+
+def test_synthetic_acceptance_is_in_the_name(resolved: Resolve) -> None:
+    """Once, also where it was in the name before."""
+    for name in ("m", "m-synthetic-acceptance"):
+        config = resolved(synthetic_acceptance=2.5, served_model_name=name)
+        assert config.served_model_name == "m-synthetic-acceptance"
+    with pytest.raises(ConfigError, match=r"synthetic_acceptance 2.5 replaces speculate lookup; remove one"):
+        resolved(synthetic_acceptance=2.5, speculate="lookup")

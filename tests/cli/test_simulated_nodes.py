@@ -91,11 +91,11 @@ def test_read_cost_counts_tokens() -> None:
         ({"engine": "device", "sim_speed": 2.0}, "add --engine simulated"),
         ({"engine": "device", "sim_costs": ("step=1",)}, "add --engine simulated"),
         (
-            {"engine": "device", "synthetic_acceptance": 2.0},
-            "synthetic_acceptance 2 needs a simulated node: others yield one token per step; add --engine simulated",
+            {"engine": "device", "synthetic_acceptance": 3.5, "num_drafts": 2},
+            "synthetic_acceptance 3.5: a step yields at most 3 tokens of a sequence; lower it or raise num_drafts",
         ),
         ({"synthetic_acceptance": 0.5}, "synthetic_acceptance 0.5 must be at least 1"),
-        ({"synthetic_acceptance": 4.5}, "synthetic_acceptance 4.5 must be at most 4"),
+        ({"synthetic_acceptance": 4.5}, "synthetic_acceptance 4.5: a step yields at most 4 tokens"),
         (
             {"synthetic_acceptance": 2.0, "max_batch_tokens": 512},
             "max_batch_tokens 512 is less than 4 times max_num_seqs 256: each running sequence needs 4 tokens per step",

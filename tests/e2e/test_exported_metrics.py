@@ -17,7 +17,7 @@ from machine import patience
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from router.gate.api_keys import key_entry, new_key
 
-NODE = ["--engine", "simulated", "--metrics-port", "0"]
+NODE = ["--engine", "simulated", "--metrics-port", "0", "--synthetic-acceptance", "2", "--max-num-seqs", "64"]
 SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a step takes one second
 KEY = new_key()
 

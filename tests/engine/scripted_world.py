@@ -79,6 +79,7 @@ class ScriptedWorld(World):
         *,
         checksum: bool = False,
         drafts: tuple[int, int] = (0, 0),
+        planned_drafts: bool = False,
         state_slots: tuple[int, int] = (0, 0),
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
@@ -88,7 +89,7 @@ class ScriptedWorld(World):
         """
         self._state_slots = state_slots
         self._blocks = blocks
-        self._drafts = drafts
+        self._drafts, self._planned_drafts = drafts, planned_drafts
         self._windows = windows
         self._checksum = checksum
         self._arrivals = sorted(jobs, key=lambda job: job.arrival)
@@ -113,6 +114,7 @@ class ScriptedWorld(World):
             *self.depth,
             kv_checksum=self._checksum,
             max_drafts=drafts,
+            planned_drafts=self._planned_drafts,
             state_slots=self._state_slots[side],
             windows=self._windows,
         )

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_world import ScriptedJob, ScriptedWorld
 from test_handoff import jobs
-from toy import reference
-from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
+from toy import ErringSource, reference
+from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, ModelledPipeline, Node
 
 from pdserve.ipc.messages import Mode, Pause, Resume
-from pdserve.records import FinishReason
+from pdserve.records import FinishReason, StepPlan
 from pdserve.sampling_params import SamplingParams
 
 DRAFTS = st.integers(1, 4)
@@ -48,6 +48,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int]:
     num_blocks=st.integers(14, 40),
     pauses=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=12),
     layered=st.booleans(),
+    planned=st.booleans(),
 )
 @settings(max_examples=30, deadline=None)
 def test_outputs_are_exact_under_preemption(
@@ -57,12 +58,13 @@ def test_outputs_are_exact_under_preemption(
     num_blocks: int,
     pauses: list[tuple[int, int, bool]],
     layered: bool,
+    planned: bool,
 ) -> None:
     """Stop ids before and after ``min_tokens``, n choices, pauses, and too few blocks. Then all blocks are free.
 
     Requests whose prompts are earlier prompts with their outputs find no KV of rejected drafts in the prefix cache.
     """
-    node = Node(num_blocks, *depth, max_drafts=drafts, layered=layered)
+    node = Node(num_blocks, *depth, max_drafts=drafts, planned_drafts=planned, layered=layered)
     expected: dict[tuple[int, int], tuple[list[int], FinishReason]] = {}
     for step in range(21):
         for rid, (prompt, sampling, arrival) in enumerate(wanted):
@@ -94,6 +96,7 @@ def test_outputs_are_exact_under_preemption(
     blocks=st.tuples(st.integers(14, 32), st.integers(14, 32)),
     drafts=st.tuples(st.integers(0, 4), st.integers(0, 4)),
     checksum=st.booleans(),
+    planned=st.booleans(),
 )
 @settings(max_examples=30, deadline=None)
 def test_outputs_are_exact_through_handoffs(
@@ -102,18 +105,22 @@ def test_outputs_are_exact_through_handoffs(
     blocks: tuple[int, int],
     drafts: tuple[int, int],
     checksum: bool,
+    planned: bool,
 ) -> None:
     """P and D need not draft alike. P decodes ahead; requests end, are given up, preempted, or resumed."""
-    world = ScriptedWorld(depth, blocks, wanted, drafts=drafts, checksum=checksum)
+    world = ScriptedWorld(depth, blocks, wanted, drafts=drafts, planned_drafts=planned, checksum=checksum)
     world.run()
     world.close()
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("drafts", [(3, 0), (0, 3), (3, 3)])
-def test_outputs_continue_after_tokens_that_p_decoded_ahead(drafts: tuple[int, int], depth: tuple[int, int]) -> None:
+def test_outputs_continue_after_tokens_that_p_decoded_ahead(
+    drafts: tuple[int, int], depth: tuple[int, int], planned: bool
+) -> None:
     sampling = SamplingParams(max_tokens=40)
     some = [ScriptedJob([rid] * 30, sampling, mode=Mode.HANDOFF, ahead=20, arrival=40 * rid) for rid in range(3)]
-    world = ScriptedWorld(depth, (96, 72), some, drafts=drafts)
+    world = ScriptedWorld(depth, (96, 72), some, drafts=drafts, planned_drafts=planned)
     world.run()
     ahead = [plan for plan in world.p.node.runner.launched if plan.num_decodes]
     assert any(plan.num_drafts for plan in ahead) == (drafts[0] > 0)
@@ -121,10 +128,11 @@ def test_outputs_continue_after_tokens_that_p_decoded_ahead(drafts: tuple[int, i
     world.close()
 
 
-def test_drafts_save_steps(make: Make) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_drafts_save_steps(make: Make, planned: bool) -> None:
     steps = []
     for drafts in (0, 3):
-        node = make(64, max_drafts=drafts)
+        node = make(64, max_drafts=drafts, planned_drafts=planned)
         node.submit(0, [1] * 5, SamplingParams(max_tokens=60), Mode.LOCAL)
         node.run()
         assert node.tokens[0, 0] == reference([1] * 5, 0, 60)
@@ -155,7 +163,7 @@ def test_drafts_leave_room_for_prompts_in_the_same_step(make: Make) -> None:
     assert node.tokens[4, 0] == reference([4] * 2 * BATCH_TOKENS, 0, 2)
 
 
-def test_masked_sequences_have_no_drafts(make: Make) -> None:
+def test_masked_sequences_have_no_drafts_of_the_runner(make: Make) -> None:
     node = make(64, max_drafts=3)
     node.submit(0, [1, 2, 3], SamplingParams(20, allowed_token_ids=(6, 7)), Mode.LOCAL)
     node.submit(1, [1, 2, 3], SamplingParams(20), Mode.LOCAL)
@@ -169,3 +177,83 @@ def test_masked_sequences_have_no_drafts(make: Make) -> None:
     assert masked
     assert drafted
     assert not masked & drafted
+
+
+def run_with_costs(
+    monkeypatch: pytest.MonkeyPatch,
+    depth: tuple[int, int],
+    draft: float,
+    right: float,
+    sequences: int = 1,
+    most: int = 3,
+) -> Node:
+    """A step takes 1 s, 0.01 s per sequence, and ``draft`` s per draft. Each draft is right with a probability."""
+    monkeypatch.setattr(ErringSource, "right", right)
+
+    def seconds(plan: StepPlan) -> float:
+        return 1.0 + 0.01 * len(plan.scheduled) + draft * plan.num_drafts
+
+    node = Node(400, *depth, max_drafts=most, planned_drafts=True, always_draft=False, seconds=seconds)
+    for rid in range(sequences):
+        node.submit(rid, [rid] * 5, SamplingParams(max_tokens=100), Mode.LOCAL)
+    node.run()
+    for rid in range(sequences):
+        assert node.tokens[rid, 0] == reference([rid] * 5, 0, 100)
+    node.close()
+    return node
+
+
+def seconds_per_token(node: Node) -> float:
+    pipeline = node.engine._pipeline
+    assert isinstance(pipeline, ModelledPipeline)
+    plans = [plan for plan in node.runner.launched if plan.num_decodes]
+    return sum(map(pipeline._seconds, plans)) / sum(len(tokens) for tokens in node.tokens.values())
+
+
+each_node = pytest.mark.parametrize("depth", [(1, 1), (2, 1)], ids=str)
+
+
+@each_node
+def test_cheap_and_right_drafts_are_used(monkeypatch: pytest.MonkeyPatch, depth: tuple[int, int]) -> None:
+    for sequences in (1, 8):
+        node = run_with_costs(monkeypatch, depth, draft=0.005, right=0.95, sequences=sequences)
+        off = run_with_costs(monkeypatch, depth, 0.0, 0.0, sequences, most=0)
+        assert seconds_per_token(node) < 0.7 * seconds_per_token(off)
+
+
+@each_node
+@pytest.mark.parametrize(("draft", "right"), [(0.005, 0.0), (0.3, 0.05), (0.8, 0.6), (2.0, 0.9)])
+def test_drafts_that_are_not_worth_their_time_stop(
+    monkeypatch: pytest.MonkeyPatch, depth: tuple[int, int], draft: float, right: float
+) -> None:
+    for sequences in (1, 8):
+        node = run_with_costs(monkeypatch, depth, draft, right, sequences)
+        late = [plan for plan in node.runner.launched if plan.num_decodes][40:]
+        assert sum(plan.num_drafts for plan in late) <= 0.1 * sum(plan.num_decodes for plan in late)
+
+
+@each_node
+@pytest.mark.parametrize("draft", [0.0, 0.02, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.3, 0.6, 0.9])
+def test_steps_with_drafts_are_worth_their_time(
+    monkeypatch: pytest.MonkeyPatch, depth: tuple[int, int], draft: float, right: float
+) -> None:
+    """A token takes at most 3 % longer than without drafts."""
+    for sequences in (1, 4, 8):
+        node = run_with_costs(monkeypatch, depth, draft, right, sequences)
+        off = run_with_costs(monkeypatch, depth, draft, right, sequences, most=0)
+        assert seconds_per_token(node) < 1.03 * seconds_per_token(off)
+
+
+def test_drafts_begin_once_probes_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ErringSource, "right", 0.0)
+    node = Node(400, 1, max_drafts=3, planned_drafts=True, always_draft=False, seconds=lambda plan: 1.0)
+    node.submit(0, [1] * 5, SamplingParams(max_tokens=300), Mode.LOCAL)
+    for _ in range(100):
+        node.step()
+    assert not sum(plan.num_drafts for plan in node.runner.launched[60:])
+    monkeypatch.setattr(ErringSource, "right", 1.0)
+    node.run()
+    assert sum(plan.num_drafts for plan in node.runner.launched[100:]) > 100
+    assert node.tokens[0, 0] == reference([1] * 5, 0, 300)
+    node.close()

@@ -7,7 +7,8 @@ overwrites blocks that were reused too early, and it asserts that there are none
 With recurrent layers, it also keeps a digest of the tokens so far in the slot of each sequence, and asserts that it is
 that of the tokens in the KV cache.
 
-Its drafts are right or wrong at random. Wrong ones leave their KV behind.
+Drafts come with a plan, from an ``ErringSource``, or are its own; they are right or wrong at random. Wrong ones leave
+their KV behind.
 
 With KV cache groups, it reads every token from a full group, and in each group with a window it compares the tokens of
 the window before each query with those of the sequence.
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import random
 import struct
-from collections import deque
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -65,6 +67,22 @@ def reference_ranks(prompt: list[int]) -> list[int]:
     return [next_token(np.array(prompt[:at]), prompt[at]) for at in range(1, len(prompt))]
 
 
+class ErringSource:
+    """A DraftSource that is often right, also about a choice other than the first."""
+
+    right = RIGHT_DRAFTS
+
+    def __init__(self) -> None:
+        self._random = random.Random(1)
+
+    def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
+        rng, text = self._random, list(token_ids)
+        for _ in range(rng.randint(0, most)):
+            right = rng.random() < self.right
+            text.append(next_token(np.array(text), rng.choice((0, 0, 0, 1))) if right else rng.randrange(VOCAB))
+        return tuple(text[len(token_ids) :])
+
+
 @dataclass
 class _State:
     """``num_launched`` exceeds ``num_computed`` by the tokens of steps in flight, if all their drafts are right."""
@@ -77,6 +95,8 @@ class _State:
     num_launched: int = 0
     least_launched: int = 0  # the same, if all drafts are wrong
     slot: int = NO_SLOT  # of its recurrent state
+    yielded: tuple[int, ...] = ()  # by its last decode, if that had drafts of the plan
+    verifying: bool = False  # such a decode is in flight
 
 
 def num_tokens(plan: StepPlan) -> int:
@@ -91,7 +111,8 @@ class _Work:
     num_tokens: int
     num_samples: int
     is_decode: bool
-    mask: bytes  # of the tokens that it may sample; empty: all
+    masks: dict[int, bytes]  # of the tokens that it may sample, by the drafts before; none: all
+    drafts: tuple[int, ...] = ()  # of the plan
 
 
 @dataclass(frozen=True)
@@ -256,7 +277,7 @@ class ToyRunner:
         for work in step.work:
             state = work.state
             if work.is_decode:
-                tokens = self._verify(state, work.num_tokens - 1, work.mask)
+                tokens = self._verify(state, work)
                 counts.append(len(tokens))
                 token_ids += tokens
                 continue
@@ -266,7 +287,7 @@ class ToyRunner:
                 self._advance(state, state.token_ids[position])
             state.num_computed += work.num_tokens
             if work.num_samples:
-                token_ids += self._sample(state, work.num_samples, work.mask)
+                token_ids += self._sample(state, work.num_samples, work.masks.get(0, b""))
         for source, target in step.state_copies:
             self.slots[target] = self.slots[source]
         scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
@@ -329,12 +350,19 @@ class ToyRunner:
 
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []
-        others, masks = self.writing, {mask.seq: mask.words for mask in plan.masks}
+        others, masks = self.writing, defaultdict[int, dict[int, bytes]](dict)
+        for mask in plan.masks:
+            masks[mask.seq][mask.drafts_before] = mask.words
+        drafts_of = {drafts.seq: drafts.token_ids for drafts in plan.drafts}
+        told = {drafts.seq: drafts.yielded for drafts in plan.drafts}
         for more in plan.new_blocks:
             self._states[more.seq].blocks += more.block_ids
         for index, item in enumerate(plan.scheduled):
             state = self._states[item.seq]
             is_decode = index < plan.num_decodes
+            assert not state.verifying, "a step continues from drafts that are not on the host yet"
+            assert told.get(item.seq, ()) == state.yielded
+            state.yielded, state.verifying = (), bool(drafts_of.get(item.seq))
             first, end = state.least_launched, state.num_launched + item.num_tokens
             assert all(others.get(block, item.seq) == item.seq for block in self._read_by(state)), (
                 "two write to one block"
@@ -342,7 +370,9 @@ class ToyRunner:
             others |= dict.fromkeys((block for block, _ in self._slots(state, first, end)), item.seq)
             state.num_launched = end
             state.least_launched += 1 if is_decode else item.num_tokens
-            works.append(_Work(state, item.num_tokens, item.num_samples, is_decode, masks.get(item.seq, b"")))
+            drafts = drafts_of.get(item.seq, ())
+            assert not drafts or len(drafts) == item.num_tokens - 1
+            works.append(_Work(state, item.num_tokens, item.num_samples, is_decode, masks[item.seq], drafts))
         return works
 
     def _check_stages(self, plan: StepPlan) -> None:
@@ -356,22 +386,27 @@ class ToyRunner:
             known = 1 if index < plan.num_decodes else item.num_tokens
             assert state.num_launched + known <= len(state.token_ids), "a token is not on the host yet"
 
-    def _verify(self, state: _State, num_drafts: int, mask: bytes) -> list[int]:
+    def _verify(self, state: _State, work: _Work) -> list[int]:
         """Compute the newest token and drafts. Return the accepted drafts, and the token after them."""
-        assert not (num_drafts and mask), "a mask is for one position"
+        num_drafts, masks = work.num_tokens - 1, work.masks
+        assert not masks or len(masks) == 1 + len(work.drafts) == 1 + num_drafts
         first, token_ids, right = state.num_computed, list[int](), True
         draft = state.token_ids[first]
-        for position in range(first, first + 1 + num_drafts):
-            self._write(state, position, draft)
+        for index in range(1 + num_drafts):
+            self._write(state, first + index, draft)
             self._advance(state, draft)
             if right:
-                self._check_windows(state, position)
+                self._check_windows(state, first + index)
                 state.num_computed += 1
-                token_ids += self._sample(state, 1, mask)
-                draft = token_ids[-1]
-                right = self._random.random() < RIGHT_DRAFTS
-            if not right:
-                draft = self._random.randrange(VOCAB, 2 * VOCAB)
+                token_ids += self._sample(state, 1, masks.get(index, b""))
+            if index < num_drafts and work.drafts:
+                draft = work.drafts[index]
+                right &= draft == token_ids[-1]
+            else:
+                right &= self._random.random() < RIGHT_DRAFTS
+                draft = token_ids[-1] if right else self._random.randrange(VOCAB, 2 * VOCAB)
+        if work.drafts:
+            state.yielded, state.verifying = tuple(token_ids), False
         state.num_launched -= 1 + num_drafts - len(token_ids)
         state.least_launched += len(token_ids) - 1
         return token_ids

@@ -15,7 +15,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
-from toy import VOCAB, Slot, ToyRunner, num_tokens
+from toy import VOCAB, ErringSource, Slot, ToyRunner, num_tokens
 
 from connector.backends.local import LocalConnector
 from connector.setup import ConnectorSetup
@@ -25,6 +25,7 @@ from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
+from engine.scheduler.drafting import DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.ipc.frames import Frames, framed
@@ -112,6 +113,8 @@ class Node:
         full_step: int = 12,
         tile: int = 1,
         max_drafts: int = 0,
+        planned_drafts: bool = False,
+        always_draft: bool = True,
         batch_tokens: int = BATCH_TOKENS,
         itl_target: float | None = 0.0,
         seconds: Callable[[StepPlan], float] | None = None,
@@ -138,7 +141,7 @@ class Node:
             max_batch_tokens=batch_tokens,
             full_step=full_step,
             tile=tile,
-            max_drafts=max_drafts,
+            drafts=DraftOptions(max_drafts, ErringSource if planned_drafts else None, always_draft),
             max_waiting=100,
             stages=stages,
             itl_target=itl_target,

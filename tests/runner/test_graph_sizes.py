@@ -14,13 +14,24 @@ def plan(*tokens: int) -> StepPlan:
 
 def test_a_step_runs_as_the_smallest_graph_that_holds_it() -> None:
     def found(rows: int, tokens: int, longest: int) -> BatchDescriptor | None:
-        return SIZES.find(BatchDescriptor.of_step(rows, tokens, longest))
+        return SIZES.find(BatchDescriptor(rows, tokens, longest))
 
     assert found(3, 3, 1) == BatchDescriptor(4, 4, row_tokens=1)
     assert found(33, 33, 1) == BatchDescriptor(40, 40, row_tokens=1)
     assert found(3, 70, 68) == BatchDescriptor(16, 96)
     assert found(17, 70, 20) == BatchDescriptor(40, 192)
     assert found(16, 64, 4) == BatchDescriptor(16, 64)
+
+
+def test_a_step_with_drafts_has_a_graph_of_its_own() -> None:
+    sizes = GraphSizes.within(max_num_seqs=256, max_batch_tokens=2048, max_drafts=3)
+    assert sizes.find(BatchDescriptor(1, 4, 4)) == BatchDescriptor(1, 4, row_tokens=4)
+    assert sizes.find(BatchDescriptor(3, 7, 3)) == BatchDescriptor(4, 16, row_tokens=4)
+    assert sizes.find(BatchDescriptor(3, 3, 1)) == BatchDescriptor(4, 4, row_tokens=1)
+    assert sizes.find(BatchDescriptor(8, 20, 5)) == BatchDescriptor(16, 32)
+    assert sizes.find(BatchDescriptor(100, 400, 4)) == BatchDescriptor(104, 416, row_tokens=4)
+    assert sizes.find(BatchDescriptor(200, 800, 4)) is None
+    assert sizes.find(BatchDescriptor(200, 200, 1)) == BatchDescriptor(200, 200, row_tokens=1)
 
 
 def test_steps_beyond_all_sizes_have_no_graph() -> None:

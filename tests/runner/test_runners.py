@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config
@@ -206,13 +207,14 @@ def test_eos_is_not_sampled_before_min_tokens(build: Build) -> None:
 
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_warm_up_leaves_no_sequence_and_no_effect(build: Build, checkpoint: Path) -> None:
-    """After warm-up the most sequences still fit, and tokens are those without it."""
+    """After warm-up, also of drafts, the most sequences still fit, and tokens are those without it."""
     limits: dict[str, Any] = {"max_num_seqs": 2, "max_batch_tokens": 20, "max_model_len": 64, "num_blocks": 12}
     (expected,) = Stepper(build_runner(checkpoint, "V1")).generate([prompt_of(12)], 4)
     model_runner = build(**limits)
-    run_largest_steps(model_runner, node_config(checkpoint, **limits))
-    run_small_steps(model_runner, node_config(checkpoint, **limits))
-    run_mixed_steps(model_runner, node_config(checkpoint, **limits))
+    config = msgspec.structs.replace(node_config(checkpoint, **limits), max_drafts=3)
+    run_largest_steps(model_runner, config)
+    run_small_steps(model_runner, config)
+    run_mixed_steps(model_runner, config)
     assert isinstance(model_runner, BaseModelRunner)
     model_runner._model.decoder.run_products([3, 20], [1, 2])
     (found,) = Stepper(model_runner).generate([prompt_of(12)], 4)

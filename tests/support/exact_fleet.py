@@ -17,7 +17,12 @@ from pdserve.config.runner_oracle import VARIABLE
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 FLAGS += ("--max-model-len", "500", "--threads", "1", "--kv-checksum", "on")
-SPLITS = {"1": (), "tp2": ("--tp", "2"), "pp2": ("--pp", "2")}
+KINDS = {  # of nodes
+    "1": (),
+    "tp2": ("--tp", "2"),
+    "pp2": ("--pp", "2"),
+    "lookup": ("--speculate", "lookup", "--speculate-when", "always"),
+}
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -37,7 +42,7 @@ class Model(NamedTuple):
 
 
 class Served:
-    """A fleet of some prefill and decode nodes. All prompts are handed off."""
+    """A fleet of some prefill and decode nodes, each of one KIND or several. All prompts are handed off."""
 
     def __init__(
         self, model: Model, path: Path, prefill: Sequence[str] = ("1",), decode: Sequence[str] = ("1",), *,
@@ -48,10 +53,10 @@ class Served:
             environ, flags = {VARIABLE: environ[VARIABLE]}, (*flags, "--device", device)
         self.reference = reference_model(directory)
         self.fleet = Fleet()
-        for split in prefill:
-            self.fleet.start_prefill(directory, (*FLAGS, *flags, *SPLITS[split]), environ)
-        for split in decode:
-            more = (*flags, *decode_flags, *SPLITS[split], "--handoff-min-tokens", "0")
+        for kinds in prefill:
+            self.fleet.start_prefill(directory, (*FLAGS, *flags, *_flags_of(kinds)), environ)
+        for kinds in decode:
+            more = (*flags, *decode_flags, *_flags_of(kinds), "--handoff-min-tokens", "0")
             self.fleet.start_decode(directory, (*FLAGS, *more), environ)
         self.fleet.start_router(directory)
 
@@ -76,6 +81,10 @@ class Served:
         for node in self.fleet.nodes:
             status = node.wait_idle()
             assert status.free_blocks == status.total_blocks
+
+
+def _flags_of(kinds: str) -> list[str]:
+    return [word for kind in kinds.split() for word in KINDS[kind]]
 
 
 def check_turns_of_an_agent(served: Served, turns: int) -> None:

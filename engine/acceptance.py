@@ -1,0 +1,81 @@
+"""How often the drafts of a sequence are right."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+_KEEP, _KEEP_OF_ALL = 0.85, 0.99  # weight of earlier drafts after each new one: about 6 or 100 count
+_FIRST_RATE, _FIRST_HITS = 0.6, 0.5  # of a node without drafts so far
+_LEAST_PROBABILITY = 0.1  # of a draft, whatever its cost
+_LEAST_HITS = 0.1  # one probe that finds drafts exceeds it
+_PROBE_EVERY = 8  # output tokens
+
+
+class Acceptance:
+    """The recent drafts of one sequence, or of all.
+
+    While its drafts are not worth their time, a *probe* now and then finds out whether they would be: drafts that no
+    step verifies are compared with the tokens that follow.
+    """
+
+    def __init__(self, most: int, of_all: Acceptance | None = None) -> None:
+        """``most``: drafts in one step. A sequence begins with the acceptance ``of_all``."""
+        self._most = most
+        self._of_all = of_all
+        self._keep = _KEEP_OF_ALL if of_all is None else _KEEP
+        self.rate: float = _FIRST_RATE if of_all is None else of_all.rate  # of right drafts, if those before were right
+        self.hits: float = _FIRST_HITS if of_all is None else of_all.hits  # share of steps in which a source has drafts
+        self._most_gain = self.gain(most)
+        self._probe: tuple[int, tuple[int, ...]] = (0, ())  # number of tokens before the drafts, drafts
+        self._next_probe = 0  # number of tokens
+
+    def proposed(self, drafts: tuple[int, ...]) -> None:
+        """Count whether there are drafts."""
+        self.hits = self._keep * self.hits + (1.0 - self._keep) * bool(drafts)
+        if self._of_all is not None:
+            self._of_all.proposed(drafts)
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count drafts of a step: the accepted ones, and the first wrong one if there is one."""
+        for right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
+            self.rate = self._keep * self.rate + (1.0 - self._keep) * right
+        self._most_gain = self.gain(self._most)
+        if self._of_all is not None:
+            self._of_all.count(num_drafts, num_accepted)
+
+    @property
+    def expected(self) -> float:
+        """Accepted drafts of a step in which it may have some, on average."""
+        return self.hits * self._most_gain
+
+    def gain(self, num_drafts: int) -> float:
+        """Return how many of so many drafts are accepted on average."""
+        return sum([self.rate**number for number in range(1, num_drafts + 1)])
+
+    def worth(self, least: float, most: int) -> int:
+        """Return how many drafts, up to ``most``, are right with a probability above ``least``.
+
+        A source that hardly ever has drafts is not asked each time.
+        """
+        least = max(least, _LEAST_PROBABILITY)
+        if self.hits < _LEAST_HITS:
+            return 0
+        if self.rate**most > least:
+            return most
+        return 0 if self.rate <= least else math.ceil(math.log(least) / math.log(self.rate)) - 1
+
+    def probe_due(self, num_tokens: int) -> bool:
+        """Return whether to probe a text of ``num_tokens``."""
+        return num_tokens >= self._next_probe
+
+    def probe(self, token_ids: array[int], drafts: tuple[int, ...]) -> None:
+        """Count the drafts of the last probe, and remember new ones, which follow ``token_ids``."""
+        begin, last = self._probe
+        num_right = 0
+        while num_right < len(last) and last[num_right] == token_ids[begin + num_right]:
+            num_right += 1
+        self.count(len(last), num_right)
+        self.proposed(drafts)
+        self._probe = (len(token_ids), drafts)
+        self._next_probe = len(token_ids) + max(_PROBE_EVERY, len(drafts))

@@ -1,0 +1,202 @@
+"""Drafts: guesses of next tokens, which a decode verifies beside its newest token (docs/speculation.md).
+
+They come from a ``DraftSource`` of the engine, or the runner makes them. A source reads the tokens so far, so the
+engine waits for them:
+
+    step        t d1 d2 d3        t: the newest token
+    applied     s1 s2 s3          d1 and d2 were right
+    next step   s3 e1 e2 e3       planned now, and not while the step was in flight
+
+While no drafts are worth that, steps are planned while others are in flight, as without drafts. A runner that drafts
+knows the tokens itself; then the next step is planned while this one is in flight.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import msgspec
+
+from engine.acceptance import Acceptance
+from engine.draft_source import DraftSource
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.request import Sequence
+from engine.scheduler.step_builder import StepBuilder
+from engine.step_cost_meter import StepCostMeter
+from pdserve.ipc.messages import Totals
+from pdserve.records import Drafts, ScheduledSequence
+
+_GAP_SHARE = 0.05  # weight of the latest gap
+
+
+class DraftOptions(NamedTuple):
+    """Each sequence gets a source of drafts; without sources the runner drafts."""
+
+    most: int  # drafts of a decode; 0: none
+    make_source: Callable[[], DraftSource] | None = None
+    always: bool = False  # also drafts that are not worth their time
+    synthetic: float | None = None  # probability that a draft is accepted, whatever is sampled; for benchmarks
+
+
+NO_DRAFTS = DraftOptions(0)
+
+
+class Drafting:
+    """Decides how many drafts each decode has, and which.
+
+    Let n sequences decode in t seconds, c be the seconds that a draft adds to a step, and p the probability that it is
+    accepted. It is worth its time if p / c exceeds n / t, the tokens per second without it. All of a step's drafts
+    together also have to make up for what a step with drafts costs beside, and for the time in which the device waits
+    for the host before it. The costs are measured (engine/step_cost_meter.py), p follows from each sequence's recent
+    drafts (engine/acceptance.py). There are no drafts before a step without drafts has been measured,
+    and before the first ones have been only one sequence has some.
+    """
+
+    def __init__(
+        self, options: DraftOptions, kv: KVCacheManager, meter: StepCostMeter, totals: Totals, stages: int
+    ) -> None:
+        self._most, self._make_source, self._always, self._synthetic = options
+        self._random = random.Random(0)
+        self._kv = kv
+        self._meter = meter
+        self._stages = stages
+        self._gap = _HostGap(totals)
+        self._of_all = Acceptance(self._most)
+        self._least = 1.0  # probability of a draft that is worth its time
+        self._num_drafts = 0  # of the step that is planned
+        self._drafts: list[Drafts] = []  # of these, those of a source
+
+    def must_wait(self, running: Collection[Sequence]) -> bool:
+        """Whether no step is planned before the one in flight has ended, since drafts follow its tokens.
+
+        All sequences wait then: two steps of some cost more than one of all. Pipeline stages compute others meanwhile.
+        """
+        if self._make_source is None or self._stages > 1:
+            return False
+        decodes = [each for each in running if each.decodes_here]
+        if any(each.verifying and not each.blocked for each in running):
+            return True
+        if not any(each.in_flight for each in decodes):
+            return False
+        if self._always:
+            return any(map(self._waits, decodes))
+        able = [each.acceptance for each in decodes if each.acceptance is not None and each.draft_limit(1)]
+        num_drafts = self._most * sum([each.hits for each in able])
+        return self._pays(len(decodes), sum([each.expected for each in able]), num_drafts, self._gap.seconds)
+
+    def ready(self, running: Collection[Sequence]) -> Collection[Sequence]:
+        """Return the sequences that may take part in the next step: all but those whose drafts follow a result."""
+        if self._make_source is None or self._stages == 1:
+            return running
+        return [each for each in running if not self._waits(each)]
+
+    def add_decodes(self, builder: StepBuilder, sequences: Collection[Sequence]) -> None:
+        """Add decodes to a step, with drafts as far as blocks are free. Those of a source follow tokens on the host."""
+        if not self._most:
+            builder.add_decodes(sequences)
+            self._kv.decoded(sequences)  # models with recurrent states have no drafts
+            return
+        if self._make_source is None:
+            for sequence in sequences:
+                sequence.want_drafts(0 if sequence.constraint is not None else sequence.draft_limit(self._most))
+        else:
+            self._draft(sequences, self._make_source)
+        self._kv.grow_for_drafts(sequences)
+        builder.add_decodes(sequences, self._launch)
+        builder.count_drafts(self._num_drafts, self._drafts)
+        self._num_drafts, self._drafts = 0, []
+
+    def _draft(self, sequences: Collection[Sequence], make_source: Callable[[], DraftSource]) -> None:
+        """Let these decodes verify drafts if that is worth its time, else probe some."""
+        step = self._meter.decode.at(len(sequences))
+        self._least = least = self._meter.drafts.slope * len(sequences) / step if step else 1.0
+        known = self._always or self._meter.measures_drafts
+        gain, num_drafts = 0.0, 0
+        for sequence in sequences:
+            limit = sequence.draft_limit(self._most)
+            if limit <= 0:
+                continue
+            acceptance = self._acceptance_of(sequence, make_source)
+            worth = limit if self._always else acceptance.worth(least, limit)
+            if worth and not sequence.in_flight and (known or not num_drafts):
+                sequence.draft(worth)
+                num_drafts += sequence.num_drafts
+                gain += acceptance.gain(sequence.num_drafts)
+            elif acceptance.probe_due(len(sequence.token_ids)):
+                sequence.probe_drafts(self._most)
+        if num_drafts and not self._always and not self._pays(len(sequences), gain, num_drafts):
+            for sequence in sequences:
+                sequence.drop_drafts()
+
+    def propose(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return drafts of a sequence whose masks follow from them. The step may use fewer."""
+        most = min(self._most, sequence.max_length - len(sequence.token_ids) - 1)
+        if self._make_source is None or most <= 0 or sequence.request.sampling.disable_spec_decode:
+            return ()
+        acceptance = self._acceptance_of(sequence, self._make_source)
+        if worth := most if self._always else acceptance.worth(self._least, most):
+            return sequence.propose(worth)
+        if acceptance.probe_due(len(sequence.token_ids)):
+            sequence.probe_drafts(self._most)
+        return ()
+
+    def _acceptance_of(self, sequence: Sequence, make_source: Callable[[], DraftSource]) -> Acceptance:
+        """Return the acceptance of a sequence, which has a source from now on."""
+        if sequence.acceptance is None:
+            sequence.begin_drafts(make_source, Acceptance(self._most, self._of_all))
+        assert sequence.acceptance is not None
+        return sequence.acceptance
+
+    def _pays(self, num_decodes: int, gain: float, num_drafts: float, gap: float = 0.0) -> bool:
+        """Whether ``gain`` further tokens are worth the time of the drafts, and of a gap before the step."""
+        return gain * self._meter.decode.at(num_decodes) > num_decodes * (gap + self._meter.drafts.at(num_drafts))
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether a step in flight verifies drafts, or samples a token that drafts will follow."""
+        if not sequence.in_flight:
+            return False
+        return sequence.verifying or (sequence.decodes_here and sequence.draft_limit(self._most) > 0)
+
+    def _launch(self, sequence: Sequence, step: int) -> ScheduledSequence:
+        """Launch a decode with as many of its drafts as fit into its blocks."""
+        num_drafts = min(sequence.num_drafts, min(sequence.capacity, sequence.covered) - sequence.length)
+        if (drafts := sequence.take_drafts(num_drafts)) is not None:
+            self._drafts.append(drafts if self._synthetic is None else self._with_synthetic(drafts, self._synthetic))
+        self._num_drafts += num_drafts
+        return sequence.launch_drafts(step, num_drafts) if num_drafts else sequence.launch_decode(step)
+
+    def _with_synthetic(self, drafts: Drafts, rate: float) -> Drafts:
+        accept = 0
+        while accept < len(drafts.token_ids) and self._random.random() < rate:
+            accept += 1
+        return msgspec.structs.replace(drafts, accept=accept)
+
+
+class SyntheticDrafts:
+    """A DraftSource of benchmarks whose drafts are accepted at a given rate: the first tokens of the prompt."""
+
+    def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
+        return tuple(token_ids[:most])
+
+
+class _HostGap:
+    """The time that the host works between the end of a step and the launch of the next one that waits for it."""
+
+    def __init__(self, totals: Totals) -> None:
+        self._totals = totals
+        self._steps = 0
+        self._host_seconds = 0.0
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The mean of recent steps."""
+        totals = self._totals
+        if steps := totals.steps - self._steps:
+            found = (totals.host_seconds - self._host_seconds) / steps
+            self._seconds += (found - self._seconds) * (_GAP_SHARE if self._steps else 1.0)
+            self._steps, self._host_seconds = totals.steps, totals.host_seconds
+        return self._seconds

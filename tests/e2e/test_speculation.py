@@ -1,0 +1,151 @@
+"""Fleets that speculate answer as without: tokens and log-probabilities, through handoffs, on split nodes, on any pair.
+
+python -m pytest -m slow tests/e2e/test_speculation.py     more models and pairs
+
+A random model rarely copies its prompt, so a logit bias favours a few tokens, which soon repeat.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exact_fleet import STEP, Model, Served, random_prompt
+from fleet import MODEL_NAME, Fleet
+
+LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def bodies(seed: int) -> list[dict[str, Any]]:
+    """Return requests of many kinds; most of their outputs repeat themselves."""
+    rng, found = random.Random(seed), []
+    for index, length in enumerate((5, 30, STEP, STEP + 1, 3 * STEP + 5, 60)):
+        few = rng.sample(range(3, 128), 3)
+        body: dict[str, Any] = {
+            "prompt": random_prompt(seed + index, length) + few * 3,
+            "logit_bias": {str(token): rng.choice((12.0, 30.0)) for token in few},
+            "max_tokens": 40,
+            "temperature": rng.choice((0.0, 0.7)),
+            "seed": index,
+            "ignore_eos": True,
+        }
+        more = ({"logprobs": 3}, {"n": 3}, {"presence_penalty": 0.5, "frequency_penalty": 0.1})
+        found += [body, body | more[index % 3], body | {"stop_token_ids": few[:1], "min_tokens": 9 + index}]
+    prompt = random_prompt(seed, 30)
+    regexes = ("(river and bridge, ){4,9}end", "[a-z ]{3,9}(, and so on){3,8}")
+    return found + [
+        {"prompt": prompt, "max_tokens": 60, "seed": 3, "structured_outputs": {"regex": each}} for each in regexes
+    ]
+
+
+def answers(fleet: Fleet, wanted: Sequence[dict[str, Any]], **fields: Any) -> list[Any]:
+    """Send all requests at once. Return the choices of each."""
+
+    def answer(body: dict[str, Any]) -> Any:
+        found = fleet.post("/v1/completions", {"model": MODEL_NAME, "return_token_ids": True} | body | fields)
+        return found["choices"]
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return list(pool.map(answer, wanted))
+
+
+def check(fleet: Fleet, seed: int) -> None:
+    wanted = bodies(seed)
+    expected = answers(fleet, wanted, disable_spec_decode=True)
+    assert not sum(node.counter("spec_decode_num_drafts") for node in fleet.nodes)
+    for found, choices in zip(answers(fleet, wanted), expected, strict=True):
+        for ours, theirs in zip(found, choices, strict=True):
+            same = ("token_ids", "text", "finish_reason", "stop_reason")
+            assert {name: ours.get(name) for name in same} == {name: theirs.get(name) for name in same}
+            if theirs["logprobs"] is not None:
+                logprobs = (each["logprobs"]["token_logprobs"] for each in (ours, theirs))
+                assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
+
+
+def test_usage_counts_drafts(tmp_path: Path) -> None:
+    """A request without drafts has no such field."""
+    with Served(LLAMA, tmp_path / "m", ["1"], ["1 lookup"]) as served:
+        body = {"model": MODEL_NAME} | bodies(1)[0]
+        off = served.fleet.post("/v1/completions", body | {"disable_spec_decode": True})["usage"]
+        assert "completion_tokens_details" not in off
+        usage = served.fleet.post("/v1/completions", body)["usage"]
+        details, (node,) = usage["completion_tokens_details"], served.fleet.decode
+        assert usage["completion_tokens"] == off["completion_tokens"]
+        assert details["accepted_prediction_tokens"] == accepted(node) > 0
+        drafts = node.counter("spec_decode_num_draft_tokens")
+        assert details["rejected_prediction_tokens"] == drafts - accepted(node)
+
+
+def accepted(node: Any) -> float:
+    return float(node.counter("spec_decode_num_accepted_tokens"))
+
+
+@pytest.mark.parametrize("sides", ["P", "D", "PD"])
+def test_answers_are_the_same_through_handoffs(sides: str, tmp_path: Path) -> None:
+    """P and D need not speculate alike."""
+    prefill, decode = ("1 lookup" if side in sides else "1" for side in "PD")
+    with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
+        check(served.fleet, seed=1)
+        (d,), (p,) = served.fleet.decode, served.fleet.prefill
+        assert (accepted(d) > 20) == ("D" in sides)
+        assert not accepted(p) or "P" in sides
+        assert d.counter("handoffs") > 0
+        assert d.counter("handoff_failures") == 0
+        served.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("1", "pp2"),
+        ("pp2", "tp2"),
+        pytest.param("tp2", "pp2", marks=pytest.mark.slow),
+        pytest.param("pp2", "1", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_the_same_on_split_nodes(prefill: str, decode: str, tmp_path: Path) -> None:
+    with Served(LLAMA, tmp_path / "m", [f"{prefill} lookup"], [f"{decode} lookup"]) as served:
+        check(served.fleet, seed=2)
+        assert accepted(served.fleet.decode[0]) > 20
+        served.wait_idle()
+
+
+def test_answers_are_the_same_with_few_blocks(tmp_path: Path) -> None:
+    """Sequences are preempted, and find prefixes in the cache."""
+    few = ("--kv-cache-memory", "350KB")
+    with Served(LLAMA, tmp_path / "m", ["1 lookup"], ["1 lookup"], flags=few) as served:
+        check(served.fleet, seed=3)
+        assert served.fleet.decode[0].counter("preemptions") > 0
+        assert accepted(served.fleet.decode[0]) > 20
+        served.wait_idle()
+
+
+def test_an_answer_continues_on_a_node_that_does_not_speculate(tmp_path: Path) -> None:
+    """One of two decode nodes dies while it computes an answer; the other one has no drafts."""
+    (body,) = [each | {"max_tokens": 250, "temperature": 0.7} for each in bodies(4)[3:4]]
+    with Served(LLAMA, tmp_path / "m", decode=["1 lookup", "1"]) as served:
+        expected = answers(served.fleet, [body], disable_spec_decode=True)
+        node = served.fleet.decode[0]
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(answers, served.fleet, [body] * 2)
+            served.fleet.wait_until(lambda: accepted(node) > 20, 30.0)
+            node.kill()
+            assert found.result() == expected * 2
+
+
+@pytest.mark.slow
+def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
+    with Served(LLAMA, tmp_path / "v1") as served:
+        expected = answers(served.fleet, bodies(5))
+    flags = ("--block-size", "16")
+    with Served(LLAMA, tmp_path / "v2", ["1 lookup"], ["1 lookup"], flags=flags, runner="V2") as served:
+        found = answers(served.fleet, bodies(5))
+        assert accepted(served.fleet.decode[0]) > 20
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]

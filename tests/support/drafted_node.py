@@ -1,0 +1,143 @@
+"""A scheduler and a model runner of a checkpoint in one process, with drafts of any source.
+
+An ``Oracle`` has the outputs of a run without drafts, so its drafts are right as often as a test wants.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+import runner
+from connector.backends.null import NullConnector
+from connector.setup import ConnectorSetup
+from engine.draft_source import DraftSource
+from engine.executor.rank import Rank
+from engine.executor.step_pipeline import Result, StepPipeline
+from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
+from engine.scheduler.grammar_workers import GrammarWorkers
+from engine.scheduler.scheduler import Scheduler
+from pdserve.config.node_config import NodeConfig
+from pdserve.ipc.messages import Mode, Submit
+from pdserve.records import FinishReason, StepPlan, TokenLogprobs
+from pdserve.sampling_params import SamplingParams
+
+Answers = dict[tuple[int, int], "Answer"]  # by request and choice
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.finish: FinishReason | None = None
+
+
+class Oracle:
+    """A DraftSource with the next tokens of some texts. Each draft is wrong with a probability."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], wrong: float, vocab_size: int, seed: int = 0) -> None:
+        self._texts = [array("I", text) for text in texts]
+        self._wrong, self._vocab_size, self._random = wrong, vocab_size, random.Random(seed)
+        self.proposed: list[list[int]] = []  # texts with the drafts
+
+    def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
+        rng, known = self._random, len(token_ids)
+        likely = [text[known : known + most] for text in self._texts if text[:known] == token_ids] or [array("I")]
+        drafts = list(rng.choice(likely))
+        drafts += [rng.randrange(self._vocab_size) for _ in range(rng.randint(0, most - len(drafts)))]
+        drafts = [rng.randrange(self._vocab_size) if rng.random() < self._wrong else draft for draft in drafts]
+        self.proposed.append([*token_ids, *drafts])
+        return tuple(drafts)
+
+
+class DraftedNode:
+    """``step`` is one iteration of the step loop. Nodes with ``max_drafts`` 0 have no drafts."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        max_drafts: int = 0,
+        source: Callable[[], DraftSource] | None = None,
+        always: bool = True,
+        synthetic: float | None = None,
+    ) -> None:
+        config = msgspec.structs.replace(config, max_drafts=max_drafts)
+        self._runner = runner.build(config, lambda stage, fraction: None)
+        self._woken = threading.Event()
+        self._grammars = GrammarWorkers(config.model_dir, config.model, self._woken.set)
+        self.scheduler = Scheduler(
+            num_blocks=config.kv_layout.num_blocks,
+            block_size=config.kv_layout.block_size,
+            groups=config.kv_layout.groups,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            full_step=config.max_batch_tokens,
+            drafts=DraftOptions(max_drafts, source, always, synthetic) if max_drafts else NO_DRAFTS,
+            max_waiting=1000,
+            vocab_size=config.model.vocab_size,
+            eos_token_ids=config.model.eos_token_ids,
+            grammars=self._grammars,
+        )
+        self._rank = Rank(self._runner, NullConnector(ConnectorSetup("drafted")))
+        self._pipeline = StepPipeline(self._rank)
+        self.plans: list[StepPlan] = []
+        self.answers: Answers = defaultdict(Answer)
+        self.num_accepted = 0  # drafts
+        self.num_refused = 0  # requests
+
+    def submit(self, rid: int, prompt: Sequence[int], sampling: SamplingParams, salt: str = "") -> None:
+        self.scheduler.submit(Submit(rid, array("I", prompt).tobytes(), sampling, Mode.LOCAL, salt))
+
+    def step(self) -> None:
+        plan = self.scheduler.plan(self._pipeline.busy)
+        self.plans.append(plan)
+        for result in self._pipeline.launch(plan, self.scheduler.expected):
+            self._apply(result)
+        self.scheduler.prepare()
+        self._apply(self._pipeline.take(plan))
+
+    def run(self) -> Answers:
+        """Step until all requests have ended. Return their answers, and check that all blocks are free."""
+        while True:
+            self.step()
+            self._take_events()
+            status = self.scheduler.status()
+            if not (self._pipeline.empty and self.scheduler.idle):
+                continue
+            if not (status.running or status.waiting):
+                break
+            assert self._woken.wait(30), "no mask arrives"  # of a grammar
+            self._woken.clear()
+        assert status.free == status.total
+        return self.answers
+
+    def close(self) -> None:
+        self._rank.close()
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(plan.num_drafts for plan in self.plans)
+
+    def _apply(self, result: Result | None) -> None:
+        if result is not None:
+            plan, output = result
+            if output.step.decode_counts:
+                self.num_accepted += sum(output.step.decode_counts) - plan.num_decodes
+            self.scheduler.apply(plan, output, self._pipeline.step_seconds)
+            self._take_events()
+
+    def _take_events(self) -> None:
+        if (events := self.scheduler.take_events()) is None:
+            return
+        self.num_refused += len(events.refused)
+        for rid, choice, token_id, finish, logprobs in events.outputs.rows():
+            answer = self.answers[rid, choice]
+            assert answer.finish is None, "a token after the end"
+            answer.token_ids.append(token_id)
+            answer.logprobs.append(logprobs)
+            answer.finish = finish or answer.finish
