@@ -29,9 +29,9 @@ def test_a_step_with_drafts_has_a_graph_of_its_own() -> None:
     assert sizes.find(BatchDescriptor(3, 7, 3)) == BatchDescriptor(4, 16, row_tokens=4)
     assert sizes.find(BatchDescriptor(3, 3, 1)) == BatchDescriptor(4, 4, row_tokens=1)
     assert sizes.find(BatchDescriptor(8, 20, 5)) == BatchDescriptor(16, 32)
-    assert sizes.find(BatchDescriptor(100, 400, 4)) == BatchDescriptor(104, 416, row_tokens=4)
+    assert sizes.find(BatchDescriptor(100, 400, 4)) == BatchDescriptor(112, 448, row_tokens=4)
     assert sizes.find(BatchDescriptor(200, 800, 4)) is None
-    assert sizes.find(BatchDescriptor(200, 200, 1)) == BatchDescriptor(200, 200, row_tokens=1)
+    assert sizes.find(BatchDescriptor(200, 200, 1)) == BatchDescriptor(224, 224, row_tokens=1)
 
 
 def test_steps_beyond_all_sizes_have_no_graph() -> None:
@@ -50,7 +50,7 @@ def test_no_size_exceeds_the_limits_of_a_step() -> None:
 def test_padding_adds_at_most_a_quarter_to_large_decode_steps() -> None:
     sizes = GraphSizes.within(max_num_seqs=500, max_batch_tokens=2048)
     for rows in range(65, 501):
-        found = sizes.find(BatchDescriptor.of_step(rows, rows, 1))
+        found = sizes.find(BatchDescriptor(rows, rows, 1))
         assert found is not None
         assert found.rows <= 1.25 * rows
 

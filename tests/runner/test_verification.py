@@ -75,7 +75,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(checkpoint: Path, version: str) -> Config:
-    options = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
+    options: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
     return functools.partial(node_config, checkpoint, runner=version, **options)
 
 
