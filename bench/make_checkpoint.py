@@ -281,6 +281,74 @@ _QWEN3_5_8L: dict[str, Any] = {
     "rope_theta": 10000000,
 }
 
+_DEEPSEEK: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+}
+_DEEPSEEK_YARN: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+_DEEPSEEK_V2_LITE = _DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "rope_scaling": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+# Of its 61 layers: 3 dense ones and 2 with experts.
+_DEEPSEEK_V3_5L_FP8 = _DEEPSEEK | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "quantization_config": _FP8_BLOCKS,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-27m": _QWEN3
     | {
@@ -309,6 +377,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b-fp8": _QWEN3_30B_A3B | {"quantization_config": _FP8_BLOCKS},
     "qwen3-next-12l": _QWEN3_NEXT_12L,
     "qwen3.5-8l": _QWEN3_5_8L,
+    "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "deepseek-v3-5l-fp8": _DEEPSEEK_V3_5L_FP8,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "glm-4.5-air": _GLM_45_AIR,
     "minimax-m2": _MINIMAX_M2,
@@ -329,6 +399,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 STANDARD_DEVIATION = 0.02
+_FP8_WEIGHTS = "_proj.weight", "_proj_with_mqa.weight"
 MXFP4_SCALE = 127 - 7  # 2^-7, E8M0: about STANDARD_DEVIATION with random codes
 
 
@@ -358,7 +429,7 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
         name, shape = item[0], item[1].full_shape
         if quantization == _MXFP4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             return mxfp4_tensors(name, *shape)
-        if quantization in (_FP8_BLOCKS, _FP8_CHANNELS) and name.endswith("_proj.weight"):
+        if quantization in (_FP8_BLOCKS, _FP8_CHANNELS) and name.endswith(_FP8_WEIGHTS):
             return fp8_tensors(name, shape, quantization)
         if name.endswith("norm.weight"):
             return {name: torch.ones(shape, dtype=torch.bfloat16)}

@@ -4,8 +4,8 @@
     python bench/peer_load.py /tmp/llama-8b --device cuda --reader-device cuda:1 --max-model-len 4096
 
 Flags after the model are the nodes'; ``--reader-device`` is the device of the nodes that start beside the peer. The
-files are in the page cache, so a disk is as fast as it can be. A line of the node's log says what came from the peer;
-its seconds are those of loading alone.
+files are in the page cache, so a disk is as fast as it can be. Each run prints the seconds of its phases. A line of the
+node's log says what came from the peer; its seconds are those of loading alone.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 RUNS = 3
 
 
 @contextmanager
-def running(flags: Sequence[str]) -> Iterator[tuple[float, str, str]]:
-    """Start a prefill node. Yield the seconds until it is ready, its address, and its log so far."""
+def running(flags: Sequence[str]) -> Iterator[tuple[dict[str, float], str, str]]:
+    """Start a prefill node. Yield when each phase of its start began, its address, and its log so far.
+
+    The phases are "start" (at 0 s), "listening", those that the engine reports, and "ready".
+    """
     status, write = os.pipe()
     command = [sys.executable, "-m", "prefill_node", *flags, "--port", "0", "--status-fd", str(write)]
     log = os.memfd_create("log")
     started = time.perf_counter()
     with subprocess.Popen(command, pass_fds=[write], stderr=log) as process, os.fdopen(status) as lines:
         os.close(write)
-        address = ""
+        address, phases = "", {"start": 0.0}
         try:
             for line in lines:
                 found = json.loads(line)
                 address = found.get("address", address)
+                phases.setdefault(found.get("stage", found["state"]), time.perf_counter() - started)
                 if found["state"] == "ready":
-                    seconds = time.perf_counter() - started
-                    yield seconds, address, os.pread(log, 1 << 20, 0).decode(errors="replace")
+                    yield phases, address, os.pread(log, 1 << 20, 0).decode(errors="replace")
                     return
             raise SystemExit("the node has failed; start it alone to see why")
         finally:
@@ -63,8 +67,10 @@ def main() -> None:
         ):
             found = []
             for _ in range(RUNS):
-                with running([*here, *source]) as (seconds, _, log):
-                    found.append(seconds)
+                with running([*here, *source]) as (phases, _, log):
+                    found.append(phases["ready"])
+                lasted = zip(phases, pairwise(phases.values()), strict=False)
+                print(", ".join(f"{phase} {end - begin:.2f}" for phase, (begin, end) in lasted))
             print(
                 f"from the {name}: ready after {statistics.median(found):.2f} s ({sorted(round(x, 2) for x in found)})"
             )

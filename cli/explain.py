@@ -67,6 +67,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         "max_batch_tokens": config.max_batch_tokens,
         "itl_target": config.itl_target,
         "kv_layout": {
+            "kind": layout.spec.kind,
             "shape": list(layout.shape),
             "strides": list(layout.strides),
             "dtype": layout.dtype,
@@ -104,7 +105,7 @@ def as_text(config: NodeConfig) -> str:
         ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
         *_window_rows(config),
         ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
-        ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
+        ("", _legend(config)),
         *_state_rows(config),
         *(_rank_rows(config) if config.parallel.num_ranks > 1 else ()),
     ]
@@ -118,6 +119,15 @@ def longest_sequence_bytes(config: NodeConfig) -> dict[str, int]:
     blocks = layout.blocks_for(config.max_model_len)
     every = -(-config.max_model_len // layout.block_size) * (layout.block_bytes // layout.num_layers) * num_layers
     return {"with_windows": blocks * layout.block_bytes, "without_windows": every}
+
+
+def _legend(config: NodeConfig) -> str:
+    """Say what each dimension of the KV layout counts."""
+    page, latent = config.kv_layout.kernel_block_size, config.model.latent
+    if latent is None:
+        return f"[pages, KV heads, layers, K/V, {page} tokens of a page, head size]"
+    row = f"latent of {latent.kv_lora_rank} and rotated key of {latent.qk_rope_head_dim}"
+    return f"[pages, 1, layers, 1, {page} tokens of a page, {row}]"
 
 
 def _window_rows(config: NodeConfig) -> list[tuple[str, str]]:

@@ -91,9 +91,18 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, tag="full_attention"):
     planes: ClassVar[int] = 2
 
 
-AnyKVCacheSpec = FullAttentionSpec  # a second kind makes this a union: msgspec decodes each by its tag
+class LatentSpec(KVCacheSpec, frozen=True, tag="latent"):
+    """One row of every token for all query heads: its latent, then the rotated part of keys (MLA, arXiv 2405.04434).
+
+    There is one KV head, which all tensor shards repeat. Keys are whole rows, and values their first part.
+    """
+
+    planes: ClassVar[int] = 1
+
+
+AnyKVCacheSpec = FullAttentionSpec | LatentSpec  # msgspec decodes each by its tag
 KV_CACHE_SPECS: dict[str, type[KVCacheSpec]] = {
-    str(kind.__struct_config__.tag): kind for kind in get_args(AnyKVCacheSpec) or (AnyKVCacheSpec,)
+    str(kind.__struct_config__.tag): kind for kind in get_args(AnyKVCacheSpec)
 }
 
 

@@ -79,13 +79,13 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             layout, states = layouts_that_fit(config, parallel, self._try_layouts)
         self._allocate(config, layout, states)
         if self._device.type == "cuda":
-            progress("compiling kernels", -1.0)
             reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
             if not config.measure_kv_memory:  # otherwise they have just run
                 run_largest_steps(self, config)
-            run_small_steps(self, config)
-            run_mixed_steps(self, config)
             self._capture_graphs(config, progress)
+            progress("warming up", -1.0)
+            run_small_steps(self, config)  # as requests do: with graphs
+            run_mixed_steps(self, config)
             self._cache.clear()
             if self._states is not None:
                 self._states.clear()

@@ -101,3 +101,11 @@ class HeadNorms:
     q_weight: Tensor  # [head_dim]
     k_weight: Tensor  # [head_dim]
     eps: float
+
+
+@dataclass(frozen=True)
+class LatentNorm:
+    """RMS norm of latents, applied before they are stored (MLA)."""
+
+    weight: Tensor  # [kv_lora_rank]
+    eps: float

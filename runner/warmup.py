@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import MAX_DRAFTS
+from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
 from pdserve.records import TOKEN_BYTES, DigestOrder, Drafts, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.sampling_params import SamplingParams
@@ -15,6 +16,10 @@ from runner.graph_sizes import GraphSizes
 #: Prompt tokens of steps; those run that are too large for a graph. Each is at most twice the one before: the tiles of
 #: experts double with their tokens, and each size is compiled.
 _CHUNKS = (75, 150, 300, 600, 1000, 1500, 2500, 4000)
+
+#: The same for models without experts and recurrent states. Their kernels depend on tokens only where FlashInfer
+#: gathers keys, from 1,024 on, and products of every size have run (``product_sizes``).
+_DENSE_CHUNKS = (600, 1500)
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -65,10 +70,13 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
     Tensors of the prompts then begin at other offsets, for which Triton compiles kernels again.
     """
+    model = config.model
+    dense = model.impl != TRANSFORMERS and model.moe is None and model.state is None
+    chunks = _DENSE_CHUNKS if dense else _CHUNKS
     in_graphs = GraphSizes.of_node(config).most_mixed_tokens
     for others in (1, 4):
         most = min(config.max_batch_tokens - others, config.max_model_len - _more(config))
-        for chunk in sorted({min(chunk, most) for chunk in _CHUNKS if chunk > in_graphs}):
+        for chunk in sorted({min(chunk, most) for chunk in chunks if chunk > in_graphs}):
             if chunk > 1 and others < config.max_num_seqs:
                 _run_beside(runner, config, others, chunk)
 

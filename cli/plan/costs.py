@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv import FP8_E4M3, FullAttentionSpec
+from pdserve.kv import FP8_E4M3, FullAttentionSpec, LatentSpec
 from pdserve.model.model_config import ModelConfig
 
 MEASURED = Path(__file__).parent / "measured"
@@ -36,6 +36,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_experts: int = 0  # in each layer; 0: dense
     top_k: int = 0  # experts per token
     expert_intermediate_size: int = 0
+    has_latents: bool = False  # the KV cache has latents in place of keys and values
     full_layers: int = 0  # layers that keep all tokens, where others have a sliding window; 0: all do
     num_kv_layers: int = 0  # layers with a KV cache; 0: all
     state_bytes: int = 0  # of recurrent layers, per sequence
@@ -47,6 +48,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if moe := model.moe:
             experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
             fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
+        fields["has_latents"] = model.latent is not None
         groups = model.kv_cache_groups
         if groups.layers:
             fields["full_layers"] = sum(groups.windows[group] is None for group in groups.layers)
@@ -59,8 +61,9 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def kv_bytes(self) -> int:
         """KV bytes per token of a long sequence: layers with a window add none."""
         dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        spec = LatentSpec if self.has_latents else FullAttentionSpec
         layers = self.full_layers or self.num_kv_layers or self.num_layers
-        return layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
+        return layers * spec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
 
     def handoff_bytes(self, tokens: float) -> float:
         """Bytes that a node reads of a sequence with these tokens: KV, and the recurrent state."""
@@ -70,7 +73,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cache = "" if self.kv_cache_dtype == "auto" else f", KV cache in {self.kv_cache_dtype}"
         state = f", {self.state_bytes} bytes of state per sequence" if self.state_bytes else ""
         layers = f"{self.num_layers} layers of {self.hidden_size}"
-        return f"{layers}, {self.num_kv_heads} KV heads of {self.head_dim}{cache}{state}"
+        rows = f"latents of {self.head_dim}" if self.has_latents else f"{self.num_kv_heads} KV heads of {self.head_dim}"
+        return f"{layers}, {rows}{cache}{state}"
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

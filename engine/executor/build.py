@@ -54,6 +54,7 @@ def build_rank(
     import runner
     from connector.setup import ConnectorSetup
 
+    progress("importing libraries", -1.0)
     nixl = None
     if config.device.kind == "cuda" and _uses_nixl(config, agent):
         nixl = connector.start_early(config.device.index, config.peer_timing)

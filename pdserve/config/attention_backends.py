@@ -11,6 +11,7 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.kv import divisors
 from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.latent import LatentConfig
 
 #: The backends with the page sizes, in tokens, that they can index; None is any size.
 ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {
@@ -26,6 +27,7 @@ COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKE
 
 _FLASHINFER_DTYPES = ("bfloat16", "float16")
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_FLASHINFER_EXPANDED = ((192, 128), (256, 256), (128, 128), (64, 64))  # keys and values expanded from latents
 _TRITON_MIN_HEAD_DIM = 16
 
 
@@ -64,16 +66,24 @@ def fits_triton(head_dim: int) -> bool:
 
 
 def problems(
-    backend: str, platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec] = ()
+    backend: str,
+    platform: Platform,
+    dtype: str,
+    head_dim: int,
+    specs: Collection[AttentionSpec] = (),
+    latent: LatentConfig | None = None,
 ) -> list[str]:
-    """Return why a backend cannot serve layers of these specs, dtype and head size here; empty if it can."""
+    """Return why a backend cannot serve layers of these specs, dtype and head size here; empty if it can.
+
+    With latents, their sizes count in place of ``head_dim``.
+    """
     if backend == "torch":
         return []
     found = [None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores"]
     if backend == "triton":
         found += [
             platform.triton_problem,
-            None if fits_triton(head_dim) else f"head_dim {head_dim} is no power of two of at least 16",
+            *_triton_sizes(head_dim, latent),
         ]
     elif backend == "flashinfer":
         found += [
@@ -81,27 +91,55 @@ def problems(
             None if platform.has_flashinfer else "the package flashinfer is not installed",
             platform.triton_problem and f"it needs Triton between its kernels: {platform.triton_problem}",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
-            None if head_dim in _FLASHINFER_HEAD_DIMS else f"head_dim {head_dim} is not one of 64, 128, 256",
         ]
+        if latent is None and head_dim not in _FLASHINFER_HEAD_DIMS:
+            found.append(f"head_dim {head_dim} is not one of 64, 128, 256")
+        elif latent is not None:
+            found += [*_triton_sizes(head_dim, latent), _expanded_problem(latent)]
     return [problem for problem in found if problem]
 
 
+def _triton_sizes(head_dim: int, latent: LatentConfig | None) -> list[str]:
+    """Return why Triton's tiles do not fit the rows of a layer's cache; empty if they do."""
+    sizes = {"head_dim": head_dim}
+    if latent is not None:
+        sizes = {"kv_lora_rank": latent.kv_lora_rank, "qk_rope_head_dim": latent.qk_rope_head_dim}
+    return [f"{name} {size} is no power of two of at least 16" for name, size in sizes.items() if not fits_triton(size)]
+
+
+def _expanded_problem(latent: LatentConfig) -> str | None:
+    sizes = latent.qk_head_dim, latent.v_head_dim
+    if sizes in _FLASHINFER_EXPANDED:
+        return None
+    return f"heads of keys and values have {sizes} elements, not one of {', '.join(map(str, _FLASHINFER_EXPANDED))}"
+
+
 def check_backend(
-    name: str, platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec] = ()
+    name: str,
+    platform: Platform,
+    dtype: str,
+    head_dim: int,
+    specs: Collection[AttentionSpec] = (),
+    latent: LatentConfig | None = None,
 ) -> None:
     """Raise ConfigError for a backend that is unknown or cannot run."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
-    found = problems(name, platform, dtype, head_dim, specs)
+    found = problems(name, platform, dtype, head_dim, specs, latent)
     if found:
-        able = [other for other in ATTENTION_BACKENDS if not problems(other, platform, dtype, head_dim, specs)]
+        able = [each for each in ATTENTION_BACKENDS if not problems(each, platform, dtype, head_dim, specs, latent)]
         raise ConfigError(
             f"attention_backend {name!r} cannot run this: {'; '.join(found)}. Choose auto or {', '.join(able)}"
         )
 
 
 def choose_backend(
-    platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec], v1_forced: bool
+    platform: Platform,
+    dtype: str,
+    head_dim: int,
+    specs: Collection[AttentionSpec],
+    v1_forced: bool,
+    latent: LatentConfig | None = None,
 ) -> tuple[str, str]:
     """Return the backend that "auto" stands for, and the reason.
 
@@ -116,7 +154,7 @@ def choose_backend(
         preferred, reason = [], ""
     refused: list[str] = []
     for name in preferred:
-        found = problems(name, platform, dtype, head_dim, specs)
+        found = problems(name, platform, dtype, head_dim, specs, latent)
         if not found:
             return name, ", ".join(refused) or reason
         refused.append(f"{name} cannot run ({'; '.join(found)})")

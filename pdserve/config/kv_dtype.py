@@ -20,11 +20,18 @@ _LEAST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs that convert to and from E4M3
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
-def choose_kv_dtype(options: NodeOptions, device: DeviceInfo, dtype: str, choices: list[str]) -> str:
+def choose_kv_dtype(
+    options: NodeOptions, device: DeviceInfo, model: ModelConfig, dtype: str, choices: list[str]
+) -> str:
     """Return the dtype of the cache for a model served in ``dtype``."""
     if options.kv_cache_dtype == "auto":
         choices.append(f"kv_cache_dtype={dtype}: the model's")
         return dtype
+    if model.latent is not None:
+        raise ConfigError(
+            f"kv_cache_dtype {options.kv_cache_dtype}: {model.architecture} keeps latents, which no attention backend "
+            "reads in FP8; use auto"
+        )
     if device.capability is not None and device.capability < _LEAST_CAPABILITY:
         raise ConfigError(
             f"kv_cache_dtype {options.kv_cache_dtype}: {device.name} has compute capability "

@@ -257,6 +257,8 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
 def _mixer_parameters(mine: ModelConfig) -> int:
     """Count the weights of linear layers in attention, and in gated delta nets, of a rank's part of a model."""
     kv_layers = len(mine.kv_layers)
+    if mine.latent is not None:
+        return kv_layers * mine.latent.num_weights(mine.hidden_size, mine.num_heads)
     heads = (3 if mine.has_output_gate else 2) * mine.num_heads + 2 * mine.num_kv_heads
     attention = kv_layers * mine.hidden_size * mine.head_dim * heads
     if (state := mine.state) is None:

@@ -9,6 +9,7 @@ import msgspec
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.model.kept_weights import MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
+from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.moe import MoEConfig
 from pdserve.model.weight_formats import UNQUANTIZED
@@ -35,7 +36,9 @@ def kept_problem(
     left_out = next((name for name in sorted(unquantized) if is_linear(name)), None)
     if left_out is not None:
         return f"V2 needs all linear layers in {model.weight_format}, but {left_out} is stored unquantized"
-    group = fp8_blocks(model.quantization)[1]
+    rows, group = fp8_blocks(model.quantization)
+    if model.latent is not None and (problem := _rotated_problem(model.latent, model.num_heads, rows)):
+        return problem
     if model.moe is not None and (problem := _experts_problem(model, model.moe, group, quantized)):
         return problem
     for name, size in _sliced_inputs(model, parallel):
@@ -77,6 +80,19 @@ def _mxfp4_problem(model: ModelConfig, parallel: ParallelConfig, unquantized: Co
     return ""
 
 
+def _rotated_problem(latent: LatentConfig, num_heads: int, block: int) -> str:
+    """Outputs that change places keep their scale only within a block of ``block`` outputs."""
+    size, queries = latent.qk_rope_head_dim, "q_b_proj" if latent.q_lora_rank else "q_proj"
+    firsts = [(queries, head * latent.qk_head_dim + latent.qk_nope_head_dim) for head in range(num_heads)]
+    for name, first in [*firsts, ("kv_a_proj_with_mqa", latent.kv_lora_rank)]:
+        if latent.rope_interleave and block > 1 and first % block + size > block:
+            return (
+                f"V2 reorders the {size} rotated outputs of {name} from {first} on, which lie in two scale blocks of "
+                f"{block}"
+            )
+    return ""
+
+
 def _experts_problem(model: ModelConfig, moe: MoEConfig, group: int, quantized: Collection[str]) -> str:
     if moe.has_bias:
         return f"V2 keeps {model.weight_format} experts without biases; {model.architecture} has some"
@@ -91,7 +107,7 @@ def _sliced_inputs(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
     """Yield the layers whose inputs tensor shards divide, and their inputs."""
     if parallel.tp == 1:
         return
-    yield "o_proj", model.num_heads * model.head_dim
+    yield "o_proj", model.value_size
     if model.state is not None:
         yield "out_proj", model.state.value_heads * model.state.value_dim
     moe = model.moe

@@ -82,7 +82,7 @@ def resolve(
     compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
-    kv_dtype = choose_kv_dtype(options, device, dtype, choices)
+    kv_dtype = choose_kv_dtype(options, device, model, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
     _check_state_options(options, model)
     layout, states = _choose_layouts(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
@@ -191,9 +191,9 @@ def _choose_backend(
         choices.append("attention_backend=torch: it has all that a layer of transformers may ask for")
         return "torch"
     if options.attention_backend != "auto":
-        check_backend(options.attention_backend, platform, dtype, model.head_dim, model.attention)
+        check_backend(options.attention_backend, platform, dtype, model.head_dim, model.attention, model.latent)
         return options.attention_backend
-    backend, reason = choose_backend(platform, dtype, model.head_dim, model.attention, v1_forced)
+    backend, reason = choose_backend(platform, dtype, model.head_dim, model.attention, v1_forced, model.latent)
     choices.append(f"attention_backend={backend}: {reason}")
     return backend
 
@@ -215,7 +215,7 @@ def _choose_runner(
         architecture=model.architecture,
         platform=platform,
         attention_backend=backend,
-        head_dim=model.head_dim,
+        head_dim=model.head_dim if model.latent is None else model.latent.kv_lora_rank,
         model_impl=model.impl,
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv import UNSCALED
-from pdserve.model.model_config import MAY_DIFFER, ModelConfig, load_model_config
+from pdserve.model.model_config import MAY_DIFFER, load_model_config
 from pdserve.model.pooling import EMBED
 
 
@@ -26,9 +30,20 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     """Raise CheckpointError with the first field in which another checkpoint's configuration differs."""
     embeds = config.pooling is not None and config.pooling.task == EMBED
     mine, other = config.model, load_model_config(model_dir, config.model.impl, embeds=embeds)
-    for field in ModelConfig.__struct_fields__:
-        if field not in MAY_DIFFER and getattr(mine, field) != getattr(other, field):
-            raise CheckpointError(
-                f"{model_dir} has {field} {shown(getattr(other, field))}, this node has {shown(getattr(mine, field))}; "
-                "only weights of the same model can be reloaded. Start the node again with this checkpoint"
-            )
+    for name, ours, theirs in _differences(mine, other):
+        raise CheckpointError(
+            f"{model_dir} has {name} {shown(theirs)}, this node has {shown(ours)}; only weights of the same model can "
+            "be reloaded. Start the node again with this checkpoint"
+        )
+
+
+def _differences(mine: msgspec.Struct, other: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each differing field with both values; those of structs inside follow a dot."""
+    for field in type(mine).__struct_fields__:
+        ours, theirs = getattr(mine, field), getattr(other, field)
+        if field in MAY_DIFFER or ours == theirs:
+            continue
+        if isinstance(ours, msgspec.Struct) and type(ours) is type(theirs):
+            yield from _differences(ours, theirs, f"{prefix}{field}.")
+        else:
+            yield f"{prefix}{field}", ours, theirs

@@ -83,12 +83,15 @@ def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...
 
     The runner refuses a model whose loaded layers look further.
     """
-    window, types = fields.optional_integer("sliding_window"), fields.get("layer_types")
+    types = fields.get("layer_types")
     period = _WINDOW_PERIODS.get(str(fields.get("model_type")))
     if types is None and period is not None:
         period = fields.integer("sliding_window_pattern", period)
         types = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
-    if window is None or not isinstance(types, list) or len(types) != num_layers:
+    if not isinstance(types, list) or len(types) != num_layers or "sliding_attention" not in types:
+        return ()  # without such layers transformers writes a window of 0 for Qwen2-MoE
+    window = fields.optional_integer("sliding_window")
+    if window is None:
         return ()
     return tuple(window if each == "sliding_attention" else None for each in types)
 

@@ -15,7 +15,10 @@ from pdserve.errors import shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.moe import (
     MoEConfig,
+    deepseek_v2,
+    deepseek_v3,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     minimax_m2,
     mixtral,
@@ -27,6 +30,7 @@ from pdserve.model.recurrent import linear_attention_layers
 
 _DENSE_ON_H200 = "one-h200-decode-and-prefill"
 _EXPERTS_ON_H200 = "mixtures-of-experts-on-v1-and-v2"
+_STATES_AND_LATENTS_ON_H100 = "recurrent-and-latent-models"
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 _GATED_DELTA: Mapping[str, Any] = {
@@ -126,6 +130,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     recurrent: Callable[[ConfigFields, int], tuple[bool, ...]] | None = None  # which layers are; None: none
     has_output_gate: bool = False  # of attention
     centered_norms: bool = False  # RMS norms scale by 1 + weight
+    has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
     partial_rotary: bool = False  # whether it may rotate only the first part of each head
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
@@ -250,6 +255,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         centered_norms=True,
         partial_rotary=True,
         moe=qwen3_next,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
     ),
     "Qwen3_5ForCausalLM": DecoderFamily(
         module="qwen3_5_text",
@@ -259,6 +265,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         has_output_gate=True,
         centered_norms=True,
         partial_rotary=True,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
     ),
     "Qwen3_5MoeForCausalLM": DecoderFamily(
         module="qwen3_5_moe_text",
@@ -276,5 +283,70 @@ FAMILIES: dict[str, DecoderFamily] = {
         centered_norms=True,
         partial_rotary=True,
         moe=qwen3_5_moe,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
+    ),
+    "DeepseekV2ForCausalLM": DecoderFamily(
+        module="deepseek_v2",
+        defaults={
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "topk_method": "greedy",
+        },
+        has_latents=True,
+        moe=deepseek_v2,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
+    ),
+    "DeepseekV3ForCausalLM": DecoderFamily(
+        module="deepseek_v3",
+        defaults={
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 256,
+            "norm_topk_prob": True,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "num_nextn_predict_layers": 1,
+        },
+        has_latents=True,
+        moe=deepseek_v3,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures_of="DeepseekV2ForCausalLM",
+    ),
+    "Glm4MoeLiteForCausalLM": DecoderFamily(
+        module="glm4_moe_lite",
+        defaults={
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "rope_interleave": True,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1536,
+            "num_experts_per_tok": 4,
+            "n_routed_experts": 64,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+        },
+        has_latents=True,
+        moe=glm4_moe_lite,
+        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures_of="DeepseekV2ForCausalLM",
     ),
 }

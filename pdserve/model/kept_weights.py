@@ -12,7 +12,8 @@ from pdserve.model.weight_formats import UNQUANTIZED, WeightFormat, storage_rule
 #: Names of linear layers and experts in native families; Mixtral's experts have the last three.
 _PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 _GATED_DELTA = tuple(f".{name}.weight" for name in ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj"))
-_LINEARS = *_PROJECTIONS, *_GATED_DELTA, ".w1.weight", ".w2.weight", ".w3.weight"
+_LATENT = ".q_a_proj.weight", ".q_b_proj.weight", ".kv_a_proj_with_mqa.weight"
+_LINEARS = *_PROJECTIONS, *_GATED_DELTA, *_LATENT, ".w1.weight", ".w2.weight", ".w3.weight"
 _SCALES = 1e-3  # bytes per weight: a float32 for each output, or fewer
 
 #: E2M1, and a byte for 32 of them; gpt-oss's experts have it, its other layers are unquantized.

@@ -13,13 +13,14 @@ from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.stored_head import has_other_head
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.errors import shown
-from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
+from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
 from pdserve.kv_groups import KVCacheGroups, cut_into_groups
 from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, read_windows, rename_fields
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.families import FAMILIES
 from pdserve.model.kept_weights import kept_format
+from pdserve.model.latent import LatentConfig, read_latent
 from pdserve.model.moe import MoEConfig
 from pdserve.model.recurrent import read_gated_delta
 from pdserve.model.rope import RopeConfig, read_rope
@@ -54,7 +55,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys in the KV cache; with latents the elements of a row
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
@@ -75,6 +76,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     impl: str = NATIVE  # or TRANSFORMERS
     num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
     moe: MoEConfig | None = None  # None: dense, or not native
+    latent: LatentConfig | None = None  # None: the KV cache has keys and values of heads
     use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens; they are not loaded
     multimodal: str = ""  # architecture of the checkpoint of which this is the text model; "": it is all of it
@@ -104,7 +106,19 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     def kv_cache_spec(self, dtype: str) -> AnyKVCacheSpec:
         """Return what each layer of ``kv_layers`` keeps per token."""
+        if self.latent is not None:
+            return LatentSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
         return FullAttentionSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Elements of a head that its rotary embedding is made for."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Inputs of the output projection: the values of all heads."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.v_head_dim)
 
     @property
     def kv_cache_groups(self) -> KVCacheGroups:
@@ -143,14 +157,20 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     hidden_size = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    latent = read_latent(fields) if family.has_latents else None
+    if latent is None:
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+        head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    else:
+        num_kv_heads, head_dim = 1, latent.row_size
     if num_heads % num_kv_heads:
         raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
-    rope = read_rope(fields, fields.integer("max_position_embeddings"), head_dim, family.partial_rotary)
+    rope_head_dim = head_dim if latent is None else latent.qk_rope_head_dim
+    rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
+    scale = head_dim**-0.5 if latent is None else latent.scale(rope)
     vocab_size = fields.integer("vocab_size")
     dtype = _dtype(fields)
     recurrent = () if family.recurrent is None else family.recurrent(fields, num_layers)
@@ -172,7 +192,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         attention=tuple(
-            AttentionSpec(scale=head_dim**-0.5, window=window, has_sinks=family.has_sinks)
+            AttentionSpec(scale=scale, window=window, has_sinks=family.has_sinks)
             for layer, window in enumerate(family.windows(fields, num_layers))
             if not (recurrent and recurrent[layer])
         ),
@@ -184,6 +204,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
         moe=None if family.moe is None else family.moe(fields, num_layers),
+        latent=latent,
         use_qk_norm=fields.flag("use_qk_norm"),
         num_nextn_layers=fields.integer(nextn[0], 0, least=0),
         multimodal=multimodal,

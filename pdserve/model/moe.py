@@ -13,8 +13,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The layers with experts of a model. Names are vLLM's.
 
     A router scores all experts, adds the correction bias, keeps ``topk_group`` of ``num_expert_group`` groups by the
-    sum of their two best scores, and chooses the ``top_k`` best experts in them. Their weights are the scores without
-    the bias, divided by their sum if ``renormalize``, times ``routed_scaling_factor``.
+    sum of their ``best_of_group`` best scores, and chooses the ``top_k`` best experts in them. Their weights are the
+    scores without the bias, divided by their sum if ``renormalize``, times ``routed_scaling_factor``.
     """
 
     num_experts: int
@@ -26,6 +26,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_correction_bias: bool = False
     num_expert_group: int = 1
     topk_group: int = 1
+    best_of_group: int = 2
     routed_scaling_factor: float = 1.0
     has_bias: bool = False  # of the router and of experts, as gpt-oss has them
     swiglu_alpha: float = 1.0  # of the sigmoid, where ``swiglu_limit`` clamps
@@ -81,9 +82,55 @@ def glm4_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
             num_expert_group=fields.integer("n_group", 1),
             topk_group=fields.integer("topk_group", 1),
             routed_scaling_factor=fields.number("routed_scaling_factor", 1.0, 1e-6, 1e6),
-            dense_layers=tuple(range(min(fields.integer("first_k_dense_replace", 1, least=0), num_layers))),
+            dense_layers=_first_layers(fields, num_layers),
         ),
     )
+
+
+def deepseek_v2(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    """Return softmax routing. Groups count only with the method that is limited to some, by their best expert."""
+    fields.choice("scoring_func", fields.get("scoring_func", "softmax"), ("softmax",))
+    method = fields.choice("topk_method", fields.get("topk_method"), ("greedy", "group_limited_greedy"))
+    limited = method != "greedy"
+    groups = [fields.integer(name) if limited else 1 for name in ("n_group", "topk_group")]
+    for name in ("n_group", "topk_group"):
+        fields.given(name)  # it has a reader also where it is not used
+    if fields.flag("norm_topk_prob"):
+        raise fields.error(f"has norm_topk_prob = true, which no layer of this architecture computes. {REMEDY}")
+    sizes = _sizes(fields, "moe_intermediate_size")
+    return _checked(
+        fields,
+        MoEConfig(
+            **sizes,
+            shared_intermediate_size=sizes["intermediate_size"] * fields.integer("n_shared_experts"),
+            renormalize=False,
+            num_expert_group=groups[0],
+            topk_group=groups[1],
+            best_of_group=1,
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0, 1e-6, 1e6),
+            dense_layers=_first_layers(fields, num_layers),
+        ),
+    )
+
+
+def deepseek_v3(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    fields.choice("scoring_func", fields.get("scoring_func", "sigmoid"), ("sigmoid",))
+    fields.choice("topk_method", fields.get("topk_method", "noaux_tc"), ("noaux_tc",))
+    return glm4_moe(fields, num_layers)
+
+
+def glm4_moe_lite(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    """Return GLM-4.5's routing with dense layers by ``mlp_layer_types``, else only the first one."""
+    fields.choice("topk_method", fields.get("topk_method", "noaux_tc"), ("noaux_tc",))
+    types = fields.get("mlp_layer_types", ["dense"] + ["sparse"] * (num_layers - 1))
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise fields.error(f"has mlp_layer_types that are no list of {num_layers} layers. {REMEDY}")
+    for each in types:
+        fields.choice("mlp layer type", each, ("dense", "sparse"))
+    dense = tuple(layer for layer in range(num_layers) if types[layer] == "dense")
+    if fields.given("first_k_dense_replace") not in (None, len(dense)):
+        raise fields.error(f"has another first_k_dense_replace than dense layers, {len(dense)}. {REMEDY}")
+    return msgspec.structs.replace(glm4_moe(fields, num_layers), dense_layers=dense)
 
 
 def minimax_m2(fields: ConfigFields, num_layers: int) -> MoEConfig:
@@ -103,6 +150,10 @@ def gpt_oss(fields: ConfigFields, num_layers: int) -> MoEConfig:
             swiglu_limit=fields.number("swiglu_limit", 7.0, 1e-6, 1e6),
         ),
     )
+
+
+def _first_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    return tuple(range(min(fields.integer("first_k_dense_replace", 1, least=0), num_layers)))
 
 
 def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Attention over the paged KV cache: the interface of back ends.
 
 A layer calls ``prepare_and_store`` and then ``attend``. A model that norms and rotates heads by itself calls ``store``
-and then ``attend``. Back ends are built with the ``AttentionSpec`` of each layer.
+and then ``attend``. Layers with latents call the methods of a ``LatentBackend`` instead. Back ends are built with the
+``AttentionSpec`` of each layer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from runner.attention.gated_delta import GatedDelta
-from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
+from runner.batch import AttentionBatch, HeadNorms, LatentNorm, RotaryCosSin
 
 
 class AttentionBackend(ABC):
@@ -57,3 +58,37 @@ class AttentionBackend(ABC):
         The step's keys and values must be stored already. ``sinks`` [num_heads] are given where the layer's spec has
         them.
         """
+
+
+class LatentBackend(AttentionBackend):
+    """Attention to latents (MLA): a token has one row for all heads; keys are rows, values their first part.
+
+    ``attend_latents`` takes queries in the space of latents. A back end may instead attend to the keys and values of
+    heads, which it expands from the rows: for the queries of long chunks this takes less time.
+    """
+
+    #: The first token of this step for ``attend_expanded``, to which all tokens behind belong; None: there is none.
+    first_expanded: int | None = None
+
+    @abstractmethod
+    def store_latents(self, layer: int, rows: Tensor, q: Tensor, rotary: RotaryCosSin, norm: LatentNorm) -> None:
+        """Norm the latents in ``rows`` [tokens, row_size], rotate what follows, and store the rows in the cache.
+
+        Rotate q [tokens, num_heads, qk_rope_head_dim] in place. Both may lie at any stride of tokens and heads.
+        """
+
+    @abstractmethod
+    def attend_latents(self, layer: int, q: Tensor, q_rope: Tensor) -> Tensor:
+        """Return the mean latents [tokens, num_heads, kv_lora_rank] that the first tokens of the step attend to.
+
+        q [tokens, num_heads, kv_lora_rank] and the rotated q_rope [tokens, num_heads, qk_rope_head_dim], at any stride
+        of tokens and heads, are those of the tokens before ``first_expanded``.
+        """
+
+    def attend_expanded(self, layer: int, q: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Write the attention output of the tokens from ``first_expanded`` on to ``out`` [tokens, heads, v_head_dim].
+
+        q [tokens, num_heads, qk_head_dim]. ``weight`` [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank] are
+        the layer's projections of latents to the first part of keys, and to values, head after head.
+        """
+        raise NotImplementedError(f"{type(self).__name__} attends to latents")

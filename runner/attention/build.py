@@ -51,23 +51,25 @@ def build_backend(
     """
     backend = _build_attention(name, config, cache, placement, max_num_seqs, max_num_keys)
     if states is not None:
-        backend.recurrent = _build_recurrent(name, states, placement)
+        backend.recurrent = _build_recurrent(name, states)
     return backend
 
 
-def _build_recurrent(name: str, states: StateCache, placement: TensorPlacement) -> GatedDelta:
+def _build_recurrent(name: str, states: StateCache) -> GatedDelta:
     if name == "torch":
         from runner.attention.gated_delta import TorchGatedDelta
 
         return TorchGatedDelta(states)
     from runner.attention.triton_gated_delta import TritonGatedDelta
 
-    return TritonGatedDelta(states, placement, flashinfer=name == "flashinfer")
+    return TritonGatedDelta(states)
 
 
 def _build_attention(
     name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
+    if config.latent is not None:
+        return _build_latent_attention(name, config, cache, placement, max_num_seqs, max_num_keys)
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
 
@@ -80,3 +82,20 @@ def _build_attention(
     from runner.attention.paged_flashinfer import PagedFlashInferAttention
 
     return PagedFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)
+
+
+def _build_latent_attention(
+    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
+) -> AttentionBackend:
+    if name == "torch":
+        from runner.attention.latent_torch import LatentTorchAttention
+
+        return LatentTorchAttention(config, cache, placement)
+    if name == "triton":
+        from runner.attention.latent_triton import LatentTritonAttention
+
+        return LatentTritonAttention(config, cache, placement, max_num_seqs)
+    assert name == "flashinfer", name
+    from runner.attention.latent_flashinfer import LatentFlashInferAttention
+
+    return LatentFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)

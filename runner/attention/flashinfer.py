@@ -1,6 +1,4 @@
-"""FlashInfer's kernels for chunks of prompts, and the only file that imports FlashInfer.
-
-Attention is FA3 on Hopper, FA2 on other GPUs. The gated delta rule is on Hopper.
+"""FlashInfer's attention of chunks of prompts: FA3 on Hopper, FA2 on other GPUs. The only file that imports FlashInfer.
 
 This uses the modules below FlashInfer's wrappers, as its own ``fast_decode_plan`` does. The wrappers compute maxima by
 Python loops over tensors (0.5 ms for 256 rows). They also write a plan to pinned memory that the copy of the previous
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flashinfer.gdn_prefill import chunk_gated_delta_rule, get_gdn_prefill_module
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout, determine_attention_backend, device_support_pdl
 from torch import Tensor
@@ -51,7 +48,8 @@ class Pages:
 class Sizes:
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    value_dim: int
     page: int
     dtype: torch.dtype
 
@@ -62,7 +60,7 @@ class Sizes:
         than twice.
         """
         filled = 2 * torch.cuda.get_device_properties(device).multi_processor_count // self.kv_heads
-        size = self.heads * _TILE * filled * (self.head_dim + 1) * 4 + (1 << 20)
+        size = self.heads * _TILE * filled * (self.value_dim + 1) * 4 + (1 << 20)
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
@@ -81,7 +79,7 @@ class FlashInferPrefill:
             dtype,  # of results
             torch.int32,  # of indices
             sizes.head_dim,
-            sizes.head_dim,
+            sizes.value_dim,
             no_encoding,
             window is not None,
             False,  # soft cap of scores
@@ -123,7 +121,7 @@ class FlashInferPrefill:
             1 if gather else sizes.page,
             False,  # not for a graph
             sizes.head_dim,
-            sizes.head_dim,
+            sizes.value_dim,
             True,  # causal
             self._window_left,
             *fa2_options,
@@ -154,7 +152,7 @@ class FlashInferPrefill:
         )
 
     def run_gathered(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Do the same over gathered keys and values [keys, kv_heads, head_dim]."""
+        """Do the same over gathered keys [keys, kv_heads, head_dim] and values [keys, kv_heads, value_dim]."""
         self._module.ragged_run(
             self._workspace,
             self._device_plan,
@@ -181,46 +179,6 @@ class FlashInferPrefill:
             0.0,  # soft cap of scores
             self._scale,
         )
-
-
-class FlashInferDeltaRule:
-    """FlashInfer's gated delta rule of prompts, on Hopper, for heads of 128 values in 16 bits."""
-
-    def __init__(self) -> None:
-        """Compile the kernel unless FlashInfer has cached it; this takes minutes. Raises RuntimeError and OSError."""
-        get_gdn_prefill_module()
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        alpha: Tensor,
-        states: Tensor,
-        query_starts: Tensor,
-        out: Tensor,
-    ) -> Tensor:
-        """Write the output of consecutive sequences to ``out`` [tokens, value_heads, 128]; return their new states.
-
-        q, k [tokens, key_heads, 128] of length 1, v [tokens, value_heads, 128], β and α [tokens, value_heads] float32,
-        states [sequences, value_heads, 128 (values), 128 (keys)] float32, query_starts [sequences + 1] int64, from 0.
-        All are contiguous.
-        """
-        advanced = torch.empty_like(states)
-        chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g=alpha,
-            beta=beta,
-            initial_state=states,
-            output_final_state=True,
-            cu_seqlens=query_starts,
-            output=out,
-            output_state=advanced,
-        )
-        return advanced
 
 
 class _HostPlan:

@@ -57,7 +57,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
         layout, device = cache.layout, cache.tensor.device
         self._page = layout.kernel_block_size
         self._lists = [PageLists(max_num_seqs, self._page, device, window) for window in layout.groups.windows]
-        sizes = Sizes(config.num_heads, layout.num_kv_heads, layout.head_dim, self._page, placement.dtype)
+        head_dim = layout.head_dim
+        sizes = Sizes(config.num_heads, layout.num_kv_heads, head_dim, head_dim, self._page, placement.dtype)
         # Kernels of a step run one after the other, so they can share the memory between their two phases.
         workspace = sizes.workspace(device)
         self._is_fp8, self._queries_per_key = cache.is_fp8, _QUERIES_PER_FP8_KEY if cache.is_fp8 else _QUERIES_PER_KEY

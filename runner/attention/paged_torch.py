@@ -38,7 +38,7 @@ class _DecodeGroup:
     """Sequences with one query each."""
 
     rows: Tensor | slice  # their tokens, [group] int64
-    pages: Tensor  # [2 (K, V) * group * num_kv_heads * max_pages] int64, rows of KVCache.page_rows
+    pages: Tensor  # [planes (K, V) * group * num_kv_heads * max_pages] int64, rows of KVCache.page_rows
     mask: Tensor  # [group, 1, 1, max_pages * page], 0 or -inf
 
 
@@ -52,10 +52,10 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """Several consecutive queries of one sequence."""
 
-    pages: Tensor  # [2 * num_kv_heads * num_pages] int64
+    pages: Tensor  # [planes * num_kv_heads * num_pages] int64
     tiles: tuple[_Tile, ...]
 
 
@@ -64,7 +64,7 @@ class _WindowPlan:
     """The work of all layers with the same sliding window (or none)."""
 
     decodes: tuple[_DecodeGroup, ...]
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,20 @@ class PagedTorchAttention(AttentionBackend):
         self._heads, self._kv_heads, self._head_dim = config.num_heads, layout.num_kv_heads, layout.head_dim
         self._page = layout.kernel_block_size
         self._group = config.num_heads // layout.num_kv_heads
+        self._planes, self._value_dim = layout.spec.planes, layout.head_dim
         self._kv_dtype = cache.tensor.dtype
-        head_rows = np.arange(layout.num_kv_heads) * layout.num_layers * 2
-        self._rows_per_page = layout.num_kv_heads * layout.num_layers * 2  # page rows from one page to the next
+        head_rows = np.arange(layout.num_kv_heads) * layout.num_layers * self._planes
+        self._rows_per_page = layout.num_kv_heads * layout.num_layers * self._planes  # from one page to the next
         self._head_rows = head_rows  # [num_kv_heads]
-        kv_head_rows = np.concatenate((head_rows, head_rows + 1))  # K of all heads, V of all heads
-        self._slot_rows = kv_head_rows * self._page  # [2 * num_kv_heads]
+        kv_head_rows = np.concatenate([head_rows + plane for plane in range(self._planes)])  # K of all heads, V of all
+        self._slot_rows = kv_head_rows * self._page  # [planes * num_kv_heads]
         self._fp8_scales = _Fp8Scales(cache) if cache.is_fp8 else None
         self._norms: dict[int, _FusedNorms] = {}
         self._bands: dict[int | None, _BandMask] = {}
         self._cos_sin: tuple[Tensor, Tensor] | None = None  # expanded for this step by its first layer
         self._num_tokens = 0  # of sequences, without padding
         self._stored: Tensor | None = None  # tokens that have a slot, None for all
-        self._slots: list[Tensor] = []  # by group: [stored tokens * 2 * num_kv_heads] int64
+        self._slots: list[Tensor] = []  # by group: [stored tokens * planes * num_kv_heads] int64
         # Layers with the same pages and the same window share a plan.
         self._kinds = [(group, spec.window) for group, spec in zip(cache.groups, config.attention, strict=True)]
         self._plans: dict[tuple[int, int | None], _WindowPlan] = {}
@@ -138,21 +139,24 @@ class PagedTorchAttention(AttentionBackend):
         return q
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        both = torch.cat((k, v), dim=1)
+        self._store_heads(layer, torch.cat((k, v), dim=1))
+
+    def _store_heads(self, layer: int, both: Tensor) -> None:
+        """Store the rows [tokens, planes * num_kv_heads, head_dim]."""
         if self._stored is not None:
             both = both[self._stored]
         if self._fp8_scales is not None:
             rows = quantize_fp8(both, self._fp8_scales.inverse[layer]).view(torch.uint8)
         else:
             rows = both.to(self._kv_dtype)
-        rows = rows.view(-1, self._head_dim)
+        rows = rows.reshape(-1, self._head_dim)
         self._cache.token_rows[layer].index_copy_(0, self._slots[self._kinds[layer][0]], rows)
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         plan = self._plans[self._kinds[layer]]
         if len(plan.decodes) == 1 and not plan.chunks and isinstance(plan.decodes[0].rows, slice):
             return self._decode(layer, plan.decodes[0], q, sinks)
-        out = q.new_empty(q.shape[0], self._heads * self._head_dim)
+        out = q.new_empty(q.shape[0], self._heads * self._value_dim)
         out[self._num_tokens :] = 0
         for group in plan.decodes:
             out[group.rows] = self._decode(layer, group, q[group.rows], sinks)
@@ -204,7 +208,7 @@ class PagedTorchAttention(AttentionBackend):
 
     # ------------------------------------------------------------ several tokens of one sequence
 
-    def _plan_chunk(self, batch: _HostBatch, row: int, window: int | None) -> _Chunk:
+    def _plan_chunk(self, batch: _HostBatch, row: int, window: int | None) -> Chunk:
         begin, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
         length = int(batch.seq_lens[row])
         start = length - (end - begin)
@@ -222,9 +226,9 @@ class PagedTorchAttention(AttentionBackend):
             mask = band.view(last - first, keys, num_keys)
             tiles.append(_Tile(rows, max(0, start - first), max(0, last - length), num_keys, mask))
         pages = batch.page_table[row : row + 1, first_page : last_page + 1]
-        return _Chunk(self._page_index(pages), tuple(tiles))
+        return Chunk(self._page_index(pages), tuple(tiles))
 
-    def _attend_chunk(self, layer: int, chunk: _Chunk, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    def _attend_chunk(self, layer: int, chunk: Chunk, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         keys, values = self._gather(layer, chunk.pages, 1)
         sinks = None if sinks is None else sinks.view(self._kv_heads, self._group).t()[:, :, None, None]
         shape = (self._group, -1, -1, -1)  # the queries of a group become a batch that shares keys and values
@@ -247,20 +251,22 @@ class PagedTorchAttention(AttentionBackend):
     # ------------------------------------------------------------ pages
 
     def _page_index(self, pages: NDArray[np.int32]) -> Tensor:
-        """Return the page rows of pages [size, n], in the order [2 (K, V), size, num_kv_heads, n]."""
+        """Return the page rows of pages [size, n], in the order [planes, size, num_kv_heads, n]."""
         index = pages.astype(np.int64)[:, None] * self._rows_per_page + self._head_rows[:, None]
-        return self._index(np.stack((index, index + 1)))
+        return self._index(np.stack([index + plane for plane in range(self._planes)]))
 
     def _gather(self, layer: int, pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each [size, num_kv_heads, tokens, head_dim], in the compute dtype."""
+        """Return keys and values, each [size, num_kv_heads, tokens, head_dim], in the compute dtype.
+
+        With one plane, values are the first elements of keys.
+        """
         gathered = self._cache.page_rows[layer].index_select(0, pages).view(self._kv_dtype)
-        both = gathered.view(2, size, self._kv_heads, -1, self._head_dim)
+        both = gathered.view(self._planes, size, self._kv_heads, -1, self._head_dim)
         if self._fp8_scales is not None:
             both = dequantize_fp8(both, self._fp8_scales.planes[layer], self._placement.dtype)
         else:
             both = both.to(self._placement.dtype)
-        keys, values = both.unbind()
-        return keys, values
+        return both[0], both[-1][..., : self._value_dim]
 
     def _index(self, rows: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(rows.reshape(-1)).to(self._placement.device, non_blocking=True)

@@ -20,7 +20,7 @@ from runner.kernels.attention.decode_attention import SplitDecode
 from runner.kernels.attention.prefill_attention import prefill_attention
 from runner.kernels.attention.rope_store import rope_store
 from runner.kernels.attention.store_kv import store_kv
-from runner.kernels.tiles import choose_tiles
+from runner.kernels.tiles import AttentionTiles, choose_tiles
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 
@@ -36,12 +36,19 @@ class _Step:
 class PagedTritonAttention(AttentionBackend):
     """Supports grouped queries, sliding windows and sinks. head_dim is a power of two of at least 16."""
 
-    def __init__(self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int) -> None:
-        layout = cache.layout
-        assert fits_triton(layout.head_dim), layout.head_dim
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        placement: TensorPlacement,
+        max_num_seqs: int,
+        tiles: AttentionTiles | None = None,
+    ) -> None:
+        """``config`` has the heads as kernels see them; ``tiles`` None: those for keys and values of heads."""
+        assert fits_triton(config.head_dim), config.head_dim
         self._layers, self._groups, self._scales = cache.layers, cache.groups, cache.scales
         self._specs, self._heads = config.attention, config.num_heads
-        self._tiles = choose_tiles(config.num_heads // layout.num_kv_heads, layout.head_dim, placement)
+        self._tiles = tiles or choose_tiles(config.num_heads // config.num_kv_heads, config.head_dim, placement)
         self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device, cache.scales)
         self._current: _Step | None = None
 

@@ -1,7 +1,7 @@
 """The short convolution and the gated delta rule as Triton kernels. ``gated_delta_reference.py`` defines both.
 
 ``convolve`` leaves queries and keys of length 1. ``delta_rule`` then computes token after token: the state stays in
-registers, so a single token costs one read and one write of it. For prompts FlashInfer is faster, where it serves.
+registers, so a single token costs one read and one write of it. ``gated_delta_chunks.py`` is faster for prompts.
 
 Rows without tokens, and with slot -1, change no state; the output of such tokens is unspecified.
 """
@@ -18,7 +18,7 @@ from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
 _TOKENS = 8  # of a program that convolves
-_STATE_ROWS = 32  # of a program: 32 × 128 float32 values are 32 registers of a thread
+RULE_TILES = 32, 4  # rows of a state in a program, warps: 32 × 128 float32 values are 32 registers of a thread
 _CHANNELS = 512  # of a program that stores history
 
 
@@ -48,7 +48,7 @@ def _store_history(
         tl.store(history + channels * BEFORE + index, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "search"])
 def _convolve_kernel(
     mixed,  # [num_tokens, channels], rows mixed_stride apart
     mixed_stride,
@@ -59,6 +59,7 @@ def _convolve_kernel(
     query_starts,  # [num_rows + 1] int32
     num_rows,
     num_tokens,
+    search,  # steps of a search among the rows
     q,  # out [num_tokens, KEY_HEADS, KEY_DIM]
     k,  # out, the same
     v,  # out [num_tokens, VALUE_HEADS, VALUE_DIM]
@@ -70,7 +71,6 @@ def _convolve_kernel(
     WIDTH: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TOKENS: tl.constexpr,  # 1 if SINGLES
-    SEARCH: tl.constexpr,  # steps of a search among the rows
     SINGLES: tl.constexpr,  # every row has one token, or none; its program stores the history, too
 ):
     """Grid (blocks of tokens, heads of queries, then of keys, then of values)."""
@@ -89,7 +89,7 @@ def _convolve_kernel(
     else:
         rows = tl.zeros([TOKENS], dtype=tl.int32)  # the last row that does not begin behind the token
         end = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
-        for _ in range(SEARCH):
+        for _ in range(search):
             middle = (rows + end) // 2
             before = tl.load(query_starts + middle) <= tokens
             rows = tl.where(before, middle, rows)
@@ -149,13 +149,13 @@ def _store_history_kernel(
 
 
 @triton.jit
-def _gates(ba, token, head, a_log, dt_bias, VALUE_HEADS: tl.constexpr):
-    """Return β and α of tokens and heads that broadcast, in float32."""
+def log_gates(ba, token, head, a_log, dt_bias, VALUE_HEADS: tl.constexpr):
+    """Return β and log α of tokens of a head, in float32."""
     at = token * 2 * VALUE_HEADS + head
     b = tl.load(ba + at).to(tl.float32)
     a = tl.load(ba + at + VALUE_HEADS).to(tl.float32) + dt_bias
     softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    return 1.0 / (1.0 + tl.exp(-b)), tl.exp(-tl.exp(a_log) * softplus)
+    return 1.0 / (1.0 + tl.exp(-b)), -tl.exp(a_log) * softplus
 
 
 @triton.jit
@@ -172,6 +172,7 @@ def _delta_rule_kernel(
     query_starts,  # [rows + 1] int32
     out,  # out [tokens, VALUE_HEADS, VALUE_DIM]
     scale,
+    most,  # tokens of a row that is computed
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -185,7 +186,7 @@ def _delta_rule_kernel(
     begin = tl.load(query_starts + row)
     end = tl.load(query_starts + row + 1)
     slot = tl.load(slots + row)
-    if (end > begin) & (slot >= 0):
+    if (end > begin) & (end - begin <= most) & (slot >= 0):
         key_head = head // (VALUE_HEADS // KEY_HEADS)
         columns = tl.arange(0, BLOCK_KEY)
         values = tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
@@ -203,26 +204,13 @@ def _delta_rule_kernel(
             query = tl.load(q + at_key, mask=has_key, other=0.0).to(tl.float32)
             key = tl.load(k + at_key, mask=has_key, other=0.0).to(tl.float32)
             value = tl.load(v + at_value, mask=has_value, other=0.0).to(tl.float32)
-            beta, decay = _gates(ba, token, head, log_a, bias, VALUE_HEADS)
-            state = state * decay
+            beta, log_decay = log_gates(ba, token, head, log_a, bias, VALUE_HEADS)
+            state = state * tl.exp(log_decay)
             correction = (value - tl.sum(state * key[None, :], axis=1)) * beta
             state += correction[:, None] * key[None, :]
             output = tl.sum(state * query[None, :], axis=1) * scale
             tl.store(out + at_value, output.to(out.dtype.element_ty), mask=has_value)
         tl.store(at_state, state, mask=in_state)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _gates_kernel(ba, a_log, dt_bias, betas, alphas, count, VALUE_HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (blocks of tokens and heads,)."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    at = tl.minimum(at, count - 1)
-    head = at % VALUE_HEADS
-    bias = tl.load(dt_bias + head)
-    b, a = _gates(ba, at // VALUE_HEADS, head, tl.load(a_log + head), bias, VALUE_HEADS)
-    tl.store(betas + at, b, mask=mask)
-    tl.store(alphas + at, a, mask=mask)
 
 
 def convolve(
@@ -258,6 +246,7 @@ def convolve(
         query_starts,
         rows,
         tokens,
+        rows.bit_length(),
         q,
         k,
         v,
@@ -269,7 +258,6 @@ def convolve(
         WIDTH=width,
         BLOCK_DIM=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
         TOKENS=block,
-        SEARCH=0 if singles else rows.bit_length(),
         SINGLES=singles,
         num_warps=1 if singles else 4,
     )
@@ -299,14 +287,17 @@ def delta_rule(
     slots: Tensor,
     query_starts: Tensor,
     out: Tensor,
+    most: int,
 ) -> None:
-    """Write the output of the tokens of some rows to ``out`` [tokens, value_heads, value_dim]; advance their states.
+    """Write the output of rows of at most ``most`` tokens to ``out``; advance their states.
 
-    q, k, v are those of ``convolve``, ba [tokens, 2 * value_heads]. states: a layer's view of ``StateCache.delta``.
+    q, k, v are those of ``convolve``, ba [tokens, 2 * value_heads], out [tokens, value_heads, value_dim]. states: a
+    layer's view of ``StateCache.delta``.
     """
     (_, key_heads, key_dim), (_, value_heads, value_dim) = q.shape, v.shape
     assert ba.is_contiguous()
-    block = min(_STATE_ROWS, triton.next_power_of_2(value_dim))
+    rows, warps = RULE_TILES
+    block = min(rows, triton.next_power_of_2(value_dim))
     _delta_rule_kernel[(value_heads, triton.cdiv(value_dim, block), len(slots))](
         q,
         k,
@@ -320,23 +311,12 @@ def delta_rule(
         query_starts,
         out,
         key_dim**-0.5,
+        most,
         KEY_HEADS=key_heads,
         VALUE_HEADS=value_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_KEY=triton.next_power_of_2(key_dim),
         BLOCK_VALUE=block,
-        num_warps=4,
+        num_warps=warps,
     )
-
-
-def gates(ba: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
-    """Return β and α, each [tokens, value_heads] float32, of ba [tokens, 2 * value_heads]."""
-    tokens, heads = len(ba), len(weights.a_log)
-    assert ba.is_contiguous()
-    beta = torch.empty(tokens, heads, dtype=torch.float32, device=ba.device)
-    alpha, block = torch.empty_like(beta), 256
-    _gates_kernel[(triton.cdiv(tokens * heads, block),)](
-        ba, weights.a_log, weights.dt_bias, beta, alpha, tokens * heads, VALUE_HEADS=heads, BLOCK=block, num_warps=4
-    )
-    return beta, alpha

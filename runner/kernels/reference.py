@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runner.batch import RotaryCosSin
+from runner.batch import LatentNorm, RotaryCosSin
 
 FP8_MAX = 448.0  # of E4M3 without infinities (arXiv 2209.05433)
 
@@ -64,6 +64,18 @@ def expand_cos_sin(rotary: RotaryCosSin, dtype: torch.dtype) -> tuple[Tensor, Te
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads x [tokens, heads, head_dim], whose first half pairs with its second; see ``expand_cos_sin``."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def prepare_latents(rows: Tensor, q: Tensor, rotary: RotaryCosSin, norm: LatentNorm) -> Tensor:
+    """Return rows [tokens, row_size] with normed latents and rotated rests; rotate q in place.
+
+    See ``LatentBackend.store_latents``.
+    """
+    rank = len(norm.weight)
+    cos_sin = expand_cos_sin(rotary, q.dtype)
+    q.copy_(apply_rotary(q, *cos_sin))
+    latents = rms_norm(rows[:, :rank], norm.weight, torch.tensor(norm.eps, device=rows.device))
+    return torch.cat((latents, apply_rotary(rows[:, None, rank:], *cos_sin)[:, 0]), dim=1)
 
 
 def quantize_fp8(x: Tensor, inverse_scale: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from runner.placement import TensorPlacement
 
 _KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
 _SHORT_WINDOW = 512  # tokens; large tiles of keys would be masked for the most part
+_LATENT_HEADS = 16  # most query heads of a program that attends to latents: its results fill the registers
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
 _MATRIX_ROWS = 16  # least rows of a tensor core product
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -77,4 +78,25 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
             "num_warps": 4,
             "num_stages": 1 if exact else 2,
         },
+    )
+
+
+def choose_latent_tiles(num_heads: int, placement: TensorPlacement) -> tuple[int, AttentionTiles]:
+    """Return how many query heads share a program, and tiles of this group for latents of up to 512 values."""
+    group = next(count for count in range(min(num_heads, _LATENT_HEADS), 0, -1) if num_heads % count == 0)
+    exact = placement.dtype == torch.float32
+    block_group, rows = triton.next_power_of_2(group), _MATRIX_ROWS if exact else 64
+    common = {
+        "BLOCK_GROUP": block_group,
+        "BLOCK_KEYS": 16 if exact else 32,
+        "DOT": tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype],
+        "num_stages": 1 if exact else 2,
+    }
+    prefill = {**common, "BLOCK_QUERIES": max(rows // block_group, 1), "num_warps": 4 if exact else 8}
+    return group, AttentionTiles(
+        processors=processors_of(placement.device),
+        few=_MATRIX_ROWS // block_group,
+        decode={**common, "BLOCK_ROWS": _MATRIX_ROWS, "num_warps": 4},
+        prefill=prefill,
+        windowed=prefill,
     )

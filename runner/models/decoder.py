@@ -21,6 +21,7 @@ from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.gated_delta_net import GatedDeltaNet
+from runner.models.layers.latent_attention import LatentAttention
 from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.norm_weight import NormWeight
@@ -29,6 +30,8 @@ from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbeddi
 from runner.models.layers.weight_shard import WeightShards, prefixed
 from runner.models.model import Model
 from runner.placement import TensorPlacement
+
+Mixer = Attention | LatentAttention | GatedDeltaNet  # what mixes the tokens of a layer
 
 
 class RMSNorm:
@@ -91,7 +94,7 @@ class NormedMLP:
 
 
 class DecoderLayer:
-    def __init__(self, context: ModelContext, attention: Attention | GatedDeltaNet, mlp: MLPBlock) -> None:
+    def __init__(self, context: ModelContext, attention: Mixer, mlp: MLPBlock) -> None:
         self.input_norm = InputNorm(context, attention.quantized_group)
         self.attention = attention
         self.mlp = NormedMLP(context, mlp)
@@ -146,11 +149,13 @@ class Decoder(Model):
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self.norm = RMSNorm(self.context) if position.is_last else None
         self.head = ParallelLMHead(self.context) if position.is_last else None
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, placement.device)
+        self.rotary = RotaryEmbedding(
+            config.rope, config.rope_head_dim, config.max_position_embeddings, placement.device
+        )
         self.attention = shard_of(config, position).attention
         self.depends_on_length = self.rotary.depends_on_length
 
-    def make_attention(self, layer: int) -> Attention:
+    def make_attention(self, layer: int) -> Attention | LatentAttention:
         """Create the attention of a layer; ``layer`` counts from 0 on this rank, without recurrent layers."""
         return Attention(self.context, layer)
 
@@ -164,7 +169,7 @@ class Decoder(Model):
     def make_layer(self, layer: int) -> DecoderLayer:
         return DecoderLayer(self.context, self.make_mixer(layer), self.make_mlp(self.first_layer + layer))
 
-    def make_mixer(self, layer: int) -> Attention | GatedDeltaNet:
+    def make_mixer(self, layer: int) -> Mixer:
         """Create what mixes tokens in a layer; ``layer`` counts from 0 on this rank."""
         return self.make_attention(layer)
 

@@ -84,6 +84,7 @@ def test_stages_have_layers_of_each_group(tmp_path: Path) -> None:
         ({}, (100,) * 5 + (None,) + (100,) * 2),
         ({"sliding_window_pattern": 4}, ((100,) * 3 + (None,)) * 2),
         ({"layer_types": TYPES * 4}, (100, None) * 4),
+        ({"layer_types": ["full_attention"] * 8, "sliding_window": 0}, ()),
         ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, ()),
     ],
 )

@@ -12,15 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import RankKV
-
-
-class OnePlaneSpec(FullAttentionSpec, frozen=True, tag="one_plane"):
-    """One vector per token, as latent attention keeps it."""
-
-    planes: ClassVar[int] = 1
 
 
 class PackedSpec(FullAttentionSpec, frozen=True, tag="packed"):
@@ -36,7 +30,7 @@ class Model(NamedTuple):
     block_size: int
     head_dim: int
     dtype: str
-    spec: type[FullAttentionSpec] = FullAttentionSpec
+    spec: type[FullAttentionSpec | LatentSpec] = FullAttentionSpec
     groups: KVCacheGroups = KVCacheGroups()
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_ranks import Model, Node, OnePlaneSpec, PackedSpec, node, packed
+from kv_ranks import Model, Node, PackedSpec, node, packed
 from numpy.typing import NDArray
 
 from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.kv_groups import KVCacheGroups, cut_into_groups
 from pdserve.records import KVRead, Peer, RankKV
 
@@ -55,7 +55,8 @@ def nodes(draw: st.DrawFn, model: Model, num_layers: int) -> Node:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    spec = draw(st.sampled_from([FullAttentionSpec, OnePlaneSpec]))
+    specs: list[type[FullAttentionSpec | LatentSpec]] = [FullAttentionSpec, LatentSpec]
+    spec = draw(st.sampled_from(specs))
     num_layers = draw(st.integers(1, 6))
     windows = draw(st.lists(st.sampled_from([None, None, 8, 20]), min_size=num_layers, max_size=num_layers))
     groups = cut_into_groups(windows)
@@ -294,6 +295,14 @@ def test_equal_packed_blocks_are_one_range() -> None:
     assert (source.num_ranges, source.slices[0].num_bytes) == (1, packed_node(16).layouts[0].block_bytes)
 
 
+def test_keys_and_latents_of_equal_sizes_are_not_exchanged() -> None:
+    keys, latents = (
+        node(Model(1, 16, 576, "bfloat16", spec), (2,), 1, 16, [4]) for spec in (FullAttentionSpec, LatentSpec)
+    )
+    with pytest.raises(PeerError, match="kv_cache: latent here, full_attention at the peer"):
+        source_ranks(latents, 0, Peer("node", "e1", keys.ranks))
+
+
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
@@ -314,7 +323,7 @@ def test_a_packed_layout_with_several_pages_per_block_is_refused() -> None:
 
 
 def test_sizes_in_bytes_follow_from_the_planes_of_the_spec() -> None:
-    layout = KVLayout(4, 32, 16, 3, OnePlaneSpec(1, 576, "bfloat16"))
+    layout = KVLayout(4, 32, 16, 3, LatentSpec(1, 576, "bfloat16"))
     assert layout.shape == (8, 1, 3, 1, 16, 576)
     assert (layout.bytes_per_token, layout.block_bytes) == (3 * 576 * 2, 32 * 3 * 576 * 2)
 

@@ -1,6 +1,6 @@
 """Models with recurrent layers behind router, decode node and prefill node: tokens are those of transformers.
 
-python -m pytest -m slow tests/e2e/test_recurrent_models.py     other pairs, and runner V2 in Triton's interpreter
+python -m pytest -m slow tests/e2e/test_recurrent_models.py     other models, pairs, and V2 in Triton's interpreter
 
 The reference computes one sequence at a time, since the library's linear attention lets packed ones leak into each
 other.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from exact_fleet import STEP, Model, Served, check_moved_answer, check_turns_of_an_agent, random_prompt
+from exact_fleet import STEP, Model, Served, check_moved_answer, random_prompt
 
 MIXED = {"num_hidden_layers": 5, "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"]}
 MODELS = {
@@ -19,6 +19,7 @@ MODELS = {
     "qwen3.5": Model("qwen3_5_text", {}),
     "qwen3.5-moe": Model("qwen3_5_moe_text", {}),
 }
+EVERYDAY = "qwen3.5-moe"  # of each other model some test below has handoffs
 FEW_SLOTS = ("--state-slots", "6")
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,7 +40,9 @@ def check_model(served: Served) -> None:
     served.wait_idle()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != EVERYDAY), EVERYDAY]
+)
 def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
     with Served(MODELS[name], tmp_path / "m") as served:
         check_model(served)
@@ -63,10 +66,13 @@ def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: 
 
 def test_unequal_shards_are_refused_with_both_sizes(tmp_path: Path) -> None:
     """D computes the prompts itself."""
-    with Served(MODELS["qwen3-next"], tmp_path / "m", ["tp2"], ["1"]) as served:
+    wait = ("--peer-wait", "1")  # seconds before D is ready without P
+    with Served(MODELS["qwen3-next"], tmp_path / "m", ["tp2"], ["1"], decode_flags=wait) as served:
         served.check([random_prompt(1, 20)])
         (decode,) = served.fleet.decode
-        assert "recurrent states differ in tensor shards: 1 here, 2 at the peer" in decode.output
+        refusal = "recurrent states differ in tensor shards: 1 here, 2 at the peer"
+        served.fleet.wait_until(lambda: refusal in decode.output, 30.0)
+        assert decode.counter("handoffs") == 0
 
 
 def test_tokens_are_exact_with_few_slots_and_blocks(tmp_path: Path) -> None:
@@ -87,12 +93,6 @@ def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
         decode = served.fleet.decode[0]
         assert decode.describe().runner == "V2"
         assert (decode.counter("handoffs"), decode.counter("handoff_failures")) == (6, 0)
-
-
-@pytest.mark.timeout(600)
-def test_turns_of_an_agent_equal_those_of_a_cold_node(tmp_path: Path) -> None:
-    with Served(MODELS["qwen3-next"], tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
-        check_turns_of_an_agent(served)
 
 
 def test_a_running_answer_moves_when_its_node_dies(tmp_path: Path) -> None:

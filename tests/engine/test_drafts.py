@@ -50,7 +50,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int]:
     layered=st.booleans(),
     planned=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_outputs_are_exact_under_preemption(
     depth: tuple[int, int],
     wanted: list[tuple[list[int], SamplingParams, int]],
@@ -98,7 +98,7 @@ def test_outputs_are_exact_under_preemption(
     checksum=st.booleans(),
     planned=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_outputs_are_exact_through_handoffs(
     depth: tuple[int, int],
     wanted: list[ScriptedJob],

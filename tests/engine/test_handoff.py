@@ -31,7 +31,7 @@ each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
         max_size=8,
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_tokens_are_exact_with_a_fault_at_any_stage(
     depth: tuple[int, int], requests: list[tuple[int, int, int, bool, str, str, int]]
 ) -> None:
@@ -126,7 +126,7 @@ def jobs(draw: st.DrawFn) -> ScriptedJob:
 
 @each_depth
 @given(jobs=st.lists(jobs(), min_size=1, max_size=10), blocks=st.tuples(st.integers(12, 32), st.integers(12, 32)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_tokens_are_exact_with_a_fault_at_any_time(
     depth: tuple[int, int], jobs: list[ScriptedJob], blocks: tuple[int, int]
 ) -> None:

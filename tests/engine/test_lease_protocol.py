@@ -156,4 +156,4 @@ class LeaseProtocol(RuleBasedStateMachine):
 
 
 TestLeaseProtocol = pytest.mark.timeout(400)(LeaseProtocol.TestCase)  # shrinking a failure takes a while
-TestLeaseProtocol.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
+TestLeaseProtocol.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import KV_CACHE_SPECS, FullAttentionSpec, KVCacheSpec, KVLayout, KVRegion, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import RankKV, TokenLogprobs
 from pdserve.rpc.protobuf import (
@@ -90,18 +90,15 @@ def test_ranks_round_trip(share: KVShare | None) -> None:
     assert rank_from_pb(rank_to_pb(rank)) == rank
 
 
-class LatentSpec(KVCacheSpec, frozen=True, tag="latent"):
-    planes: ClassVar[int] = 1
-
-
-def test_a_further_kind_of_kv_cache_needs_no_conversion_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KV_CACHE_SPECS, "latent", LatentSpec)
-    spec: Any = LatentSpec(num_kv_heads=1, head_dim=576, dtype="bfloat16")
-    layout = KVLayout(num_blocks=10, block_size=32, kernel_block_size=16, num_layers=2, spec=spec)
-    assert layout_from_pb(layout_to_pb(layout)) == layout
-    assert "kv_cache: full_attention here, latent there" in differences(
-        FullAttentionSpec(1, 576, "bfloat16").compat_fields, spec.compat_fields
-    )
+def test_kinds_of_kv_cache_round_trip_by_their_tags() -> None:
+    """Between nodes, and between the processes of a node."""
+    keys, latents = FullAttentionSpec(1, 576, "bfloat16"), LatentSpec(1, 576, "bfloat16")
+    assert keys.page_bytes(16) == 2 * latents.page_bytes(16)
+    for spec in (keys, latents):
+        layout = KVLayout(num_blocks=10, block_size=32, kernel_block_size=16, num_layers=2, spec=spec)
+        assert layout_from_pb(layout_to_pb(layout)) == layout
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=KVLayout) == layout
+    assert "kv_cache: full_attention here, latent there" in differences(keys.compat_fields, latents.compat_fields)
 
 
 def test_an_impossible_layout_is_refused() -> None:
@@ -114,7 +111,7 @@ def test_an_impossible_layout_is_refused() -> None:
 def test_an_unknown_kind_of_kv_cache_is_refused() -> None:
     message = layout_to_pb(KVLayout(10, 32, 16, 2, FullAttentionSpec(4, 64, "bfloat16")))
     message.spec = "holographic"
-    with pytest.raises(ConfigError, match="'holographic' is not one of full_attention"):
+    with pytest.raises(ConfigError, match="'holographic' is not one of full_attention, latent"):
         layout_from_pb(message)
 
 

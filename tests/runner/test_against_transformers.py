@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, RECURRENT, make_checkpoint, node_config, reference_greedy, reference_model
+from checkpoints import FAMILIES, LATENT, RECURRENT, make_checkpoint, node_config, reference_greedy, reference_model
 from stepper import Running, Stepper
 from torch import Tensor
 
@@ -31,6 +31,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+#: Head sizes for which FlashInfer has kernels.
+PUBLISHED_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 # name → (family, fields of its config, (block_size, kernel_block_size), prompt lengths)
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] = {
@@ -117,6 +119,41 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
         },
         (16, 16),
         (33, 200),
+    ),
+    "deepseek-v2": ("deepseek_v2", {}, (16, 16), (1, 15, 16, 17, 600)),
+    "deepseek-v2-lite-fused": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "fused": True,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+            "max_position_embeddings": 256,
+        },
+        (48, 16),
+        (47, 48, 49, 200),
+    ),
+    "deepseek-v3": ("deepseek_v3", {}, (16, 16), (1, 17, 300)),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "num_mtp_layers": 1,
+            "rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8},
+            "max_position_embeddings": 256,
+        },
+        (16, 8),
+        (33, 200),
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", {}, (16, 16), (1, 17, 300)),
+    "glm4-moe-lite-dense": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None},
+        (16, 16),
+        (50,),
     ),
     "minimax-m2": ("minimax_m2", {}, (16, 16), (1, 17, 300)),
     "qwen3-next": ("qwen3_next", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
@@ -219,7 +256,9 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
         ("gpt_oss", {}),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}),
-        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+        pytest.param("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow),
+        ("deepseek_v2", {"q_lora_rank": None}),
+        ("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}),
     ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(
@@ -234,7 +273,10 @@ def test_triton_kernels_yield_the_tokens_of_transformers(
     assert [r.output for r in results] == [reference_greedy(reference, prompt, 4) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V1", "triton"), ("V2", "triton")])
+@pytest.mark.parametrize(
+    ("version", "backend"),
+    [("V1", "torch"), pytest.param("V1", "triton", marks=pytest.mark.slow), ("V2", "triton")],
+)
 @pytest.mark.parametrize(
     ("family", "overrides", "block_size"),
     [
@@ -322,7 +364,8 @@ def test_cuda_in_bfloat16_errs_no_more_than_transformers(
 ) -> None:
     """Cover a graph of one row, padded graphs, and steps too large for a graph."""
     needs_a_gpu(backend)
-    overrides: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 128}
+    overrides: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 768}
+    overrides |= PUBLISHED_LATENT if family in LATENT else {"head_dim": 128}
     if family == "mistral":
         overrides["sliding_window"] = 100
     if family in RECURRENT:  # heads that FlashInfer's kernel has

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from attention_steps import Inputs, Shape, Side, make_inputs
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pdserve.config.attention_backends import Platform, check_backend, choose_backend
 from pdserve.errors import ConfigError
 from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.latent import LatentConfig
 from runner.kernels.reference import apply_rotary, expand_cos_sin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,3 +114,26 @@ def test_a_backend_without_soft_caps_is_refused_at_start(backend: str) -> None:
     name, reason = choose_backend(GPU, "bfloat16", 128, specs, v1_forced=False)
     assert (name, "no soft cap" in reason) == ("torch", True)
     check_backend(backend, GPU, "bfloat16", 128, (SPECS["window"], SPECS["sinks"]))
+
+
+def test_sizes_of_latents_without_a_kernel_are_refused_at_start() -> None:
+    published = LatentConfig(
+        kv_lora_rank=512,
+        q_lora_rank=0,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        rope_interleave=True,
+    )
+    specs = (SPECS["scale"],)
+    for backend in ("triton", "flashinfer"):
+        check_backend(backend, GPU, "bfloat16", 576, specs, published)
+    wide = msgspec.structs.replace(published, v_head_dim=96)
+    check_backend("triton", GPU, "bfloat16", 576, specs, wide)
+    with pytest.raises(ConfigError, match=r"flashinfer.*have \(192, 96\) elements, not one of \(192, 128\)"):
+        check_backend("flashinfer", GPU, "bfloat16", 576, specs, wide)
+    odd = msgspec.structs.replace(published, kv_lora_rank=384)
+    with pytest.raises(ConfigError, match=r"triton.*kv_lora_rank 384 is no power of two.*Choose auto or torch"):
+        check_backend("triton", GPU, "bfloat16", 448, specs, odd)
+    assert choose_backend(GPU, "bfloat16", 448, specs, False, odd)[0] == "torch"
+    assert choose_backend(GPU, "bfloat16", 576, specs, False, wide)[0] == "triton"

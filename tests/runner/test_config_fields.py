@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "intermediate_size": (64,),
     "is_causal": (False,),
     "is_encoder_decoder": (True,),
+    "kv_lora_rank": (16,),
     "kv_sharing_modes": (["own", "reuse", "reuse"],),
     "label2id": ({"yes": 0},),
     "layer_types": (HYBRID, ALTERNATING, ["full_attention"] * NUM_LAYERS, ["sliding_attention"] * NUM_LAYERS),
@@ -85,8 +86,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "per_layer_config": ({"1": {"rms_norm_eps": 0.1}},),
     "pretraining_tp": (2,),
     "problem_type": ("regression",),
+    "q_lora_rank": (16, None),
+    "qk_head_dim": (48,),
+    "qk_nope_head_dim": (8,),
+    "qk_rope_head_dim": (8,),
     "return_dict": (False,),
     "rms_norm_eps": (1e-2,),
+    "rope_interleave": (True, False),
     "rope_parameters": (
         YARN,
         {"rope_type": "default", "rope_theta": 100.0},
@@ -106,11 +112,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (0.5,),
     "tie_word_embeddings": (True,),
     "topk_group": (1,),
+    "topk_method": ("greedy", "noaux_tc"),
     "torch_dtype": ("bfloat16",),
     "transformers_version": ("4.0.0",),
     "use_cache": (False,),
     "use_qk_norm": (False, True),
     "use_sliding_window": (True,),
+    "v_head_dim": (24,),
     "vocab_size": (96,),
 }
 #: Fields beside those of the library's classes: of transformers 4, of original configs, and of its base classes.
@@ -135,6 +143,7 @@ MAY_BE_REFUSED = {
     "max_position_embeddings",
     "model_type",
     "n_routed_experts",
+    "norm_topk_prob",  # DeepSeek's own code of V2 reads it, the library's does not
     "num_experts",
     "num_local_experts",
     "partial_rotary_factor",

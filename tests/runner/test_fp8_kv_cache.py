@@ -171,6 +171,15 @@ def test_gpus_without_fp8_are_refused(capability: tuple[int, int] | None, refuse
         assert resolve(options, gpu, {}, bare).kv_layout.dtype == "fp8_e4m3"
 
 
+def test_latents_in_fp8_are_refused_by_name(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "deepseek_v3")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8: DeepseekV3ForCausalLM keeps latents.*use auto"):
+        resolved(directory, "fp8")
+    layout = resolved(directory, "auto").kv_layout
+    assert (layout.spec.kind, layout.num_kv_heads, layout.head_dim) == ("latent", 1, 48)
+    assert layout.block_bytes == layout.block_size * 3 * 48 * 4  # 3 layers in float32
+
+
 # ---------------------------------------------------------------- runners
 
 RUNNERS = [

@@ -312,6 +312,35 @@ def test_rows_in_another_order_keep_their_scales(version: str, family: str, tmp_
     assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
 
 
+_WIDTHS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+LATENT_SIZES = {**_WIDTHS, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 48, "v_head_dim": 32}
+LATENT_SIZES["num_hidden_layers"] = 2
+
+
+@pytest.mark.parametrize(("version", "q_lora_rank"), [("V1", 128), ("V2", 128), ("V2", None)])
+def test_projections_from_latents_are_dequantized(version: str, q_lora_rank: int | None, tmp_path: Path) -> None:
+    """Rotated parts of heads are loaded in another order; keys and values are factors of batched products."""
+    plain = make_checkpoint(tmp_path / "plain", "deepseek_v3", **LATENT_SIZES | {"q_lora_rank": q_lora_rank})
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
+    backend = {"V1": "torch", "V2": "triton"}[version]
+    config = node_config(quantized, runner=version, attention_backend=backend, num_blocks=8)
+    assert config.model.keeps_quantized == (version == "V2")
+    model_runner = runner.build(config, lambda stage, fraction: None)
+    attention = decoder_of(model_runner).layers[1].attention
+    assert (attention._inputs._linear.weight.dtype == E4M3) == (version == "V2")
+    assert attention._keys_and_values.dtype == torch.float32
+    prompts, reference = [random_tokens(20, 128)], reference_model(plain)
+    results = Stepper(model_runner).generate(prompts, 3)
+    assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
+
+
+def test_rotated_rows_of_two_scale_blocks_are_refused(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "deepseek_v3", **LATENT_SIZES | {"qk_nope_head_dim": 120})
+    model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))
+    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=1))
+    assert problem == "V2 reorders the 16 rotated outputs of q_b_proj from 120 on, which lie in two scale blocks of 128"
+
+
 def test_tensor_shards_that_cut_scale_blocks_are_refused(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
     model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))

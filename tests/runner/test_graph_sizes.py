@@ -47,6 +47,14 @@ def test_no_size_exceeds_the_limits_of_a_step() -> None:
     assert GraphSizes.within(max_num_seqs=8, max_batch_tokens=16).most_mixed_tokens == 0
 
 
+def test_padding_adds_at_most_a_quarter_to_large_decode_steps() -> None:
+    sizes = GraphSizes.within(max_num_seqs=500, max_batch_tokens=2048)
+    for rows in range(65, 501):
+        found = sizes.find(BatchDescriptor.of_step(rows, rows, 1))
+        assert found is not None
+        assert found.rows <= 1.25 * rows
+
+
 def test_the_largest_sizes_come_first() -> None:
     tokens = [each.tokens for each in SIZES.descriptors]
     assert tokens == sorted(tokens, reverse=True)

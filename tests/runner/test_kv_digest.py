@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVShare, LatentSpec
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import DigestOrder
 from pdserve.state import GatedDeltaSpec, StateLayout, StateShare
@@ -27,12 +26,6 @@ WRAP = 1 << 64
 
 # The KV of a model in logical order: [blocks, layers, heads, planes, tokens of a block, bytes of a row].
 LogicalKV = NDArray[np.uint8]
-
-
-class OnePlaneSpec(FullAttentionSpec, frozen=True, tag="one_plane"):
-    """One vector per token, as latent attention keeps it."""
-
-    planes: ClassVar[int] = 1
 
 
 def make_layout(num_blocks: int, dtype: str = "float16", head_dim: int = 6, page: int = BLOCK) -> KVLayout:
@@ -76,7 +69,7 @@ def test_each_changed_element_changes_the_digest(dtype: str, head_dim: int, data
 
 
 def test_a_spec_with_one_plane_has_digests_independent_of_pages() -> None:
-    layouts = [KVLayout(2, BLOCK, page, LAYERS, OnePlaneSpec(HEADS, 6, "float16")) for page in (2, BLOCK)]
+    layouts = [KVLayout(2, BLOCK, page, LAYERS, LatentSpec(HEADS, 6, "float16")) for page in (2, BLOCK)]
     kv = random_kv(layouts[0], 3)
     assert digests(kv, layouts[0]) == digests(kv, layouts[1])
     kv[1, 2, 3, 0, 4, 5] ^= 1

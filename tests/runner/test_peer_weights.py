@@ -78,6 +78,24 @@ def test_weights_of_a_peer_are_used_if_their_digests_are_right(
     assert {part.name for part in parts} < known.tensors.keys()
 
 
+def test_rows_in_another_order_than_in_the_file_are_read_from_the_disk(tmp_path: Path) -> None:
+    """Rotated parts of queries and of latents are; what keys and values are projected by is not."""
+    checkpoint = make_checkpoint(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
+    while known_digests(checkpoint) is None:  # files of the last moment are not cached
+        checkpoint_digests(checkpoint)
+    serving = runner.build(node_config(checkpoint), lambda stage, fraction: None)
+    expected, memory = tokens(serving), serving.offered_weights()
+    offered = {part.name.rsplit(".", 2)[1] for part in memory.parts if ".self_attn." in part.name}
+    assert "kv_b_proj" in offered
+    assert not offered & {"q_b_proj", "kv_a_proj_with_mqa"}
+    source = connector.offer_weights(memory)
+    try:
+        assert read_from(source, checkpoint) == expected
+    finally:
+        source.close()
+        serving.close()
+
+
 Lie = Callable[[RankWeights], RankWeights]
 
 

@@ -69,7 +69,14 @@ def test_mxfp4_products_keep_their_operands() -> None:
 
 def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
     """The interpreter accepts more than the compiler."""
-    compiled([f"delta:{name}" for name in ("decodes", "prompts", "history", "rule", "gates", "norm", "sigmoid")])
+    names = ["decodes", "prompts", "history", "rule", "invert", "advance", "norm", "sigmoid"]
+    results = compiled([f"delta:{name}" for name in names])
+    assert [each for each in results if each["overwritten"] or each["spilled"]] == []
+
+
+def test_kernels_of_latent_attention_compile_for_hopper() -> None:
+    results = compiled([f"latent:{name}" for name in ("store", "gather", "decode", "several", "prefill")])
+    assert [each for each in results if each["overwritten"]] == []
 
 
 @pytest.mark.slow

@@ -162,10 +162,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     extra = {name.replace(".2.", ".3.", 1): one.clone() for name, one in layer.items()}
     extra["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)
     save_file(tensors | extra, directory / "model.safetensors", {"format": "pt"})
-    assert_greedy_tokens_are_exact(directory)
+    assert_greedy_tokens_are_exact(directory, "transformers")
     change_config(directory, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"unexpected keys: model\.layers\.3"):
-        runner.build(node_config(directory), lambda stage, fraction: None)
+        runner.build(node_config(directory, impl="transformers"), lambda stage, fraction: None)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
+from pdserve.kv import FP8_E4M3, AnyKVCacheSpec, FullAttentionSpec, KVLayout, KVScales, LatentSpec
 from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.rope import RopeConfig
-from runner.attention import AttentionBackend
+from runner.attention import AttentionBackend, LatentBackend
 from runner.attention.build import build_backend
-from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
+from runner.batch import AttentionBatch, HeadNorms, LatentNorm, RotaryCosSin
 from runner.kv_cache import KVCache
+from runner.models.layers.latent_attention import attend
 from runner.placement import TensorPlacement
 
 _ANY_PAGE = 1 << 30  # entries behind a sequence's pages must never be read
@@ -38,6 +40,14 @@ class Shape:
     num_pages: int = 160
     spec: AttentionSpec | None = None  # of all layers, in place of ``windows``
     scales: KVScales | None = None  # of every layer of an FP8 cache; None: the cache has the dtype of the step
+    latent: LatentConfig | None = None  # in place of ``kv_heads`` and ``head_dim``
+
+    @property
+    def width(self) -> int:
+        """Projected values of a token: queries, then keys and values, or a row of latents."""
+        if self.latent is None:
+            return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.heads * self.latent.qk_head_dim + self.latent.row_size
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -47,8 +57,9 @@ class Shape:
             intermediate_size=8,
             num_layers=len(self.windows),
             num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
+            num_kv_heads=1 if self.latent else self.kv_heads,
+            head_dim=self.latent.row_size if self.latent else self.head_dim,
+            latent=self.latent,
             rms_norm_eps=1e-6,
             rope=RopeConfig(theta=1e4),
             max_position_embeddings=4096,
@@ -67,10 +78,13 @@ class Shape:
             block_size=self.page,
             kernel_block_size=self.page,
             num_layers=len(self.windows),
-            spec=FullAttentionSpec(
-                self.kv_heads, self.head_dim, FP8_E4M3 if self.scales else str(dtype).removeprefix("torch.")
-            ),
+            spec=self._kv_cache_spec(FP8_E4M3 if self.scales else str(dtype).removeprefix("torch.")),
         )
+
+    def _kv_cache_spec(self, dtype: str) -> AnyKVCacheSpec:
+        if self.latent is not None:
+            return LatentSpec(1, self.latent.row_size, dtype)
+        return FullAttentionSpec(self.kv_heads, self.head_dim, dtype)
 
 
 @dataclass
@@ -90,9 +104,9 @@ class Inputs:
         def zeros(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=self.device)
 
-        width = (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
-        half = self.shape.head_dim // 2
-        self.qkv = [zeros(self.tokens, width, dtype=self.dtype) for _ in self.shape.windows]
+        latent = self.shape.latent
+        half = (latent.qk_rope_head_dim if latent else self.shape.head_dim) // 2
+        self.qkv = [zeros(self.tokens, self.shape.width, dtype=self.dtype) for _ in self.shape.windows]
         self.rotary = RotaryCosSin(*(zeros(self.tokens, half, dtype=torch.float32) for _ in range(2)))
         self.batch = AttentionBatch(
             query_starts=np.zeros(1, dtype=np.int32),
@@ -173,6 +187,7 @@ class Side:
         )
         weights = torch.randn(2, shape.head_dim, generator=torch.Generator().manual_seed(4)).to(device, compute)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if shape.has_norms else None
+        self.latent = None if shape.latent is None else _LatentLayers(self.backend, shape, device, compute)
 
     def reset(self) -> None:
         """Restore the cache's first contents."""
@@ -186,9 +201,35 @@ class Side:
         """Return the output of every layer for planned inputs, [tokens, heads * head_dim] each."""
         outputs = []
         for layer, qkv in enumerate(inputs.qkv):
+            if self.latent is not None:
+                outputs.append(self.latent.run(layer, qkv.to(self.compute, copy=True), inputs.rotary))
+                continue
             q = self.backend.prepare_and_store(layer, qkv.to(self.compute), inputs.rotary, self.norms)
             outputs.append(self.backend.attend(layer, q))
         return outputs
+
+
+class _LatentLayers:
+    """What all layers with latents have beside the back end."""
+
+    def __init__(self, backend: AttentionBackend, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        assert isinstance(backend, LatentBackend)
+        assert shape.latent is not None
+        self._backend, self._heads, self._latent = backend, shape.heads, shape.latent
+        rank, outputs = shape.latent.kv_lora_rank, shape.latent.qk_nope_head_dim + shape.latent.v_head_dim
+        generator = torch.Generator().manual_seed(5)
+        weight = torch.randn(shape.heads * outputs, rank, generator=generator) * rank**-0.5
+        self.weight = weight.bfloat16().to(device, dtype)  # equal in all dtypes
+        norm = torch.rand(rank, generator=generator).bfloat16()
+        self.norm = LatentNorm(norm.to(device, dtype), 1e-6)
+
+    def run(self, layer: int, projected: Tensor, rotary: RotaryCosSin) -> Tensor:
+        """Return the output [tokens, heads * v_head_dim] of one layer; ``projected`` is overwritten."""
+        latent = self._latent
+        q, rows = projected.split([self._heads * latent.qk_head_dim, latent.row_size], dim=1)
+        queries = q.view(len(q), self._heads, latent.qk_head_dim)
+        self._backend.store_latents(layer, rows, queries[:, :, latent.qk_nope_head_dim :], rotary, self.norm)
+        return attend(latent, self._backend, layer, queries, self.weight).flatten(1)
 
 
 def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:

@@ -19,7 +19,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import choose_parallel_config, shard_of
 from pdserve.config.quantized_layers import keep_quantized
 from pdserve.config.runner_oracle import Decision
-from pdserve.kv import FP8_E4M3, FullAttentionSpec, KVLayout, KVScales
+from pdserve.kv import FP8_E4M3, KVLayout, KVScales
 from pdserve.model.model_config import load_model_config
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.state import StateLayout
@@ -28,6 +28,7 @@ _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 FAMILIES: tuple[str, ...] = (
     "llama",
     "mistral",
@@ -39,6 +40,7 @@ FAMILIES: tuple[str, ...] = (
     "glm4_moe",
     "minimax_m2",
     *RECURRENT,
+    *LATENT,
 )
 
 _TINY: dict[str, Any] = {
@@ -63,6 +65,19 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_value_head_dim": 16,
 }
 _SHARED_EXPERT: dict[str, Any] = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
 CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
@@ -135,6 +150,23 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
         },
     ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {**_LATENT, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
+    ),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, {**_LATENT}),
 }
 
 
@@ -247,7 +279,7 @@ def node_config(
         kernel_block_size=kernel_block_size,
         num_layers=model.kv_cache_groups.block_layers(range(len(model.kv_layers))),
         groups=model.kv_cache_groups,
-        spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, FP8_E4M3 if kv_scales else dtype),
+        spec=model.kv_cache_spec(FP8_E4M3 if kv_scales else dtype),
     )
     parallel = choose_parallel_config(model, pp, tp, stage_layers, ep)
     spec = shard_of(model, parallel.position(0)).state_spec(dtype)

@@ -1,6 +1,7 @@
 """Compiles kernels for Hopper, without a GPU, and prints what ``sass.py`` finds in them, a line of JSON each.
 
     python tests/support/compiled_kernels.py gated:TILE_ROWS plain:TILE_ROWS attention:WINDOW delta:KERNEL …
+    python tests/support/compiled_kernels.py latent:KERNEL …
 
 It must run without TRITON_INTERPRET=1, and so in a process of its own.
 """
@@ -16,34 +17,40 @@ from typing import Any
 
 import torch
 import triton
-from sass import count_register_products, find_overwritten
+import triton.language as tl
+from sass import count_register_products, count_spills, find_overwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdserve.model.attention_spec import AttentionSpec
-from runner.kernels import activation, gated_delta, norm, tiles
-from runner.kernels.attention import prefill_attention
+from runner.kernels import activation, gated_delta, gated_delta_chunks, norm, tiles
+from runner.kernels.attention import decode_attention, latents, prefill_attention
 from runner.kernels.experts import grouped_mxfp4, mxfp4_words
 from runner.placement import TensorPlacement
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("x", "bias", "y", "q", "k", "v", "cache", "out", "sinks"), "*bf16"),
-    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate"), "*bf16"),
+    **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "scores"), "*bf16"),
+    **dict.fromkeys(("q_rope", "latents", "keys"), "*bf16"),
     **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
-    **dict.fromkeys(("a_log", "dt_bias", "states", "alphas", "betas"), "*fp32"),
+    **dict.fromkeys(("parts", "done", "chunks", "long_rows"), "*i32"),
+    **dict.fromkeys(("a_log", "dt_bias", "states", "totals", "cos", "sin", "results", "weights"), "*fp32"),
     "words": "*i16",
 }
 FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
 LAUNCH = ("num_warps", "num_stages")
 
 
-def sass_of(kernel: Any, options: dict[str, Any]) -> str:
-    """Return the code of a kernel whose pointers are aligned; ``options`` are its constants and launch options."""
+def sass_of(kernel: Any, options: dict[str, Any], kinds: dict[str, str] | None = None) -> str:
+    """Return the code of a kernel whose pointers are aligned.
+
+    ``options`` are its constants and launch options, ``kinds`` types of arguments that others have by these names.
+    """
     constants = {name: value for name, value in options.items() if name not in LAUNCH}
-    kinds = {name: "fp32" if name in FLOATS else POINTERS.get(name, "i32") for name in kernel.arg_names}
+    kinds = {name: "fp32" if name in FLOATS else POINTERS.get(name, "i32") for name in kernel.arg_names} | (kinds or {})
     signature = kinds | dict.fromkeys(constants, "constexpr")
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if name in POINTERS}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if kinds[name][0] == "*"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=HOPPER, options={name: options[name] for name in LAUNCH})
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -66,6 +73,7 @@ def attention(window: int) -> str:
     chosen = tiles.choose_tiles(8, 64, placement)
     spec = AttentionSpec(scale=0.125, window=window or None)
     sizes = {"KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 64, "PAGE_SIZE": 16, "WINDOW": window, "HAS_SINKS": True}
+    sizes["ROPE_DIM"] = 0
     options = sizes | {"FEW": chosen.few} | chosen.prefill_options(spec.window)
     return sass_of(prefill_attention._prefill_attention_kernel, options)
 
@@ -74,21 +82,43 @@ def delta(name: str) -> str:
     """Return the code of a kernel of gated delta nets, or of one beside them, for Qwen3-Next's heads."""
     heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
     convolve = {**heads, "WIDTH": 4, "BLOCK_DIM": 128}
+    chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
     kernel, options = {
-        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SEARCH": 0, "SINGLES": True}),
-        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SEARCH": 5, "SINGLES": False}),
+        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SINGLES": True}),
+        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SINGLES": False}),
         "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
         "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
-        "gates": (gated_delta._gates_kernel, {"VALUE_HEADS": 32, "BLOCK": 256}),
+        "invert": (gated_delta_chunks._invert_kernel, chunks),
+        "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
         "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "ONE_GATE": False, "BLOCK": 1024}),
     }[name]
     return sass_of(kernel, {**options, "num_warps": 4, "num_stages": 3})
 
 
+def latent(name: str) -> str:
+    """Return the code of a kernel of latent attention, for DeepSeek's heads, in tiles as ``attention`` has them."""
+    placement = TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16, use_triton=True)
+    group, chosen = tiles.choose_latent_tiles(16, placement)
+    row = {"RANK": 512, "ROPE": 64, "PAGE_SIZE": 64, "num_warps": 4, "num_stages": 3}
+    attend = {"KV_HEADS": 1, "GROUP": group, "HEAD_DIM": 512, "ROPE_DIM": 64, "PAGE_SIZE": 64, "WINDOW": 0}
+    attend["HAS_SINKS"] = False
+    if name == "store":
+        return sass_of(latents._store_latents_kernel, {"HEADS": 16, "BLOCK_HEADS": 16, **row}, {"rows": "*bf16"})
+    if name == "gather":
+        sizes = {"HEADS": 16, "NOPE": 128, "TILE": 128, "BLOCK": 16, "ROW_CHUNK": 256, **row}
+        return sass_of(latents._gather_latents_kernel, sizes)
+    if name == "prefill":
+        return sass_of(prefill_attention._prefill_attention_kernel, {**attend, "FEW": chosen.few, **chosen.prefill})
+    return sass_of(
+        decode_attention._decode_attention_kernel,
+        {**attend, "SEVERAL": name == "several", "PDL": True, **chosen.decode},
+    )
+
+
 def code_of(kind: str, variant: str) -> str:
-    if kind == "delta":
-        return delta(variant)
+    if kind in ("delta", "latent"):
+        return delta(variant) if kind == "delta" else latent(variant)
     return attention(int(variant)) if kind == "attention" else mxfp4(int(variant), gated=kind == "gated")
 
 
@@ -97,7 +127,8 @@ def main() -> None:
         kind, _, variant = name.partition(":")
         sass = code_of(kind, variant)
         found = [f"{hit.write.text} after {hit.product.text}" for hit in find_overwritten(sass)]
-        print(json.dumps({"kernel": name, "products": count_register_products(sass), "overwritten": found}), flush=True)
+        results = {"kernel": name, "products": count_register_products(sass), "overwritten": found}
+        print(json.dumps({**results, "spilled": count_spills(sass)}), flush=True)
 
 
 if __name__ == "__main__":

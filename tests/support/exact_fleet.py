@@ -12,9 +12,11 @@ from any_models import make_any_checkpoint
 from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 
+from pdserve.config.runner_oracle import VARIABLE
+
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
-FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
+FLAGS += ("--max-model-len", "500", "--threads", "1", "--kv-checksum", "on")
 KINDS = {  # of nodes
     "1": (),
     "tp2": ("--tp", "2"),
@@ -44,15 +46,17 @@ class Served:
 
     def __init__(
         self, model: Model, path: Path, prefill: Sequence[str] = ("1",), decode: Sequence[str] = ("1",), *,
-        flags: Sequence[str] = (), runner: str = "V1",
+        flags: Sequence[str] = (), decode_flags: Sequence[str] = (), runner: str = "V1", device: str = "cpu",
     ) -> None:  # fmt: skip
         directory, environ = model.make(path), RUNNER_ENVIRONMENTS[runner]
+        if device != "cpu":
+            environ, flags = {VARIABLE: environ[VARIABLE]}, (*flags, "--device", device)
         self.reference = reference_model(directory)
         self.fleet = Fleet()
         for kinds in prefill:
             self.fleet.start_prefill(directory, (*FLAGS, *flags, *_flags_of(kinds)), environ)
         for kinds in decode:
-            more = (*flags, *_flags_of(kinds), "--handoff-min-tokens", "0")
+            more = (*flags, *decode_flags, *_flags_of(kinds), "--handoff-min-tokens", "0")
             self.fleet.start_decode(directory, (*FLAGS, *more), environ)
         self.fleet.start_router(directory)
 
@@ -83,10 +87,10 @@ def _flags_of(kinds: str) -> list[str]:
     return [word for kind in kinds.split() for word in KINDS[kind]]
 
 
-def check_turns_of_an_agent(served: Served) -> None:
+def check_turns_of_an_agent(served: Served, turns: int) -> None:
     """Turns with tool results, branches and retries over one prefix, on two nodes of each role; a decode node dies."""
     rng, conversation = random.Random(3), random_prompt(1, 40)
-    for turn in range(12):
+    for turn in range(turns):
         prompt = [*conversation, *random_prompt(turn, rng.randrange(1, 9))]
         served.check([prompt] * (1 + turn % 2), output=6)  # and a retry at once
         if turn % 3 == 2:  # a branch from an earlier point

@@ -39,6 +39,7 @@ _VISION = {
 _VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16}  # fmt: skip
+_DEEPSEEK_ROPE = {"beta_slow": 1, "original_max_position_embeddings": 16}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
         "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}  # fmt: skip
 
@@ -132,6 +133,35 @@ def qwen3_next(path: Path) -> Published:
     return _with_mtp(Published(published, plain, "Qwen3NextForCausalLM"))
 
 
+def deepseek_v2_lite(path: Path) -> Published:
+    """Like DeepSeek-V2-Lite: one group of experts, YaRN by its first name, fields of DeepSeek's own code."""
+    rope = {**_DEEPSEEK_ROPE, "beta_fast": 32, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    sizes = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+    return _deepseek(path, "deepseek_v2", sizes, rope, {"scoring_func": "softmax", "norm_topk_prob": False})
+
+
+def kimi_k2(path: Path) -> Published:
+    """Like Kimi-K2-Instruct: DeepSeek-V3 by a model type of its own, and a ramp of YaRN without a width."""
+    rope = {**_DEEPSEEK_ROPE, "beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config = {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+              "num_nextn_predict_layers": 0}  # fmt: skip
+    return _deepseek(path, "deepseek_v3", {"n_group": 1, "topk_group": 1}, rope, config)
+
+
+def _deepseek(path: Path, family: str, sizes: dict[str, Any], rope: dict[str, Any], more: dict[str, Any]) -> Published:
+    """Rewrite the config of a random model as in 2024; ``more`` are further fields."""
+    parameters = {**rope, "rope_type": "yarn", "rope_theta": 1e4}
+    plain = make_checkpoint(path / "plain", family, **sizes, rope_parameters=parameters, max_position_embeddings=256)
+    config = json.loads((plain / "config.json").read_text())
+    del config["rope_parameters"]
+    published = path / "published"
+    shutil.copytree(plain, published)
+    config |= {"rope_scaling": {**rope, "type": "yarn"}, "rope_theta": 10000, "aux_loss_alpha": 0.001, "seq_aux": True,
+               "moe_layer_freq": 1, "auto_map": {"AutoConfig": "configuration_deepseek.Config"}}  # fmt: skip
+    (published / "config.json").write_text(json.dumps(config | more))
+    return Published(published, plain, config["architectures"][0])
+
+
 def _with_mtp(plain: Published) -> Published:
     file = plain.checkpoint / "model.safetensors"
     tensors = load_file(file) | {
@@ -218,6 +248,8 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "Qwen3.5": qwen3_5,
     "Qwen3.5 with experts": qwen3_5_moe,
     "Qwen3-Next": qwen3_next,
+    "DeepSeek-V2-Lite": deepseek_v2_lite,
+    "Kimi-K2": kimi_k2,
     "LLaVA 1.5": llava,
 }
 

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _GATED_DELTA = ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", *_GATED_DELTA)
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *_MLP, *_GATED_DELTA, *_LATENT)
 GROUP = 16  # columns
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from checkpoints import FAMILIES, RECURRENT, make_checkpoint
 
+from pdserve.config.attention_backends import fits_triton
+
 Fields = dict[str, Any]
 
 _BOOLEANS = (False, True)
@@ -100,10 +102,10 @@ def draw_prompts(numbers: random.Random, model: RandomModel, num_tokens: int, mo
 
 
 def fits_v2(model: RandomModel) -> bool:
-    """Whether Triton has kernels for its head size, and V2 its rotary embeddings."""
-    head_dim = model.fields["head_dim"]
+    """Whether Triton has kernels for its head sizes, and V2 its rotary embeddings."""
     dynamic = model.fields["rope_parameters"]["rope_type"] == "dynamic"
-    return bool(head_dim >= 16 and head_dim & (head_dim - 1) == 0 and not dynamic)
+    sizes = model.fields["head_dim"], model.fields.get("kv_lora_rank", 16)
+    return all(fits_triton(size) for size in sizes) and not dynamic
 
 
 def _tokens(numbers: random.Random, model: RandomModel, length: int) -> list[int]:
@@ -249,6 +251,37 @@ def _qwen3_next(numbers: random.Random, fields: Fields) -> Fields:
     }
 
 
+def _latent(numbers: random.Random, fields: Fields) -> Fields:
+    rope = numbers.choice((8, 16, 16, 32))
+    return {
+        **_glm4_moe(numbers, fields),
+        "attention_bias": False,
+        "num_key_value_heads": fields["num_attention_heads"],
+        "head_dim": rope,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": numbers.choice((8, 12, 24)),
+        "v_head_dim": numbers.choice((8, 20, 32)),
+        "kv_lora_rank": numbers.choice((12, 16, 32, 64)),
+        "q_lora_rank": numbers.choice((None, 12, 24)),
+    }
+
+
+def _deepseek_v2(numbers: random.Random, fields: Fields) -> Fields:
+    method = numbers.choice(("greedy", "group_limited_greedy"))
+    return {**_latent(numbers, fields), "norm_topk_prob": False, "topk_method": method}
+
+
+def _deepseek_v3(numbers: random.Random, fields: Fields) -> Fields:
+    return {**_latent(numbers, fields), "rope_interleave": numbers.choice(_BOOLEANS)}
+
+
+def _glm4_moe_lite(numbers: random.Random, fields: Fields) -> Fields:
+    types = [numbers.choice(("dense", "sparse")) for _ in range(fields["num_hidden_layers"])]
+    found = _deepseek_v3(numbers, fields)
+    del found["first_k_dense_replace"]
+    return {**found, "mlp_layer_types": types}
+
+
 _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -262,6 +295,9 @@ _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _recurrent,
     "qwen3_5_moe_text": _recurrent_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
 }
 
 

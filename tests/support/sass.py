@@ -39,6 +39,11 @@ def count_register_products(sass: str) -> int:
     return sum(bool(_PRODUCT.match(each.text)) for each in instructions(sass))
 
 
+def count_spills(sass: str) -> int:
+    """Return the number of reads and writes of memory that holds values for which there are no registers."""
+    return sum(each.text.startswith(("LDL", "STL")) for each in instructions(sass))
+
+
 def find_overwritten(sass: str) -> list[Overwritten]:
     """Return the first write to each product's left operand before its wait, within loops and across their ends."""
     code = instructions(sass)

@@ -142,7 +142,10 @@ def _merge_parts(
 @triton.jit(do_not_specialize=["page_table_stride"])
 def _decode_attention_kernel(
     q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
-    cache,  # [pages, KV_HEADS, 2 (K, V), PAGE_SIZE, HEAD_DIM], the last two dense
+    q_rope,  # [tokens, KV_HEADS * GROUP, ROPE_DIM], read if there is one
+    q_rope_token_stride,
+    q_rope_head_stride,
+    cache,  # [pages, KV_HEADS, 2 (K, V), PAGE_SIZE, HEAD_DIM], or see ROPE_DIM; the last two dense
     page_stride,
     head_stride,
     v_stride,  # from K to V
@@ -159,6 +162,7 @@ def _decode_attention_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,  # with latents: rows have one plane, HEAD_DIM values and then the rest of the key; else 0
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
     HAS_SINKS: tl.constexpr,
@@ -192,6 +196,11 @@ def _decode_attention_kernel(
     positions = first_position + query
     heads = ((token + query) * KV_HEADS + kv_head) * GROUP + members % BLOCK_GROUP
     queries = tl.load(q + heads[:, None] * HEAD_DIM + columns[None, :], mask=known[:, None], other=0.0).to(DOT)
+    if ROPE_DIM > 0:
+        rope_columns = tl.arange(0, ROPE_DIM)
+        at_rope = (token + query) * q_rope_token_stride + (kv_head * GROUP + members % BLOCK_GROUP) * q_rope_head_stride
+        rope_queries = tl.load(q_rope + at_rope[:, None] + rope_columns[None, :], mask=known[:, None], other=0.0)
+        rope_queries = rope_queries.to(DOT)
     keys_of_head = cache + kv_head * head_stride
     pages = page_table + row * page_table_stride
 
@@ -210,10 +219,16 @@ def _decode_attention_kernel(
         if WINDOW > 0:  # pages behind the window may belong to another sequence by now
             seen = seen & (keys > first_position - WINDOW)
         page = tl.load(pages + keys // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
+        at = keys_of_head + page * page_stride + keys % PAGE_SIZE * (HEAD_DIM + ROPE_DIM)
         k = tl.load(at[None, :] + columns[:, None], mask=seen[None, :], other=0.0).to(DOT)
-        v = tl.load(at[:, None] + v_stride + columns[None, :], mask=seen[:, None], other=0.0).to(DOT)
-        scores = tl.dot(queries, k, input_precision="ieee") * scale
+        scores = tl.dot(queries, k, input_precision="ieee")
+        if ROPE_DIM > 0:
+            rope_k = tl.load(at[None, :] + HEAD_DIM + rope_columns[:, None], mask=seen[None, :], other=0.0).to(DOT)
+            scores = tl.dot(rope_queries, rope_k, scores, input_precision="ieee")
+            v = tl.trans(k)
+        else:
+            v = tl.load(at[:, None] + v_stride + columns[None, :], mask=seen[:, None], other=0.0).to(DOT)
+        scores = scores * scale
         if SEVERAL:
             visible = seen[None, :] & (keys[None, :] <= positions[:, None])
             if WINDOW > 0:
@@ -291,9 +306,12 @@ class SplitDecode:
 
     def __call__(
         self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, several: bool,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, q_rope: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the attention output of queries ``q`` to ``out``; both [tokens, num_heads, head_dim].
+
+        With ``q_rope`` [tokens, num_heads, rope_dim] the cache has latents [pages, num_kv_heads, 1, page_size,
+        head_dim + rope_dim]: keys are whole rows, values their first part.
 
         Covers sequences with one token, and if ``several`` also those with up to ``AttentionTiles.few``. ``cache`` is
         the layer's view, ``sinks`` [num_heads]. The first layer with a window cuts the sequences for the later ones.
@@ -305,6 +323,8 @@ class SplitDecode:
             self._cut(batch, window, num_parts, out, self._tiles.few if several else 1)
         _decode_attention_kernel[(self._kv_heads, num_parts)](
             q,
+            q if q_rope is None else q_rope,
+            *((0, 0) if q_rope is None else q_rope.stride()[:2]),
             cache,
             *cache.stride()[:3],
             batch.page_table,
@@ -320,6 +340,7 @@ class SplitDecode:
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
+            ROPE_DIM=0 if q_rope is None else q_rope.shape[2],
             PAGE_SIZE=cache.shape[3],
             WINDOW=window or 0,
             HAS_SINKS=sinks is not None,

@@ -35,6 +35,7 @@ def _row_of_tile(query_starts, tile, rows, BLOCK_QUERIES: tl.constexpr):
 @triton.jit
 def _attend(
     queries,  # [BLOCK_ROWS, HEAD_DIM]
+    rope_queries,  # [BLOCK_ROWS, ROPE_DIM]; without ROPE_DIM anything
     top,
     total,
     result,
@@ -49,6 +50,7 @@ def _attend(
     seq_len,
     scale,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
@@ -57,6 +59,8 @@ def _attend(
 ):
     """Add the keys from ``begin`` to ``end``. Without MASKED every query must see them all."""
     columns = tl.arange(0, HEAD_DIM)
+    if ROPE_DIM > 0:
+        rope_columns = tl.arange(0, ROPE_DIM)
     for block in range(begin, end, BLOCK_KEYS):
         keys = block + tl.arange(0, BLOCK_KEYS)
         if MASKED:
@@ -64,15 +68,24 @@ def _attend(
             if WINDOW > 0:
                 held = held & (keys >= first_key)
             page = tl.load(pages + keys // PAGE_SIZE, mask=held, other=0).to(tl.int64)
-            at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
+            at = keys_of_head + page * page_stride + keys % PAGE_SIZE * (HEAD_DIM + ROPE_DIM)
             k = tl.load(at[None, :] + columns[:, None], mask=held[None, :], other=0.0).to(DOT)
-            v = tl.load(at[:, None] + v_stride + columns[None, :], mask=held[:, None], other=0.0).to(DOT)
+            if ROPE_DIM > 0:
+                rope_k = tl.load(at[None, :] + HEAD_DIM + rope_columns[:, None], mask=held[None, :], other=0.0).to(DOT)
+            else:
+                v = tl.load(at[:, None] + v_stride + columns[None, :], mask=held[:, None], other=0.0).to(DOT)
         else:
             page = tl.load(pages + keys // PAGE_SIZE).to(tl.int64)
-            at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
+            at = keys_of_head + page * page_stride + keys % PAGE_SIZE * (HEAD_DIM + ROPE_DIM)
             k = tl.load(at[None, :] + columns[:, None]).to(DOT)
-            v = tl.load(at[:, None] + v_stride + columns[None, :]).to(DOT)
+            if ROPE_DIM > 0:
+                rope_k = tl.load(at[None, :] + HEAD_DIM + rope_columns[:, None]).to(DOT)
+            else:
+                v = tl.load(at[:, None] + v_stride + columns[None, :]).to(DOT)
         scores = tl.dot(queries, k, input_precision="ieee")  # not yet scaled: one multiply-add follows
+        if ROPE_DIM > 0:
+            scores = tl.dot(rope_queries, rope_k, scores, input_precision="ieee")
+            v = tl.trans(k)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -92,7 +105,10 @@ def _attend(
 @triton.jit(do_not_specialize=["page_table_stride", "rows"])
 def _prefill_attention_kernel(
     q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
-    cache,  # [pages, KV_HEADS, 2 (K, V), PAGE_SIZE, HEAD_DIM], the last two dense
+    q_rope,  # [tokens, KV_HEADS * GROUP, ROPE_DIM], read if there is one
+    q_rope_token_stride,
+    q_rope_head_stride,
+    cache,  # [pages, KV_HEADS, 2 (K, V), PAGE_SIZE, HEAD_DIM], or see ROPE_DIM; the last two dense
     page_stride,
     head_stride,
     v_stride,  # from K to V
@@ -108,6 +124,7 @@ def _prefill_attention_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,  # with latents: rows have one plane, HEAD_DIM values and then the rest of the key; else 0
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
     HAS_SINKS: tl.constexpr,
@@ -134,6 +151,12 @@ def _prefill_attention_kernel(
     mask = ((queries_at < num_queries) & (members % BLOCK_GROUP < GROUP))[:, None]
     heads = ((query_start + queries_at).to(tl.int64) * KV_HEADS + kv_head) * GROUP + members % BLOCK_GROUP
     queries = tl.load(q + heads[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0).to(DOT)
+    rope_queries = queries
+    if ROPE_DIM > 0:
+        at_rope = (query_start + queries_at).to(tl.int64) * q_rope_token_stride
+        at_rope += (kv_head * GROUP + members % BLOCK_GROUP) * q_rope_head_stride
+        rope_columns = tl.arange(0, ROPE_DIM)
+        rope_queries = tl.load(q_rope + at_rope[:, None] + rope_columns[None, :], mask=mask, other=0.0).to(DOT)
     keys_of_head = cache + kv_head * head_stride
     pages = page_table + row.to(tl.int64) * page_table_stride
 
@@ -149,12 +172,12 @@ def _prefill_attention_kernel(
     else:
         begin = (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
         top, total, result = _attend(
-            queries, top, total, result, 0, begin, 0, positions, keys_of_head, page_stride, v_stride, pages, seq_len,
-            scale, HEAD_DIM, PAGE_SIZE, WINDOW, False, BLOCK_KEYS, DOT,
+            queries, rope_queries, top, total, result, 0, begin, 0, positions, keys_of_head, page_stride, v_stride,
+            pages, seq_len, scale, HEAD_DIM, ROPE_DIM, PAGE_SIZE, WINDOW, False, BLOCK_KEYS, DOT,
         )  # fmt: skip
     top, total, result = _attend(
-        queries, top, total, result, begin, end, first_position - WINDOW + 1, positions, keys_of_head, page_stride,
-        v_stride, pages, seq_len, scale, HEAD_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
+        queries, rope_queries, top, total, result, begin, end, first_position - WINDOW + 1, positions, keys_of_head,
+        page_stride, v_stride, pages, seq_len, scale, HEAD_DIM, ROPE_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
     )  # fmt: skip
     result = result / tl.maximum(total, 1.0)[:, None]  # the top score counts as 1; less only if no key is stored
     if cache.dtype.element_ty == tl.float8e4nv:
@@ -171,17 +194,21 @@ def prefill_attention(
     out: Tensor,
     scales: KVScales = UNSCALED,
     sinks: Tensor | None = None,
+    q_rope: Tensor | None = None,
 ) -> None:
     """Write the attention output of queries ``q`` to ``out``, for sequences with more than ``tiles.few`` tokens.
 
     Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
     ``scales`` are those of an FP8 cache, whose keys and values are multiplied as they are stored.
-    ``sinks`` [num_heads] are given where the spec has them.
+    ``sinks`` [num_heads] are given where the spec has them. With ``q_rope`` [tokens, num_heads, rope_dim] the cache has
+    latents [pages, num_kv_heads, 1, page_size, head_dim + rope_dim]: keys are whole rows, values their first part.
     """
-    _, kv_heads, _, page_size, head_dim = cache.shape
+    kv_heads, page_size, head_dim = cache.shape[1], cache.shape[3], q.shape[2]
     rows, options = batch.device_seq_lens.shape[0], tiles.prefill_options(spec.window)
     _prefill_attention_kernel[(q.shape[0] // options["BLOCK_QUERIES"] + rows, kv_heads)](
         q,
+        q if q_rope is None else q_rope,
+        *((0, 0) if q_rope is None else q_rope.stride()[:2]),
         cache,
         *cache.stride()[:3],
         batch.page_table,
@@ -196,6 +223,7 @@ def prefill_attention(
         KV_HEADS=kv_heads,
         GROUP=q.shape[1] // kv_heads,
         HEAD_DIM=head_dim,
+        ROPE_DIM=0 if q_rope is None else q_rope.shape[2],
         PAGE_SIZE=page_size,
         WINDOW=spec.window or 0,
         HAS_SINKS=sinks is not None,

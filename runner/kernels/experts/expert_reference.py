@@ -19,6 +19,7 @@ def choose_experts(
     renormalize: bool,
     groups: tuple[int, int],
     scale: float,
+    best_of_group: int = 2,
 ) -> Routing:
     """Return the ``top_k`` experts of each token by logits [tokens, experts] float32, as ``MoEConfig`` describes.
 
@@ -29,7 +30,7 @@ def choose_experts(
     num_groups, kept = groups
     if num_groups > 1:
         grouped = choice.view(len(logits), num_groups, -1)
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+        best = grouped.topk(best_of_group, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
         mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, True)
         choice = grouped.masked_fill(~mask[:, :, None], -torch.inf).flatten(1)
     experts = choice.topk(top_k, dim=-1).indices

@@ -32,6 +32,7 @@ def _choose_kernel(
     BLOCK_TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,  # 1 or 2: how many scores of a group add up to its own
     SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -57,9 +58,10 @@ def _choose_kernel(
         for group in tl.static_range(GROUPS):
             inside = tl.where(group_of == group, choice, -float("inf"))
             best = tl.max(inside, axis=0)
-            at = tl.min(tl.where(inside == best, expert, BLOCK), axis=0)
-            second = tl.max(tl.where(expert == at, -float("inf"), inside), axis=0)
-            group_scores = tl.where(group_of == group, best + second, group_scores)
+            if BEST_OF_GROUP == 2:
+                at = tl.min(tl.where(inside == best, expert, BLOCK), axis=0)
+                best += tl.max(tl.where(expert == at, -float("inf"), inside), axis=0)
+            group_scores = tl.where(group_of == group, best, group_scores)
         kept = expert < 0
         for _ in tl.static_range(TOP_GROUPS):
             best = tl.max(group_scores, axis=0)
@@ -94,6 +96,7 @@ def choose_experts(
     renormalize: bool,
     groups: tuple[int, int],
     scale: float,
+    best_of_group: int = 2,
 ) -> Routing:
     """Return the experts of each token; see ``expert_reference.choose_experts``."""
     assert logits.is_contiguous()
@@ -117,6 +120,7 @@ def choose_experts(
             BLOCK_TOP_K=triton.next_power_of_2(top_k),
             GROUPS=groups[0],
             TOP_GROUPS=groups[1],
+            BEST_OF_GROUP=best_of_group,
             SIGMOID=sigmoid,
             HAS_BIAS=bias is not None,
             RENORMALIZE=renormalize,

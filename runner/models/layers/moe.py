@@ -50,6 +50,7 @@ class Router:
             sigmoid=moe.scoring == "sigmoid",
             renormalize=moe.renormalize,
             groups=(moe.num_expert_group, moe.topk_group),
+            best_of_group=moe.best_of_group,
             scale=moe.routed_scaling_factor,
         )
 

@@ -1,0 +1,162 @@
+"""Time of a gated delta net's convolution and delta rule per layer, by tiles, beside the time to read and write states.
+
+    python bench/gated_delta.py [--heads 16x32,16x48] [--prompts 512,2048,8192] [--batches 1,32,128]
+
+Heads are keys x values, of 128 values each in bfloat16: those of Qwen3-Next and of Qwen3.5-27B. µs per layer from a
+CUDA graph of four layers with states of their own, so that none finds its states in the L2 cache. ``TB/s`` of decode
+steps divides the bytes of states read and written by the time of the delta rule. A prompt's tiles are the values,
+warps and stages of the part that goes chunk after chunk, then the warps and registers of the inverses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from engine_steps import numbers
+from torch import Tensor
+
+from pdserve.state import GatedDeltaSpec
+from runner.batch import GatedDeltaWeights
+from runner.kernels import gated_delta
+from runner.kernels.gated_delta import convolve, delta_rule
+from runner.kernels.gated_delta_chunks import DeltaChunks, DeltaTiles, chunk_delta_rule
+
+LAYERS, REPEATS, DIM = 4, 10, 128
+DTYPE = torch.bfloat16
+RULE_TILES = [(32, 4), (16, 4), (16, 2), (8, 2), (8, 1), (64, 8), (64, 4)]  # rows of a state, warps
+USUAL = DeltaTiles()
+PROMPT_TILES = [
+    USUAL,
+    *(
+        USUAL._replace(advance_values=values, advance_warps=warps, advance_stages=stages)
+        for values, warps, stages in [
+            (16, 4, 3),
+            (16, 4, 2),
+            (32, 4, 2),
+            (64, 4, 3),
+            (64, 8, 3),
+            (64, 4, 2),
+        ]
+    ),
+    *(USUAL._replace(invert_warps=warps, invert_registers=most) for warps, most in [(8, None), (4, 168)]),
+]
+
+
+class Inputs:
+    """Random inputs of a layer with ``lengths`` tokens, and states of all layers."""
+
+    def __init__(self, spec: GatedDeltaSpec, lengths: list[int]) -> None:
+        rows, tokens, heads = len(lengths), sum(lengths), spec.value_heads
+        self.spec, self.singles = spec, max(lengths) == 1
+        starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        self.query_starts = torch.from_numpy(starts).cuda()
+        self.slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+        self.mixed = torch.randn(tokens, spec.channels, dtype=DTYPE, device="cuda")
+        self.ba = torch.randn(tokens, 2 * heads, dtype=DTYPE, device="cuda")
+        conv = torch.randn(spec.channels, spec.conv_width, dtype=DTYPE, device="cuda")
+        a_log, dt_bias = torch.randn(2, heads, device="cuda").unbind(0)
+        self.weights = GatedDeltaWeights(conv, a_log, dt_bias)
+        self.history = torch.zeros(rows, spec.channels, spec.conv_width - 1, dtype=DTYPE, device="cuda")
+        self.states = torch.randn(LAYERS, rows, heads, DIM, DIM, device="cuda") * 0.1
+        self.chunks = DeltaChunks.of(starts, 1, torch.device("cuda"))
+        self.q, self.k, self.v = self.convolve()
+        self.out = torch.empty_like(self.v)
+
+    def convolve(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.slots, self.query_starts
+        return convolve(self.mixed, self.weights.conv, self.history, *rows, self.spec, self.singles)
+
+    def rule(self, layer: int) -> None:
+        q, k, v, states = self.q, self.k, self.v, self.states[layer]
+        rows = self.slots, self.query_starts
+        delta_rule(q, k, v, self.ba, self.weights, states, *rows, self.out, most=1 << 20)
+
+    def chunk_rule(self, layer: int, tiles: DeltaTiles) -> None:
+        assert self.chunks is not None
+        q, k, v, states = self.q, self.k, self.v, self.states[layer]
+        rows = self.slots, self.query_starts
+        chunk_delta_rule(q, k, v, self.ba, self.weights, states, *rows, self.out, self.chunks, tiles)
+
+
+def microseconds(run: Callable[[int], object]) -> float:
+    """Return the time of ``run(layer)`` per layer."""
+    run(0)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(LAYERS):
+            run(layer)
+    graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(REPEATS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / REPEATS / LAYERS
+
+
+def kernels_of(run: Callable[[], object]) -> dict[str, float]:
+    """Return the time of each kernel in µs."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {each.key: each.device_time for each in profile.key_averages() if each.device_time}
+
+
+def prompts(spec: GatedDeltaSpec, lengths: list[int], every_tile: bool) -> None:
+    inputs = Inputs(spec, lengths)
+    name = f"{spec.value_heads} heads, {len(lengths)} x {lengths[0]}"
+    convolution = microseconds(lambda layer: inputs.convolve())
+    for tiles in PROMPT_TILES if every_tile else PROMPT_TILES[:1]:
+        time = microseconds(lambda layer: inputs.chunk_rule(layer, tiles))  # noqa: B023
+        parts = kernels_of(lambda: inputs.chunk_rule(0, tiles))  # noqa: B023
+        times = " + ".join(f"{parts.get(f'_{part}_kernel', 0):.0f}" for part in ("invert", "advance"))
+        shown = "-".join(str(each or "all") for each in tiles)
+        print(f"| {name} | {shown} | {convolution:.1f} | {time:.1f} ({times}) | |", flush=True)
+
+
+def decodes(spec: GatedDeltaSpec, rows: int, tokens: int = 1, *, every_tile: bool) -> None:
+    inputs = Inputs(spec, [tokens] * rows)
+    convolution, usual = microseconds(lambda layer: inputs.convolve()), gated_delta.RULE_TILES
+    for tiles in RULE_TILES if every_tile else RULE_TILES[:1]:
+        gated_delta.RULE_TILES = tiles
+        time = microseconds(inputs.rule)
+        rate = 2 * inputs.states[0].nbytes / time / 1e6
+        shown = f"token after token {tiles[0]}-{tiles[1]}"
+        print(
+            f"| {spec.value_heads} heads, {rows} x {tokens} | {shown} | {convolution:.1f} | {time:.1f} | {rate:.2f} |"
+        )
+    gated_delta.RULE_TILES = usual
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", default="16x32,16x48")
+    parser.add_argument("--prompts", type=numbers, default=[512, 2048, 8192], metavar="N,N,…")
+    parser.add_argument("--batches", type=numbers, default=[1, 32, 128], metavar="N,N,…")
+    parser.add_argument(
+        "--short", type=numbers, default=[2, 4, 8, 16, 32], metavar="N,N,…", help="tokens of short rows"
+    )
+    args = parser.parse_args()
+    print("| shape | tiles | convolution µs | delta rule µs | TB/s |\n|---|---|---|---|---|")
+    for number, heads in enumerate(args.heads.split(",")):
+        key_heads, value_heads = map(int, heads.split("x"))
+        spec = GatedDeltaSpec(key_heads, value_heads, DIM, DIM, conv_width=4, dtype="bfloat16")
+        for tokens in args.prompts:
+            prompts(spec, [tokens], every_tile=number == 0 and tokens in (2048, 8192))
+        prompts(spec, [1024] * 8, every_tile=False)
+        for rows in args.batches:
+            decodes(spec, rows, every_tile=number == 0)
+        for rows in (1, 32) if number == 0 else ():
+            for tokens in args.short:  # where chunks begin to pay
+                decodes(spec, rows, tokens, every_tile=False)
+                prompts(spec, [tokens] * rows, every_tile=False)
+
+
+if __name__ == "__main__":
+    main()

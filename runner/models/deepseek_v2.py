@@ -1,0 +1,11 @@
+"""DeepSeek-V2 and V2-Lite: latent attention; dense layers, then experts with shared ones, chosen by softmax."""
+
+from __future__ import annotations
+
+from runner.models.decoder import Decoder
+from runner.models.layers.latent_attention import LatentAttention
+
+
+class DeepseekV2ForCausalLM(Decoder):
+    def make_attention(self, layer: int) -> LatentAttention:
+        return LatentAttention(self.context, layer)

@@ -1,0 +1,34 @@
+"""An agent's turns over one prefix, for every kind of KV cache: tokens are those of transformers.
+
+python -m pytest -m slow tests/e2e/test_agent_turns.py     30 turns, for each kind and family
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from exact_fleet import Model, Served, check_turns_of_an_agent
+from test_latent_models import MODELS as LATENT
+from test_recurrent_models import MODELS as RECURRENT
+from test_window_groups import MODELS as WINDOWS
+
+pytestmark = pytest.mark.timeout(900)
+
+EVERYDAY = {"gpt-oss": WINDOWS["gpt-oss"], "qwen3-next": RECURRENT["qwen3-next"], "v2-lite": LATENT["v2-lite"]}
+
+
+@pytest.mark.parametrize("model", EVERYDAY.values(), ids=EVERYDAY)
+def test_turns_equal_those_of_a_cold_node(model: Model, tmp_path: Path) -> None:
+    with Served(model, tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
+        check_turns_of_an_agent(served, turns=10)
+
+
+ALL = {**WINDOWS, **RECURRENT, **LATENT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ALL.values(), ids=ALL)
+def test_thirty_turns_equal_those_of_a_cold_node(model: Model, tmp_path: Path) -> None:
+    with Served(model, tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
+        check_turns_of_an_agent(served, turns=30)
