@@ -13,6 +13,8 @@ _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
 _OUTLIER_RATIO = 1.5  # of measured to expected seconds; the first use of a kernel takes longer
 _FEW_OUTLIERS = 2  # so many in a row are no rule yet
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
+_MOST_ADDED = 2.0  # times the step itself: more, drafts do not add
+_FIRST_USES = 2  # steps with drafts that are not measured: a kernel's first use takes longer
 _DRAFTS_HALF_LIFE = 300  # steps without drafts after which these count as half as expensive: some try again
 _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
 
@@ -166,7 +168,9 @@ class StepCostMeter:
         self._decodes = LineFit(_KEEP_DECODES, flat=True)
         self._chunks = ChunkFit(_KEEP)
         self._chunk: ChunkCost | None = None
-        self._drafts = LineFit(_KEEP)
+        self._drafts = LineFit(_KEEP, flat=True)
+        self.most_drafts = 0  # of a step that was measured
+        self._num_drafted = 0  # steps that only decode, with drafts
         self._undrafted = 0  # steps since the last one with drafts
         self._num_outliers = 0  # less the steps that were as expected
 
@@ -179,9 +183,11 @@ class StepCostMeter:
         """
         self._undrafted = 0 if drafts else self._undrafted + 1
         if drafts and not prompt_tokens:
-            if self._decodes:
-                added = max(0.0, seconds - self._decodes.line.at(decodes))
-                self._drafts.add(drafts, self._credible(self.drafts.at(drafts), added))
+            self._num_drafted += 1
+            if self._decodes and self._num_drafted > _FIRST_USES:
+                plain = self._decodes.line.at(decodes)
+                self._drafts.add(drafts, min(max(0.0, seconds - plain), _MOST_ADDED * plain))
+                self.most_drafts = max(self.most_drafts, drafts)
             return 0.0
         if drafts:
             seconds = max(0.0, seconds - self.drafts.at(drafts))
@@ -224,11 +230,6 @@ class StepCostMeter:
     def decode(self) -> LinearCost:
         """Seconds of a step that only decodes, by sequences; zeros while not measured."""
         return self._decodes.line
-
-    @property
-    def measures_drafts(self) -> bool:
-        """Whether there has been a step that only decodes, with drafts."""
-        return bool(self._drafts)
 
     @property
     def drafts(self) -> LinearCost:

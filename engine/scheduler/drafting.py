@@ -29,6 +29,8 @@ from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Totals
 from pdserve.records import Drafts, ScheduledSequence
 
+_MANY = 1 << 30
+_GROWTH = 4  # times the drafts that were measured in one step
 _GAP_SHARE = 0.05  # weight of the latest gap
 
 
@@ -51,8 +53,8 @@ class Drafting:
     accepted. It is worth its time if p / c exceeds n / t, the tokens per second without it. All of a step's drafts
     together also have to make up for what a step with drafts costs beside, and for the time in which the device waits
     for the host before it. The costs are measured (engine/step_cost_meter.py), p follows from each sequence's recent
-    drafts (engine/acceptance.py). There are no drafts before a step without drafts has been measured,
-    and before the first ones have been only one sequence has some.
+    drafts (engine/acceptance.py). There are no drafts before a step without drafts has been measured.
+    Steps begin with those of one sequence, and have at most four times as many as have been measured.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Drafting:
         self._stages = stages
         self._gap = _HostGap(totals)
         self._of_all = Acceptance(self._most)
+        if self._synthetic is not None:
+            self._of_all.rate = self._synthetic
         self._least = 1.0  # probability of a draft that is worth its time
         self._num_drafts = 0  # of the step that is planned
         self._drafts: list[Drafts] = []  # of these, those of a source
@@ -113,7 +117,7 @@ class Drafting:
         """Let these decodes verify drafts if that is worth its time, else probe some."""
         step = self._meter.decode.at(len(sequences))
         self._least = least = self._meter.drafts.slope * len(sequences) / step if step else 1.0
-        known = self._always or self._meter.measures_drafts
+        room = _MANY if self._always else max(self._most, _GROWTH * self._meter.most_drafts)
         gain, num_drafts = 0.0, 0
         for sequence in sequences:
             limit = sequence.draft_limit(self._most)
@@ -121,12 +125,12 @@ class Drafting:
                 continue
             acceptance = self._acceptance_of(sequence, make_source)
             worth = limit if self._always else acceptance.worth(least, limit)
-            if worth and not sequence.in_flight and (known or not num_drafts):
+            if worth and not sequence.in_flight and num_drafts + worth <= room:
                 sequence.draft(worth)
                 num_drafts += sequence.num_drafts
                 gain += acceptance.gain(sequence.num_drafts)
-            elif acceptance.probe_due(len(sequence.token_ids)):
-                sequence.probe_drafts(self._most)
+            else:
+                self._probe(sequence, acceptance)
         if num_drafts and not self._always and not self._pays(len(sequences), gain, num_drafts):
             for sequence in sequences:
                 sequence.drop_drafts()
@@ -139,9 +143,13 @@ class Drafting:
         acceptance = self._acceptance_of(sequence, self._make_source)
         if worth := most if self._always else acceptance.worth(self._least, most):
             return sequence.propose(worth)
-        if acceptance.probe_due(len(sequence.token_ids)):
-            sequence.probe_drafts(self._most)
+        self._probe(sequence, acceptance)
         return ()
+
+    def _probe(self, sequence: Sequence, acceptance: Acceptance) -> None:
+        """Find out how often drafts would be right, if that is due. Synthetic ones never are."""
+        if self._synthetic is None and acceptance.probe_due(len(sequence.token_ids)):
+            sequence.probe_drafts(self._most)
 
     def _acceptance_of(self, sequence: Sequence, make_source: Callable[[], DraftSource]) -> Acceptance:
         """Return the acceptance of a sequence, which has a source from now on."""

@@ -64,7 +64,7 @@ class LatentFlashInferAttention(LatentTritonAttention):
         super()._plan(batch, graph)
         self.first_expanded, self._chunks = None, None
         lengths = np.diff(batch.query_starts)
-        longer = np.flatnonzero(lengths != 1)
+        longer = np.flatnonzero(lengths > self._tiles.few)
         if graph or not len(longer):
             return
         first, rows = int(longer[0]), len(lengths)

@@ -118,7 +118,7 @@ def test_answers_are_the_same_on_split_nodes(prefill: str, decode: str, tmp_path
 
 def test_answers_are_the_same_with_few_blocks(tmp_path: Path) -> None:
     """Sequences are preempted, and find prefixes in the cache."""
-    few = ("--kv-cache-memory", "350KB")
+    few = ("--kv-cache-memory", "390KB")
     with Served(LLAMA, tmp_path / "m", ["1 lookup"], ["1 lookup"], flags=few) as served:
         check(served.fleet, seed=3)
         assert served.fleet.decode[0].counter("preemptions") > 0

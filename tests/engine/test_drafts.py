@@ -193,12 +193,12 @@ def run_with_costs(
     def seconds(plan: StepPlan) -> float:
         return 1.0 + 0.01 * len(plan.scheduled) + draft * plan.num_drafts
 
-    node = Node(400, *depth, max_drafts=most, planned_drafts=True, always_draft=False, seconds=seconds)
+    node = Node(700, *depth, max_drafts=most, planned_drafts=True, always_draft=False, seconds=seconds)
     for rid in range(sequences):
-        node.submit(rid, [rid] * 5, SamplingParams(max_tokens=100), Mode.LOCAL)
+        node.submit(rid, [rid] * 5, SamplingParams(max_tokens=300), Mode.LOCAL)
     node.run()
     for rid in range(sequences):
-        assert node.tokens[rid, 0] == reference([rid] * 5, 0, 100)
+        assert node.tokens[rid, 0] == reference([rid] * 5, 0, 300)
     node.close()
     return node
 
@@ -222,7 +222,7 @@ def test_cheap_and_right_drafts_are_used(monkeypatch: pytest.MonkeyPatch, depth:
 
 
 @each_node
-@pytest.mark.parametrize(("draft", "right"), [(0.005, 0.0), (0.3, 0.05), (0.8, 0.6), (2.0, 0.9)])
+@pytest.mark.parametrize(("draft", "right"), [(0.005, 0.0), (0.3, 0.05), (0.6, 0.5), (0.9, 0.7)])
 def test_drafts_that_are_not_worth_their_time_stop(
     monkeypatch: pytest.MonkeyPatch, depth: tuple[int, int], draft: float, right: float
 ) -> None:
@@ -233,8 +233,8 @@ def test_drafts_that_are_not_worth_their_time_stop(
 
 
 @each_node
-@pytest.mark.parametrize("draft", [0.0, 0.02, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("right", [0.0, 0.1, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("draft", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.9])
 def test_steps_with_drafts_are_worth_their_time(
     monkeypatch: pytest.MonkeyPatch, depth: tuple[int, int], draft: float, right: float
 ) -> None:

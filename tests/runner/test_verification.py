@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config
@@ -144,6 +145,33 @@ def check_answers(
     check(answers_of(config(), requests, drafts, oracle(requests, expected, wrong)), expected)
     tight = config(num_blocks=14, max_num_seqs=4, max_batch_tokens=24)
     check(answers_of(tight, requests, drafts, oracle(requests, expected, wrong)), expected)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 20},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "glm4_moe": {},
+    "minimax_m2": {},
+    "deepseek_v3": {"num_hidden_layers": 3},
+    "glm4_moe_lite": {"num_hidden_layers": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "version"),
+    [
+        *((family, "V1") for family in FAMILIES),
+        *(pytest.param(family, "V2", marks=pytest.mark.slow) for family in FAMILIES),
+    ],
+)
+def test_answers_of_every_family_are_those_without_drafts(family: str, version: str, tmp_path: Path) -> None:
+    """Of those without recurrent layers. Windows end among drafts."""
+    checkpoint = make_checkpoint(tmp_path, family, **FAMILIES[family])
+    sampling = SamplingParams(24, temperature=0.8, presence_penalty=0.3, logprobs=2)
+    requests = [(prompt_of(13 + 9 * seed, seed), msgspec.structs.replace(sampling, seed=seed)) for seed in range(3)]
+    check_answers(config_of(checkpoint, version), requests, 3, 0.2, config_of(checkpoint, "V1"))
 
 
 def test_right_drafts_save_steps(config: Config) -> None:
