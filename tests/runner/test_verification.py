@@ -1,4 +1,8 @@
-"""Drafts change no answer: tokens, reasons and log-probabilities are those of a node without drafts."""
+"""Drafts change no answer: tokens, reasons and log-probabilities are those of a node without drafts.
+
+python -m pytest -m slow tests/runner/test_verification.py     runner V2, in Triton's interpreter where there is no GPU
+python -m pytest -m gpu tests/runner/test_verification.py      CUDA graphs
+"""
 
 from __future__ import annotations
 
@@ -80,7 +84,7 @@ def config_of(checkpoint: Path, version: str) -> Config:
     return functools.partial(node_config, checkpoint, runner=version, **options)
 
 
-@pytest.fixture(scope="module", params=["V1", "V2"])
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.slow)])
 def config(request: pytest.FixtureRequest, checkpoint: Path) -> Config:
     return config_of(checkpoint, request.param)
 
@@ -174,6 +178,16 @@ def test_answers_of_every_family_are_those_without_drafts(family: str, version: 
     check_answers(config_of(checkpoint, version), requests, 3, 0.2, config_of(checkpoint, "V1"))
 
 
+def test_v2_verifies_drafts(checkpoint: Path) -> None:
+    """Sampled, with a penalty, beside a prompt, and with log-probabilities."""
+    sampling = SamplingParams(12, temperature=0.9, ignore_eos=True, frequency_penalty=0.4, min_tokens=5, logprobs=2)
+    requests = [(prompt_of(9 + 20 * seed, seed), msgspec.structs.replace(sampling, seed=seed)) for seed in range(2)]
+    expected = answers_of(config_of(checkpoint, "V1")(), requests)
+    node = DraftedNode(config_of(checkpoint, "V2")(max_batch_tokens=300), 3, oracle(requests, expected, wrong=0.2))
+    check(run(node, requests), expected)
+    assert node.num_accepted > 5
+
+
 def test_right_drafts_save_steps(config: Config) -> None:
     requests = [
         (prompt_of(20, seed), SamplingParams(40, temperature=0.9, seed=seed, ignore_eos=True)) for seed in range(3)
@@ -243,6 +257,16 @@ def test_structured_outputs_have_drafts(tmp_path: Path, version: str) -> None:
         masked = {(mask.seq, mask.drafts_before) for plan in node.plans for mask in plan.masks}
         assert any(before for _, before in masked)
         assert node.num_accepted > 20 or wrong
+
+
+def test_answers_are_the_same_where_drafts_come_and_go(config: Config) -> None:
+    """Drafts only where they are worth their time; V2 then plans steps ahead, and waits for results before drafts."""
+    few = dict.fromkeys((5, 6, 7), 9.0)
+    sampling = [SamplingParams(40, temperature=0.9, seed=seed, logit_bias=few if seed % 2 else {}) for seed in range(5)]
+    requests = [(prompt_of(20 + rid, rid), each) for rid, each in enumerate(sampling)]
+    expected = answers_of(config(), requests)
+    check(run(DraftedNode(config(), 3, PromptLookup, always=False), requests), expected)
+    check(run(DraftedNode(config(), 3, oracle(requests, expected, wrong=0.3), always=False), requests), expected)
 
 
 def test_lookup_copies_text(config: Config) -> None:
