@@ -95,13 +95,8 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
         return self.temperature == 0.0
 
     @property
-    def penalties(self) -> tuple[float, float, float]:
-        """Repetition, presence and frequency penalty."""
-        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-
-    @property
     def has_penalty(self) -> bool:
-        return self.penalties != (1.0, 0.0, 0.0)
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def truncates(self) -> bool:

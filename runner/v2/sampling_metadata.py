@@ -150,7 +150,7 @@ class MetadataBuilder:
 
     def _penalties(self, rows: Sequence[DeviceSamplingRow]) -> Penalties | None:
         penalized = [
-            (i, row.slot, [row.drafts_before], [row.prompt_len], *([value] for value in row.params.penalties))
+            (i, row.slot, *([value] for value in (row.drafts_before, row.prompt_len, *_penalties_of(row.params))))
             for i, row in enumerate(rows)
             if row.params.has_penalty
         ]
@@ -176,6 +176,10 @@ class MetadataBuilder:
 
 def _temperature(params: SamplingParams) -> float:
     return 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+
+
+def _penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
 def copy_to_device(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:

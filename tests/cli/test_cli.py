@@ -65,6 +65,7 @@ def test_explain_json_of_the_embedded_model(capsys: pytest.CaptureFixture[str]) 
     page = found["kv_layout"]["kernel_block_size"]
     assert 32 % page == 0
     assert found["kv_layout"] == {
+        "kind": "full_attention",
         "shape": [found["num_blocks"] * (32 // page), 2, 6, 2, page, 64],
         "strides": [2 * 6 * 2 * page * 64, 6 * 2 * page * 64, 2 * page * 64, page * 64, 64, 1],
         "dtype": "bfloat16",

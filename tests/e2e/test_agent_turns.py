@@ -15,12 +15,13 @@ from test_window_groups import MODELS as WINDOWS
 
 pytestmark = pytest.mark.timeout(900)
 
+LONG = ("--max-model-len", "500")
 EVERYDAY = {"gpt-oss": WINDOWS["gpt-oss"], "qwen3-next": RECURRENT["qwen3-next"], "v2-lite": LATENT["v2-lite"]}
 
 
 @pytest.mark.parametrize("model", EVERYDAY.values(), ids=EVERYDAY)
 def test_turns_equal_those_of_a_cold_node(model: Model, tmp_path: Path) -> None:
-    with Served(model, tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
+    with Served(model, tmp_path / "m", ["1", "1"], ["1", "1"], flags=LONG) as served:
         check_turns_of_an_agent(served, turns=10)
 
 
@@ -30,5 +31,5 @@ ALL = {**WINDOWS, **RECURRENT, **LATENT}
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ALL.values(), ids=ALL)
 def test_thirty_turns_equal_those_of_a_cold_node(model: Model, tmp_path: Path) -> None:
-    with Served(model, tmp_path / "m", ["1", "1"], ["1", "1"]) as served:
+    with Served(model, tmp_path / "m", ["1", "1"], ["1", "1"], flags=LONG) as served:
         check_turns_of_an_agent(served, turns=30)

@@ -16,7 +16,7 @@ from pdserve.config.runner_oracle import VARIABLE
 
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
-FLAGS += ("--max-model-len", "500", "--threads", "1", "--kv-checksum", "on")
+FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
 KINDS = {  # of nodes
     "1": (),
     "tp2": ("--tp", "2"),
