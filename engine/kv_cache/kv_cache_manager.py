@@ -26,7 +26,7 @@ from pdserve.state import NO_SLOT
 
 
 class _Found(NamedTuple):
-    """What ``allocate`` gives a sequence."""
+    """The blocks and the state that ``allocate`` gives to a sequence."""
 
     cached: list[int]  # blocks of the cached prefix
     num_fresh: int  # further blocks

@@ -171,7 +171,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_answers_of_every_family_are_those_without_drafts(family: str, version: str, tmp_path: Path) -> None:
-    """Of those without recurrent layers. Windows end among drafts."""
+    """All native families but those with recurrent layers, which refuse drafts. Windows end among drafts."""
     checkpoint = make_checkpoint(tmp_path, family, **FAMILIES[family])
     sampling = SamplingParams(24, temperature=0.8, presence_penalty=0.3, logprobs=2)
     requests = [(prompt_of(13 + 9 * seed, seed), msgspec.structs.replace(sampling, seed=seed)) for seed in range(3)]

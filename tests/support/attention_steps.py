@@ -210,7 +210,7 @@ class Side:
 
 
 class _LatentLayers:
-    """What all layers with latents have beside the back end."""
+    """Random projections and norms that layers with latents use around a back end."""
 
     def __init__(self, backend: AttentionBackend, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         assert isinstance(backend, LatentBackend)

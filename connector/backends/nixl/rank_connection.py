@@ -54,7 +54,7 @@ class TransferContext(NamedTuple):
 
 
 class PreparedPart(NamedTuple):
-    """What comes from a rank, and the numbers of NIXL's prepared descriptors, by number of the slices."""
+    """The part of a read that comes from one rank, by its descriptors that NIXL has prepared."""
 
     source: SourcePart
     local: list[int]
