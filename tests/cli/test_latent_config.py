@@ -56,7 +56,7 @@ def resolved(directory: Path, config: dict[str, Any], **options: Any) -> NodeCon
 def test_published_models_have_their_sizes(
     config: dict[str, Any], kv_bytes: int, billions: tuple[float, float], tmp_path: Path
 ) -> None:
-    """Compare the bytes of KV per token in 16 bits, and the number of weights without layers that predict more tokens."""
+    """Compare KV bytes per token in 16 bits, and the weights without layers that predict further tokens."""
     model = load(tmp_path, config)
     shape = Shape.of(model)
     assert shape.kv_bytes == kv_bytes

@@ -54,7 +54,7 @@ class TransferContext(NamedTuple):
 
 
 class PreparedPart(NamedTuple):
-    """The part of a read that comes from one rank, by its descriptors that NIXL has prepared."""
+    """The part of a read that comes from one rank. NIXL has prepared descriptors for each number of slices."""
 
     source: SourcePart
     local: list[int]
