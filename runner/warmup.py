@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.node_options import MAX_DRAFTS
 from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
 from pdserve.records import TOKEN_BYTES, DigestOrder, Drafts, NewSequence, ScheduledSequence, StepPlan, TokenMask
@@ -82,7 +81,7 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
 
 def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int) -> None:
-    new = [_sequence(runner, number, length) for number, length in enumerate([1] * others + [chunk])]
+    new = [_sequence(runner, config, number, length) for number, length in enumerate([1] * others + [chunk])]
     decodes = tuple(ScheduledSequence.decode(each.seq) for each in new[:-1])
     prompt = ScheduledSequence(new[-1].seq, chunk, 1)
     runner.launch(StepPlan(-1, new=tuple(new[:-1]), scheduled=decodes, num_decodes=others)).result()
@@ -91,10 +90,12 @@ def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int
     runner.launch(StepPlan(-1, finished=tuple(each.seq for each in new))).result()
 
 
-def _sequence(runner: ModelRunner, number: int, length: int, sampling: SamplingParams = GREEDY) -> NewSequence:
-    """Return a sequence with room for a few more tokens. All share blocks and states: nothing reads their tokens."""
+def _sequence(
+    runner: ModelRunner, config: NodeConfig, number: int, length: int, sampling: SamplingParams = GREEDY
+) -> NewSequence:
+    """Return a sequence with room for what follows. All share blocks and states: nothing reads their tokens."""
     layout = runner.kv_layout
-    num_entries = ((length + 2 + 1 + MAX_DRAFTS) // layout.block_size + 1) * layout.groups.num_groups
+    num_entries = ((length + _more(config)) // layout.block_size + 1) * layout.groups.num_groups
     blocks = tuple((number + at) % layout.num_blocks for at in range(num_entries))
     state_slot = NO_SLOT if runner.state_layout is None else number % runner.state_layout.num_slots
     tokens = bytes(length * TOKEN_BYTES)
@@ -114,7 +115,7 @@ def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
     """Run prompts of these lengths in one step, decode steps of all, one of them with drafts, and their end."""
     lengths = [max(1, min(length, config.max_model_len - _more(config))) for length in lengths]
-    new = [_sequence(runner, number, length, sampling) for number, length in enumerate(lengths)]
+    new = [_sequence(runner, config, number, length, sampling) for number, length in enumerate(lengths)]
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
     tokens = tuple(ScheduledSequence.decode(seq) for seq in seqs)

@@ -221,6 +221,19 @@ def test_warm_up_leaves_no_sequence_and_no_effect(build: Build, checkpoint: Path
     assert found.output == expected.output
 
 
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_warm_up_fits_where_a_step_holds_more_than_one_sequence_may_have(
+    max_drafts: int, build: Build, checkpoint: Path
+) -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 2, "max_batch_tokens": 160, "max_model_len": 64, "num_blocks": 12}
+    model_runner = build(**limits)
+    config = msgspec.structs.replace(node_config(checkpoint, **limits), max_drafts=max_drafts)
+    run_largest_steps(model_runner, config)
+    run_mixed_steps(model_runner, config)
+    assert len(Stepper(model_runner).generate([prompt_of(63)], 1)[0].output) == 1
+
+
 def test_a_plan_without_work_updates_state_only(build: Build) -> None:
     stepper = Stepper(build())
     seq = stepper.add(prompt_of(5))
