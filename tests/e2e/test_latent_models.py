@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import reference_greedy, reference_model
 from exact_fleet import (
     BLOCK,
-    FLAGS,
-    OUTPUT,
     STEP,
     Model,
     Served,
     check_moved_answer,
+    check_preemption,
+    check_unequal_pages,
     random_prompt,
 )  # fmt: skip
-from fleet import Fleet
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 MODELS = {
@@ -75,24 +73,13 @@ def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: 
 
 @pytest.mark.slow
 def test_tokens_are_exact_between_unequal_pages(tmp_path: Path) -> None:
-    directory = MODELS["v3"].make(tmp_path / "m")
-    pages = [("--block-size", "8", "--kernel-block-size", page) for page in "28"]
-    reference, prompt = reference_model(directory), random_prompt(1, 101)
-    with Fleet() as fleet:
-        fleet.start_prefill(directory, (*FLAGS, *pages[0], "--tp", "2"))
-        fleet.start_decode(directory, (*FLAGS, *pages[1], "--pp", "2", "--handoff-min-tokens", "0"))
-        fleet.start_router(directory)
-        fleet.wait_ready()
-        assert fleet.complete(prompt, OUTPUT) == reference_greedy(reference, prompt, OUTPUT)
-        assert (fleet.decode[0].counter("handoffs"), fleet.decode[0].counter("handoff_failures")) == (1, 0)
+    check_unequal_pages(MODELS["v3"], tmp_path / "m", "tp2", "pp2")
 
 
 @pytest.mark.parametrize("name", ["v2-lite", pytest.param("v3", marks=pytest.mark.slow)])
 def test_tokens_are_exact_under_preemption(name: str, tmp_path: Path) -> None:
     with Served(MODELS[name], tmp_path / "m", flags=SMALL) as served:
-        served.check([random_prompt(index, 60 + 7 * index) for index in range(8)], output=60)
-        assert served.fleet.decode[0].counter("preemptions") > 0
-        served.wait_idle()
+        check_preemption(served)
 
 
 @pytest.mark.slow

@@ -83,6 +83,26 @@ class Served:
             assert status.free_blocks == status.total_blocks
 
 
+def check_unequal_pages(model: Model, path: Path, prefill: str, decode: str) -> None:
+    """Hand a prompt off from a node with pages of 2 tokens to one with pages of 8."""
+    directory, prompt = model.make(path), random_prompt(1, 101)
+    of_2, of_8 = (("--block-size", "8", "--kernel-block-size", page) for page in "28")
+    with Fleet() as fleet:
+        fleet.start_prefill(directory, (*FLAGS, *of_2, *_flags_of(prefill)))
+        fleet.start_decode(directory, (*FLAGS, *of_8, *_flags_of(decode), "--handoff-min-tokens", "0"))
+        fleet.start_router(directory)
+        fleet.wait_ready()
+        assert fleet.complete(prompt, OUTPUT) == reference_greedy(reference_model(directory), prompt, OUTPUT)
+        assert (fleet.decode[0].counter("handoffs"), fleet.decode[0].counter("handoff_failures")) == (1, 0)
+
+
+def check_preemption(served: Served) -> None:
+    """Send more than the decode node's blocks hold."""
+    served.check([random_prompt(index, 60 + 7 * index) for index in range(8)], output=60)
+    assert served.fleet.decode[0].counter("preemptions") > 0
+    served.wait_idle()
+
+
 def _flags_of(kinds: str) -> list[str]:
     return [word for kind in kinds.split() for word in KINDS[kind]]
 
