@@ -5,7 +5,8 @@
 A step covers the whole engine: message over the socket, schedule, plan, forward pass, sampling, token back at the
 frontend. Prompts are random token ids, so the prefix cache never hits. The time of a decode step is the mean while all
 requests of a batch decode, the best of ``--repeat`` after a run that is not measured; ``host_ms`` is the part for
-scheduling, planning and launching. A prefill (one prompt, or several at once: 64x1024) ends when all prompts have their
+scheduling, planning and launching. With drafts it is the time per token of a sequence; ``drafts`` and ``accepted`` are
+those of a sequence in a step. A prefill (one prompt, or several at once: 64x1024) ends when all prompts have their
 first token; best of three.
 
 ``--costs-out`` writes the input of ``pdserve plan --costs``. Handoffs are not measured: ``kv_transfer.py`` and
@@ -50,6 +51,7 @@ class Mark(NamedTuple):
     """A moment of a run."""
 
     seconds: float
+    num_tokens: int  # of all requests so far
     totals: Totals
 
 
@@ -60,7 +62,8 @@ class Run:
         self.done = asyncio.Event()
         self.is_ending = False  # a request has all its tokens
         self._engine = engine
-        self._waiting = self._remaining = batch
+        self._batch = self._waiting = self._remaining = batch
+        self._num_tokens = 0
         self._marks: list[Mark] = []  # at each token of the request that starts last, until another ends
 
     def on_start(self) -> bool:
@@ -68,9 +71,10 @@ class Run:
         self._waiting -= 1
         return not self._waiting
 
-    def on_step(self) -> None:
-        if not self.is_ending:
-            self._marks.append(Mark(time.perf_counter(), self._engine.status.totals))
+    def on_token(self, is_last: bool) -> None:
+        self._num_tokens += 1
+        if is_last and not self.is_ending:
+            self._marks.append(Mark(time.perf_counter(), self._num_tokens, self._engine.status.totals))
 
     def on_end(self) -> None:
         self.is_ending = True
@@ -83,14 +87,23 @@ class Run:
         if len(self._marks) < SKIPPED + 2:
             raise ValueError(f"all requests decoded in {len(self._marks)} steps only; use more --steps")
         first, last = self._marks[SKIPPED], self._marks[-1]
-        steps, counted = len(self._marks) - SKIPPED - 1, last.totals.steps - first.totals.steps
-        host = last.totals.host_seconds - first.totals.host_seconds
-        return Step((last.seconds - first.seconds) / steps, host / max(counted, 1))
+        seconds = (last.seconds - first.seconds) * self._batch / (last.num_tokens - first.num_tokens)
+        before, after = first.totals, last.totals
+        steps = max(after.steps - before.steps, 1)
+        accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        return Step(
+            seconds,
+            (after.host_seconds - before.host_seconds) / steps,
+            (after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens) / (steps * self._batch),
+            accepted / (steps * self._batch),
+        )
 
 
 class Step(NamedTuple):
-    seconds: float
+    seconds: float  # per token of a sequence
     host: float  # seconds in which the step loop worked
+    drafts: float  # per sequence
+    accepted: float  # of these
 
 
 class RequestOutputs:
@@ -103,8 +116,7 @@ class RequestOutputs:
     def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         if not self._has_started:
             self._has_started, self._is_last = True, self._run.on_start()
-        if self._is_last:
-            self._run.on_step()
+        self._run.on_token(self._is_last)
         if finish is not None:
             self._run.on_end()
 
@@ -171,7 +183,10 @@ async def run(args: argparse.Namespace) -> None:
             step = await bench.decode_step(batch, args.steps, args.repeat)
             decode[batch] = step.seconds
             figures = {"ms_per_step": round(step.seconds * 1e3, 3), "tok_per_s": round(batch / step.seconds)}
-            print(json.dumps({"decode_batch": batch} | figures | {"host_ms": round(step.host * 1e3, 3)}), flush=True)
+            figures["host_ms"] = round(step.host * 1e3, 3)
+            if config.max_drafts:
+                figures |= {"drafts": round(step.drafts, 2), "accepted": round(step.accepted, 2)}
+            print(json.dumps({"decode_batch": batch} | figures), flush=True)
         for batch, prompt in args.prompts:
             seconds = await bench.prefill(batch, prompt)
             if batch == 1:
