@@ -300,18 +300,21 @@ def test_synthetic_acceptance_yields_as_many_tokens_as_wanted(config: Config) ->
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
-def test_decodes_with_drafts_run_as_cuda_graphs(checkpoint: Path, backend: str) -> None:
+def test_decodes_with_drafts_run_as_cuda_graphs(tmp_path: Path, backend: str) -> None:
     """Graphs of rows with as many tokens, of rows with fewer, beside prompts, and no graph; in float32."""
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2, head_dim=64)  # FlashInfer has no 32
     dtype = "float32" if backend == "triton" else "bfloat16"
     config = functools.partial(
         node_config, checkpoint, runner="V2", device="cuda", attention_backend=backend, dtype=dtype
     )
     some = [SamplingParams(40, temperature=0.0), SamplingParams(40, temperature=0.8, seed=3, presence_penalty=0.4)]
+    num_accepted = 0
     for count in (1, 3, 17, 40):
         requests = [(prompt_of(20 + rid, rid), some[rid % 2]) for rid in range(count)]
         expected = answers_of(config(), requests)
         node = DraftedNode(config(), 3, oracle(requests, expected, wrong=0.2))
         found = run(node, requests)
-        assert node.num_accepted > 20
-        if dtype == "float32":  # in 16 bits a step of several tokens rounds otherwise
+        num_accepted += node.num_accepted
+        if dtype == "float32":  # in 16 bits a step of several tokens rounds otherwise, and answers may part
             check(found, expected)
+    assert num_accepted > 0.3 * 40 * (1 + 3 + 17 + 40)
