@@ -22,6 +22,9 @@ _NODE_COUNTERS = {
         "admitted_prompt_tokens",
         "prefix_cached_tokens",
         "sampled_tokens",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
         "handoffs",
         "handoff_failures",
         "handoff_recomputes",
@@ -101,11 +104,16 @@ class NodeHistory:
 
     def stats(self) -> LiveNodeStats:
         prompts = self.rate("admitted_prompt_tokens")
+        drafted, drafts, accepted = (
+            self.rate(f"spec_decode_num_{counted}") for counted in ("drafts", "draft_tokens", "accepted_tokens")
+        )
         return LiveNodeStats(
             leased_blocks=self._samples[-1].leased_blocks,
             prompt_token_rate=prompts,
             output_token_rate=self.rate("sampled_tokens"),
             cached_share=min(1.0, self.rate("prefix_cached_tokens") / prompts) if prompts else None,
+            tokens_per_drafted_decode=1.0 + accepted / drafted if drafted else None,
+            acceptance=accepted / drafts if drafts else None,
         )
 
     def connections(self, decode: str, names: Mapping[str, str]) -> list[LiveConnection]:

@@ -99,6 +99,9 @@ def status(reads: int, peer: str = 'p"1\\', handoffs: int = 0, connected: bool =
         "pdserve_sampled_tokens_total": 100.0 * reads,
         "pdserve_admitted_prompt_tokens_total": 10.0 * reads,
         "pdserve_prefix_cached_tokens_total": 4.0 * reads,
+        "pdserve_spec_decode_num_drafts_total": 20.0 * reads,
+        "pdserve_spec_decode_num_draft_tokens_total": 60.0 * reads,
+        "pdserve_spec_decode_num_accepted_tokens_total": 30.0 * reads,
         "pdserve_handoffs_total": float(handoffs),
         series("pdserve_kv_read_bytes_total", peer=peer): 1e9 * reads,
         series("pdserve_kv_read_seconds_total", peer=peer): 0.5 * reads,
@@ -122,6 +125,7 @@ def test_two_status_samples_give_rates() -> None:
     stats = history.stats()
     assert stats.output_token_rate == pytest.approx(200)
     assert stats.cached_share == pytest.approx(0.4)
+    assert (stats.tokens_per_drafted_decode, stats.acceptance) == (pytest.approx(2.5), pytest.approx(0.5))
     assert stats.leased_blocks == 7
     (connection,) = history.connections("d", {'p"1\\': "p-one"})
     assert (connection.prefill, connection.decode, connection.transport) == ("p-one", "d", "shm")

@@ -62,8 +62,10 @@ const PREFILL = [
 ];
 const DECODE = [
   NAME, STATE, RUNNING, WAITING, KV,
-  column("Output tokens/s", stat((its) => rate(its.output_token_rate))),
-  column("Step", ifPresent((node) => seconds(node.step_seconds))),
+  column("Output tokens/s", stat((its) => rate(its.output_token_rate)),
+    ifPresent(({stats}) => (stats?.acceptance == null ? "" : `drafts ${percent(stats.acceptance)} right`))),
+  column("Step", ifPresent((node) => seconds(node.step_seconds)),
+    ifPresent(({stats}) => (stats?.acceptance == null ? "" : `${stats.tokens_per_drafted_decode.toFixed(1)} tokens`))),
   CACHED,
 ];
 const BOTH = [...DECODE.slice(0, -1), PREFILL[5], PREFILL[6], CACHED];
