@@ -56,7 +56,7 @@ class Inputs:
         self.slots = torch.arange(rows, dtype=torch.int32, device="cuda")
         self.mixed = torch.randn(tokens, spec.channels, dtype=DTYPE, device="cuda")
         self.ba = torch.randn(tokens, 2 * heads, dtype=DTYPE, device="cuda")
-        conv = torch.randn(spec.channels, spec.conv_width, dtype=DTYPE, device="cuda")
+        conv = torch.randn(spec.conv_width, spec.channels, dtype=DTYPE, device="cuda")
         a_log, dt_bias = torch.randn(2, heads, device="cuda").unbind(0)
         self.weights = GatedDeltaWeights(conv, a_log, dt_bias)
         self.history = torch.zeros(rows, spec.channels, spec.conv_width - 1, dtype=DTYPE, device="cuda")

@@ -86,8 +86,8 @@ class NodeGeneration:
 
     @property
     def prefill_sampling(self) -> SamplingParams:
-        """Sampling parameters for P. A resumed request has its tokens, and drops the one that P must sample."""
-        return self.sampling.for_kv() if self.resume or self.message.pull else self.sampling
+        """Sampling parameters for P. A resumed request has its tokens, and drops those that P must sample."""
+        return self.sampling.for_kv(max(1, len(self.resume))) if self.resume or self.message.pull else self.sampling
 
     @property
     def ended(self) -> bool:

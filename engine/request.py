@@ -146,6 +146,16 @@ class Sequence:
         return self.prompt_len if self.request.branches else max(self.prompt_len, len(self.token_ids) - 1)
 
     @property
+    def shared_len(self) -> int:
+        """Leading tokens of the prompt that its choices share: those in full blocks."""
+        return self.prompt_len // self.hashes.block_size * self.hashes.block_size
+
+    @property
+    def num_loading_choices(self) -> int:
+        """The choices that continue behind a load, before ``ChoiceManager.take_from_peer`` knows which have ended."""
+        return 1 + len(self.request.branches) if self.has_output else self.request.sampling.n
+
+    @property
     def missing(self) -> int:
         """Tokens that no launched step computes: 1 while decoding, 0 while its last token is being sampled."""
         return self.length - self.num_launched if self.length < self.max_length else 0

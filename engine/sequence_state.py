@@ -15,6 +15,7 @@ class SequenceState:
     slot: int
     source: int = NO_SLOT  # the snapshot that it starts from, until a step has been planned with it
     lease_slot: int = NO_SLOT  # on P: for the copy that the peer reads, until that is leased
+    lease_at: int = 0  # tokens after which the copy is made
     stops: list[int] = field(default_factory=list)  # tokens at which chunks end for snapshots, descending
     pending: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of snapshots in steps in flight
     decode_hash: bytes = b""  # of its latest snapshot while it decodes
@@ -23,6 +24,10 @@ class SequenceState:
         """So many tokens have been loaded: snapshots before their end are not taken."""
         while self.stops and self.stops[-1] <= num_tokens:
             self.stops.pop()
+
+    def start_from(self, source: int, slot: int) -> None:
+        """Begin with a copy of the state in ``source``."""
+        self.source, self.slot = source, slot
 
     @property
     def start(self) -> int:

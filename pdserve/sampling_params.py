@@ -67,13 +67,13 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
     thinking_start_ids: TokenIds = ()
     thinking_end_ids: TokenIds = ()
 
-    def for_kv(self) -> SamplingParams:
+    def for_kv(self, num_choices: int) -> SamplingParams:
         """Return the parameters of a prompt with the same KV, for a node that only computes this KV.
 
-        It samples one token, which means nothing. The KV depends on no parameter; an adapter per request (LoRA) would
-        stay.
+        It samples one token for each choice that continues; these tokens mean nothing. The KV depends on no parameter;
+        an adapter per request (LoRA) would stay.
         """
-        return SamplingParams(max_tokens=1, temperature=0.0)
+        return SamplingParams(n=num_choices, max_tokens=1, temperature=0.0)
 
     @property
     def has_token_rules(self) -> bool:

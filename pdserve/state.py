@@ -24,6 +24,16 @@ NO_SLOT = -1
 LEAST_SLOTS = 3  # one sequence, the copy of its state for a peer, and the snapshot that it starts from
 
 
+def handoff_position(num_tokens: int, num_choices: int, block_size: int) -> int:
+    """Return the tokens after which P copies the recurrent state for D, of ``num_tokens`` whose KV is handed off.
+
+    One choice continues at their end. Several choices share full blocks only: each begins with the state at the last
+    block boundary, which thus is a snapshot for all of them. Before the first boundary there is none to share.
+    """
+    boundary = num_tokens // block_size * block_size
+    return boundary if num_choices > 1 and boundary else num_tokens
+
+
 class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
     """State of one gated delta net (arXiv:2412.06464) with a short convolution before it, per sequence.
 

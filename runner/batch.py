@@ -86,7 +86,7 @@ Activations = Tensor | Quantized
 class GatedDeltaWeights:
     """Weights of a gated delta net that its recurrent part reads, of a rank."""
 
-    conv: Tensor  # [channels, conv_width]
+    conv: Tensor  # [conv_width, channels]: a program reads channels that lie one after the other
     a_log: Tensor  # [value_heads] float32
     dt_bias: Tensor  # [value_heads] float32
 

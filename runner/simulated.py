@@ -1,8 +1,9 @@
 """A model runner without a model: the next token is a digest of those before it, and a step sleeps for its cost.
 
 It implements pdserve.protocols.ModelRunner and imports neither torch nor numpy, so a hundred nodes fit on a small
-machine. Like V2 it launches a step while the last one is in flight. It has no KV: the address of its region is never
-read. Of the drafts of a decode it accepts as many as ``--synthetic-acceptance`` says.
+machine. Like V2 it launches a step while the last one is in flight. It has neither KV nor recurrent states, only their
+layouts, by which the engine counts blocks and slots: the addresses of the regions are never read. Of the drafts of a
+decode it accepts as many as ``--synthetic-acceptance`` says.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from pdserve.records import (
     TokenLogprobs,
 )
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
@@ -72,8 +72,10 @@ class SimulatedRunner:
         self._steps = SimulatedSteps(config.costs)
         self.kv_layout = config.kv_layout
         self.kv_region = KVRegion(0, self.kv_layout.total_bytes, "cpu", 0)
-        self.state_layout: StateLayout | None = None  # simulated nodes have none, whatever the model
-        self.state_region: KVRegion | None = None
+        self.state_layout = config.state_layout
+        self.state_region = None
+        if config.state_layout is not None:
+            self.state_region = KVRegion(0, config.state_layout.total_bytes, "cpu", 0)
         self._vocab_size = config.model.vocab_size
         self._vocabulary = SimulatedVocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}

@@ -8,6 +8,7 @@ from connector.serial_connector import SerialConnector
 from connector.setup import ConnectorSetup
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.records import KVRead, Peer, ReadResult
+from pdserve.state import NO_SLOT
 from pdserve.transports import UNKNOWN, Connected
 
 
@@ -19,7 +20,7 @@ class SimulatedConnector(SerialConnector):
     """
 
     def __init__(self, setup: ConnectorSetup) -> None:
-        super().__init__(setup.agent, b"simulated")
+        super().__init__(setup.agent, b"simulated", states=setup.states)
         self._costs = setup.costs or SimulatedCosts()
         self._busy_until = 0.0
 
@@ -32,10 +33,16 @@ class SimulatedConnector(SerialConnector):
 
     def _execute(self, read: KVRead) -> ReadResult:
         num_blocks = len(read.local_blocks)
-        num_bytes = num_blocks * self._rank.layout.block_bytes
+        num_bytes = num_blocks * self._rank.layout.block_bytes + self._state_bytes(read)
         return ReadResult(read.read_id, "", num_bytes, num_blocks, self._seconds(read))
 
     def _seconds(self, read: KVRead) -> float:
+        """A state takes as long as the KV of as many bytes."""
         layout = self._rank.layout
         part = layout.num_layers / (len(layout.groups.layers) or layout.num_layers)  # of all layers, that a block has
-        return self._costs.of_read(round(len(read.local_blocks) * part * layout.block_size))
+        num_tokens = len(read.local_blocks) * part * layout.block_size
+        return self._costs.of_read(round(num_tokens + self._state_bytes(read) / layout.bytes_per_token))
+
+    def _state_bytes(self, read: KVRead) -> int:
+        states = self._rank.states
+        return 0 if states is None or read.remote_state == NO_SLOT else states.layout.slot_bytes

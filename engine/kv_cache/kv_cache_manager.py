@@ -22,7 +22,7 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
-from pdserve.state import NO_SLOT
+from pdserve.state import NO_SLOT, handoff_position
 
 
 class _Found(NamedTuple):
@@ -180,14 +180,18 @@ class KVCacheManager:
             self._states.pool.forget_cached()
 
     def received(self, sequence: Sequence, num_tokens: int) -> None:
-        """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens."""
+        """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens.
+
+        A recurrent state came with it, of all these tokens, or if several choices continue, at the last block boundary.
+        """
         if self._windows:
             end = self._logical(num_tokens)
             sequence.cover(end * self._block_size, end * self._num_groups)
             self._pool.drop(sequence.drop_spare(), Use.HELD)
+        if self._states is not None:
+            num_tokens = handoff_position(num_tokens, sequence.num_loading_choices, self._block_size)
+            self._states.received(sequence, num_tokens)
         sequence.loaded(num_tokens)
-        if sequence.state is not None:
-            sequence.state.passed(num_tokens)
         self.cache_full_blocks(sequence)
 
     def free(self, sequence: Sequence) -> None:

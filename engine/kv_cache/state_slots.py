@@ -9,11 +9,13 @@ cached prefix is of use only with the state at its end, so states are copied at 
     a step        ▼
     snapshot   held ──step applied──► cached under the hash of its last block ──► evicted, least recently used first
 
-    lease      on P, a copy behind the last chunk of a peer's prompt, so that the sequence may decode ahead meanwhile
+    lease      on P, a copy behind a chunk of a peer's prompt, so that the sequence may go on meanwhile
+    received   on D, a snapshot at once if it is at a block boundary; the sequence then begins with a copy
 
 Snapshots are made where later prompts will probably branch off: at the last block boundary of a prompt, at the end of a
 cached prefix whose state was missing, and after every ``DISTANCE`` tokens. Chunks of prompts end there. While a
-sequence decodes, one snapshot follows it.
+sequence decodes, one snapshot follows it. The state that a peer gets is that at the end of the prompt, or for several
+choices that at its last block boundary (``handoff_position``).
 
 Copies are in the order of the device's stream. Only what others than the stream read or write, the transfers, has to
 wait for steps to be applied: so a slot that is copied from stays held until then.
@@ -26,7 +28,7 @@ from collections import deque
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.sequence_state import SequenceState
-from pdserve.state import LEAST_SLOTS, NO_SLOT
+from pdserve.state import LEAST_SLOTS, NO_SLOT, handoff_position
 
 DISTANCE = 8192  # tokens between snapshots of a long prompt, at least: they bound what is computed again
 DECODE_DISTANCE = 256  # tokens between snapshots of a sequence that decodes
@@ -72,11 +74,14 @@ class StateSlots:
         last = (len(sequence.token_ids) - 1) // self._block_size * self._block_size
         after = num_cached // self._distance * self._distance + self._distance
         stops = {last, num_matched, *range(after, last, self._distance)}
+        if sequence.request.branches:
+            stops.add(sequence.shared_len)
         sequence.hold_state(
             SequenceState(
                 slots[0],
                 source,
                 lease_slot=slots[1] if sequence.for_peer else NO_SLOT,
+                lease_at=handoff_position(sequence.prompt_len, sequence.request.sampling.n, self._block_size),
                 stops=sorted((stop for stop in stops if num_cached < stop <= last), reverse=True),
             )
         )
@@ -87,12 +92,26 @@ class StateSlots:
         assert state is not None
         if state.source != NO_SLOT:
             self._sources.append(state.source)
+            if sequence.for_peer and sequence.num_computed == state.lease_at:
+                self._copies.append((state.source, state.lease_slot))
             state.source = NO_SLOT
         if state.stops and sequence.num_launched == state.stops[-1]:
             state.stops.pop()
             self._take_snapshot(sequence)
-        if sequence.for_peer and sequence.num_launched == sequence.prompt_len:
+        if sequence.for_peer and sequence.num_launched == state.lease_at:
             self._copies.append((state.slot, state.lease_slot))
+
+    def received(self, sequence: Sequence, num_tokens: int) -> None:
+        """A load has brought the state after ``num_tokens`` tokens: make a snapshot of it, if a slot is free."""
+        state = sequence.state
+        assert state is not None
+        state.passed(num_tokens)
+        if num_tokens % self._block_size:
+            return
+        block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
+        if self.pool.find(block_hash) is None and (slots := self.pool.take(1)) is not None:
+            self.pool.cache(block_hash, state.slot)
+            state.start_from(state.slot, slots[0])
 
     def decoded(self, sequence: Sequence) -> None:
         """Order a snapshot behind a step that decodes, if the last one is far away."""

@@ -131,7 +131,7 @@ class StepResults:
             self._live.finish(sequence)
 
     def branch(self, sequence: Sequence) -> None:
-        """Put the choices that wait for the prompt's KV at the head of the queue, once it is complete."""
-        if sequence.request.branches and sequence.num_computed >= sequence.prompt_len:
+        """Put the choices that wait for the prompt's KV at the head of the queue, once its full blocks have it."""
+        if sequence.request.branches and sequence.num_computed >= sequence.shared_len:
             for branch in reversed(self._choices.branch(sequence)):
                 self._live.wait(branch, first=True)

@@ -178,7 +178,7 @@ class ReceivedOffer:
         self._address = address
         self._sizes = sizes
         self._ranks: dict[str, list[RankWeights]] = {}
-        self._offered: set[tuple[str, str]] = set()  # rank and tensor
+        self._offered: set[tuple[str, str, int, int]] = set()  # rank, tensor, dimension and start of a part
         self._num_bytes = self._num_tensors = 0
 
     def add(self, message: pb.OfferedWeights) -> None:
@@ -198,10 +198,10 @@ class ReceivedOffer:
             check_rank(piece, self._sizes)
         except PeerError as exc:
             raise PeerError(f"{self._address}: {exc}") from exc
-        names = {(piece.agent, part.name) for part in piece.parts}
-        if not names or len(names) < len(piece.parts) or not self._offered.isdisjoint(names):
-            raise PeerError(f"{self._address}: rank {shown(piece.agent)} offers nothing, or a tensor twice")
-        self._offered |= names
+        parts = {(piece.agent, part.name, part.dim, part.start) for part in piece.parts}
+        if not parts or len(parts) < len(piece.parts) or not self._offered.isdisjoint(parts):
+            raise PeerError(f"{self._address}: rank {shown(piece.agent)} offers nothing, or a part of a tensor twice")
+        self._offered |= parts
         pieces.append(piece)
 
     def peer(self) -> WeightPeer:

@@ -43,7 +43,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     rank: int = 0
     kv_layout: KVLayout
-    state_layout: StateLayout | None = None  # of recurrent layers; None: the model, or a simulated node, has none
+    state_layout: StateLayout | None = None  # of recurrent layers; None: the model has none
     state_slots: int | None = None  # as the user chose; None: as many as ``choose_slots`` finds
     kv_scales: tuple[KVScales, ...] = ()  # of all layers with a KV cache; empty unless the cache is FP8
     kv_checksum: bool

@@ -34,7 +34,7 @@ from pdserve.config.parallel import (
 from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
-from pdserve.config.state_slots import TYPICAL_TOKENS, choose_slots, most_slots
+from pdserve.config.state_slots import TYPICAL_TOKENS, bytes_per_sequence, choose_slots, most_slots
 from pdserve.config.triton_hosts import try_triton
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
@@ -281,13 +281,17 @@ def _choose_layouts(
         spec=shard_of(model, parallel.position(0)).kv_cache_spec(kv_dtype),
         groups=groups,
     )
+    states = _one_slot(model, parallel, dtype)
     if options.simulated and options.kv_cache_memory is None:
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
         num_blocks = max(1, KV_TOKENS // options.block_size) * max(1, groups.windows.count(None))
-        return msgspec.structs.replace(one_block, num_blocks=num_blocks), None
+        if states is not None:
+            memory = KV_TOKENS // TYPICAL_TOKENS * bytes_per_sequence(one_block, states)
+            num_slots = _choose_state_slots(options, memory, [(one_block, states)], choices)
+            states = msgspec.structs.replace(states, num_slots=num_slots)
+        return msgspec.structs.replace(one_block, num_blocks=num_blocks), states
     weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
     memory = _choose_kv_memory(options, device, weights, choices)
-    states = None if options.simulated else _one_slot(model, parallel, dtype)
     blocks = [msgspec.structs.replace(one_block, num_layers=layers) for layers in stages[:: parallel.tp]]
     rest = [memory] * parallel.pp  # of each stage, behind its states
     if states is not None:

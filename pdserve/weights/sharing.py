@@ -1,7 +1,7 @@
 """Tensors that a node offers from its memory to nodes that start with the same checkpoint. Plain values, no torch.
 
-A part is contiguous memory with the bytes that the checkpoint has for it. Ranks that split a tensor offer its parts,
-so a reader of any tensor and pipeline parallelism finds each tensor whole.
+A part is contiguous memory with the bytes that the checkpoint has for it. Ranks that split or reorder a tensor offer
+its parts, so a reader of any tensor and pipeline parallelism finds each tensor whole.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class TorchGatedDelta(GatedDelta):
         inputs = torch.cat((history, mixed.to(history.dtype)))  # rounded alike in this step and in later ones
         states[step.slots] = inputs[step.history].unflatten(0, (len(step.slots), -1)).mT
         total = torch.zeros(mixed.shape, dtype=torch.float32, device=mixed.device)
-        for rows, tap in zip(step.taps, weight.float().unbind(1), strict=True):
+        for rows, tap in zip(step.taps, weight.float(), strict=True):
             total.addcmul_(inputs[rows].float(), tap)
         return F.silu(total)
 

@@ -8,6 +8,8 @@ Rows without tokens, and with slot -1, change no state; the output of such token
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from pdserve.state import GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
-_TOKENS = 8  # of a program that convolves
+CONVOLUTION_TILES = 32, 4  # tokens of a program, warps: 32 × 128 bfloat16 values are 4 loads of 16 bytes per thread
 RULE_TILES = 32, 4  # rows of a state in a program, warps: 32 × 128 float32 values are 32 registers of a thread
 _CHANNELS = 512  # of a program that stores history
 
@@ -48,12 +50,95 @@ def _store_history(
         tl.store(history + channels * BEFORE + index, value, mask=mask)
 
 
+@triton.jit
+def _channels_of(
+    head,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Return the first channel of a head of queries, of keys or of values, and the number of its channels."""
+    is_value = head >= 2 * KEY_HEADS
+    of_value = 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM
+    first = tl.multiple_of(tl.where(is_value, of_value, head * KEY_DIM), ALIGNMENT)
+    return first, tl.multiple_of(tl.where(is_value, VALUE_DIM, KEY_DIM), ALIGNMENT)
+
+
+@triton.jit
+def _store_head(
+    total,  # [TOKENS, BLOCK_DIM] float32: the convolution, 0 in columns without a channel
+    tokens,  # [TOKENS]
+    within,  # [BLOCK_DIM]
+    mask,  # [TOKENS, BLOCK_DIM]
+    head,
+    q,
+    k,
+    v,
+    eps,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Store silu of the convolution, with length 1 for queries and keys."""
+    y = _silu(total)  # 0 for 0
+    tokens = tokens.to(tl.int64)[:, None]
+    if head >= 2 * KEY_HEADS:
+        at_value = (tokens * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + within[None, :]
+        tl.store(v + at_value, y.to(v.dtype.element_ty), mask=mask)
+    else:
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
+        if head < KEY_HEADS:
+            at_query = (tokens * KEY_HEADS + head) * KEY_DIM + within[None, :]
+            tl.store(q + at_query, y.to(q.dtype.element_ty), mask=mask)
+        else:
+            at_key = (tokens * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + within[None, :]
+            tl.store(k + at_key, y.to(k.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _convolve_tile(
+    mixed,  # first of the channels
+    mixed_stride,
+    weight,  # first of the channels
+    history,  # first of the channels
+    history_stride,
+    tokens,  # [TOKENS]
+    local,  # [TOKENS]: index of each token in its row
+    slots,  # [TOKENS]: of its row; no history is read for -1
+    known,  # [TOKENS]: whether there is such a token
+    within,  # [BLOCK_DIM]
+    valid,  # [BLOCK_DIM]
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Return the convolution [TOKENS, BLOCK_DIM] in float32, of inputs and, before the first ones, the history."""
+    BEFORE: tl.constexpr = WIDTH - 1
+    of_slot = history + tl.maximum(slots, 0).to(tl.int64) * history_stride
+    has_slot = known & (slots >= 0)
+    total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
+    for tap in tl.static_range(WIDTH):
+        at = local - (BEFORE - tap)
+        inside = at >= 0
+        at_new = (tokens - (BEFORE - tap)).to(tl.int64) * mixed_stride
+        is_new, is_old = (known & inside)[:, None] & valid[None, :], (has_slot & (at < 0))[:, None] & valid[None, :]
+        new = tl.load(mixed + at_new[:, None] + within[None, :], mask=is_new, other=0.0)
+        at_old = of_slot[:, None] + within[None, :] * BEFORE + (BEFORE + at)[:, None]
+        old = tl.load(at_old, mask=is_old, other=0.0)
+        factor = tl.load(weight + tap * CHANNELS + within, mask=valid, other=0.0).to(tl.float32)
+        total += tl.where(inside[:, None], new.to(history.dtype.element_ty), old).to(tl.float32) * factor[None, :]
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "search"])
 def _convolve_kernel(
-    mixed,  # [num_tokens, channels], rows mixed_stride apart
+    mixed,  # [num_tokens, CHANNELS], rows mixed_stride apart
     mixed_stride,
-    weight,  # [channels, WIDTH]
-    history,  # [slots, channels, WIDTH - 1], slots history_stride apart
+    weight,  # [WIDTH, CHANNELS]
+    history,  # [slots, CHANNELS, WIDTH - 1], slots history_stride apart
     history_stride,
     slots,  # [num_rows] int32
     query_starts,  # [num_rows + 1] int32
@@ -68,68 +153,82 @@ def _convolve_kernel(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    TOKENS: tl.constexpr,  # 1 if SINGLES
-    SINGLES: tl.constexpr,  # every row has one token, or none; its program stores the history, too
+    TOKENS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # channels
 ):
-    """Grid (blocks of tokens, heads of queries, then of keys, then of values)."""
+    """Grid (blocks of tokens, heads of queries, then of keys, then of values). It leaves the history as it is.
+
+    A block in the midst of a row reads inputs only: four loads of each, three of which hit the L1 cache.
+    """
     BEFORE: tl.constexpr = WIDTH - 1
     head = tl.program_id(1)
-    is_value = head >= 2 * KEY_HEADS
-    first_channel = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM, head * KEY_DIM)
+    channel, count = _channels_of(head, KEY_HEADS, KEY_DIM, VALUE_DIM, ALIGNMENT)
     within = tl.arange(0, BLOCK_DIM)
-    valid = within < tl.where(is_value, VALUE_DIM, KEY_DIM)
-    channels = first_channel + within
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    known = tokens < num_tokens
-    if SINGLES:
-        rows = tl.minimum(tokens, num_rows - 1)
-        known = known & (tl.load(query_starts + rows + 1) > tl.load(query_starts + rows))
+    valid = within < count
+    first = tl.program_id(0) * TOKENS
+    tokens = first + tl.arange(0, TOKENS)
+    row, after = first * 0, num_rows  # the last row that does not begin behind the first token
+    for _ in range(search):
+        middle = (row + after) // 2
+        before = tl.load(query_starts + middle) <= first
+        row = tl.where(before, middle, row)
+        after = tl.where(before, after, middle)
+    begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
+    if (first - begin >= BEFORE) & (first + TOKENS <= end):
+        total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
+        for tap in tl.static_range(WIDTH):
+            at = (tokens - (BEFORE - tap)).to(tl.int64) * mixed_stride + channel
+            x = tl.load(mixed + at[:, None] + within[None, :], mask=valid[None, :], other=0.0)
+            factor = tl.load(weight + tap * CHANNELS + channel + within, mask=valid, other=0.0).to(tl.float32)
+            total += x.to(history.dtype.element_ty).to(tl.float32) * factor[None, :]
     else:
-        rows = tl.zeros([TOKENS], dtype=tl.int32)  # the last row that does not begin behind the token
-        end = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
+        rows = tl.zeros([TOKENS], dtype=tl.int32) + row  # the same of each token
+        ends = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
         for _ in range(search):
-            middle = (rows + end) // 2
-            before = tl.load(query_starts + middle) <= tokens
-            rows = tl.where(before, middle, rows)
-            end = tl.where(before, end, middle)
-    slot = tl.load(slots + rows)
-    known = known & (slot >= 0)
-    begin = tl.load(query_starts + rows)
-    of_slot = history + tl.maximum(slot, 0).to(tl.int64) * history_stride
-    total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
-    for tap in tl.static_range(WIDTH):
-        local = tokens - begin - (BEFORE - tap)
-        inside = local >= 0
-        at = (tokens - (BEFORE - tap)).to(tl.int64) * mixed_stride
-        is_new, is_old = (known & inside)[:, None] & valid[None, :], (known & (local < 0))[:, None] & valid[None, :]
-        new = tl.load(mixed + at[:, None] + channels[None, :], mask=is_new, other=0.0)
-        at_old = of_slot[:, None] + channels[None, :] * BEFORE + (BEFORE + local)[:, None]
-        old = tl.load(at_old, mask=is_old, other=0.0)
-        factor = tl.load(weight + channels * WIDTH + tap, mask=valid, other=0.0).to(tl.float32)
-        total += tl.where(inside[:, None], new.to(history.dtype.element_ty), old).to(tl.float32) * factor[None, :]
-    y = tl.where(valid[None, :], _silu(total), 0.0)
-    mask = (tokens < num_tokens)[:, None] & valid[None, :]
-    if is_value:
-        at_value = (tokens.to(tl.int64)[:, None] * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + within[None, :]
-        tl.store(v + at_value, y.to(v.dtype.element_ty), mask=mask)
-    else:
-        y = y * tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
-        if head < KEY_HEADS:
-            at_query = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head) * KEY_DIM + within[None, :]
-            tl.store(q + at_query, y.to(q.dtype.element_ty), mask=mask)
-        else:
-            at_key = (tokens.to(tl.int64)[:, None] * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + within[None, :]
-            tl.store(k + at_key, y.to(k.dtype.element_ty), mask=mask)
-    if SINGLES:
-        tl.debug_barrier()  # all threads have read the history
-        row = tl.program_id(0)
-        row_slot = tl.load(slots + row)
-        if (row_slot >= 0) & (tl.load(query_starts + row + 1) > tl.load(query_starts + row)):
-            first = mixed + row.to(tl.int64) * mixed_stride
-            _store_history(first + first_channel, mixed_stride, history + row_slot.to(tl.int64) * history_stride
-                           + first_channel * BEFORE, 1, within, valid, WIDTH)  # fmt: skip
+            middles = (rows + ends) // 2
+            befores = tl.load(query_starts + middles) <= tokens
+            rows = tl.where(befores, middles, rows)
+            ends = tl.where(befores, ends, middles)
+        total = _convolve_tile(
+            mixed + channel, mixed_stride, weight + channel, history + channel * BEFORE, history_stride,
+            tokens, tokens - tl.load(query_starts + rows), tl.load(slots + rows), tokens < num_tokens,
+            within, valid, WIDTH, CHANNELS, TOKENS, BLOCK_DIM,
+        )  # fmt: skip
+    _store_head(
+        total, tokens, within, (tokens < num_tokens)[:, None] & valid[None, :], head, q, k, v, eps,
+        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _convolve_singles_kernel(
+    mixed, mixed_stride, weight, history, history_stride, slots, query_starts, q, k, v, eps, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Do the same for rows that have one token, or none, and store their history. Grid (rows, heads)."""
+    BEFORE: tl.constexpr = WIDTH - 1
+    row, head = tl.program_id(0), tl.program_id(1)
+    channel, count = _channels_of(head, KEY_HEADS, KEY_DIM, VALUE_DIM, ALIGNMENT)
+    within = tl.arange(0, BLOCK_DIM)
+    valid = within < count
+    tokens = row + tl.arange(0, 1)
+    known = tl.load(query_starts + tokens + 1) > tl.load(query_starts + tokens)
+    total = _convolve_tile(
+        mixed + channel, mixed_stride, weight + channel, history + channel * BEFORE, history_stride,
+        tokens, tokens - row, tl.load(slots + tokens), known, within, valid, WIDTH, CHANNELS, 1, BLOCK_DIM,
+    )  # fmt: skip
+    _store_head(total, tokens, within, valid[None, :], head, q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    tl.debug_barrier()  # all threads have read the history
+    slot = tl.load(slots + row)
+    if (slot >= 0) & (tl.load(query_starts + row + 1) > tl.load(query_starts + row)):
+        of_slot = history + slot.to(tl.int64) * history_stride + channel * BEFORE
+        _store_history(
+            mixed + row.to(tl.int64) * mixed_stride + channel, mixed_stride, of_slot, 1, within, valid, WIDTH
+        )
 
 
 @triton.jit
@@ -225,55 +324,46 @@ def convolve(
     """Return silu of the convolution as queries and keys of length 1, and values; advance the history.
 
     mixed [tokens, channels], with rows at any stride, → q, k [tokens, key_heads, key_dim] and v [tokens, value_heads,
-    value_dim]. weight [channels, conv_width]; history: a layer's view of ``StateCache.conv``; slots [rows] and
+    value_dim]. weight [conv_width, channels]; history: a layer's view of ``StateCache.conv``; slots [rows] and
     query_starts [rows + 1] int32. ``singles``: every row has one token, or none.
     """
-    tokens, rows, width = len(mixed), len(slots), spec.conv_width
+    tokens, rows, num_heads = len(mixed), len(slots), 2 * spec.key_heads + spec.value_heads
     assert mixed.stride(1) == 1
     assert weight.is_contiguous()
-    assert not singles or tokens == rows
     q = mixed.new_empty(tokens, spec.key_heads, spec.key_dim)
     k = torch.empty_like(q)
     v = mixed.new_empty(tokens, spec.value_heads, spec.value_dim)
-    block = 1 if singles else _TOKENS
-    _convolve_kernel[(triton.cdiv(tokens, block), 2 * spec.key_heads + spec.value_heads)](
+    inputs = mixed, mixed.stride(0), weight, history, history.stride(0), slots, query_starts
+    sizes: dict[str, int] = {
+        "KEY_HEADS": spec.key_heads,
+        "VALUE_HEADS": spec.value_heads,
+        "KEY_DIM": spec.key_dim,
+        "VALUE_DIM": spec.value_dim,
+        "CHANNELS": spec.channels,
+        "WIDTH": spec.conv_width,
+        "BLOCK_DIM": triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
+        "ALIGNMENT": gcd(spec.key_dim, spec.value_dim, 16),
+    }
+    if singles:
+        assert tokens == rows
+        _convolve_singles_kernel[(rows, num_heads)](*inputs, q, k, v, NORM_EPS, **sizes, num_warps=1)
+        return q, k, v
+    block, warps = CONVOLUTION_TILES
+    _convolve_kernel[(triton.cdiv(tokens, block), num_heads)](
+        *inputs, rows, tokens, rows.bit_length(), q, k, v, NORM_EPS, **sizes, TOKENS=block, num_warps=warps
+    )
+    _store_history_kernel[(rows, triton.cdiv(spec.channels, _CHANNELS))](
         mixed,
         mixed.stride(0),
-        weight,
         history,
         history.stride(0),
         slots,
         query_starts,
-        rows,
-        tokens,
-        rows.bit_length(),
-        q,
-        k,
-        v,
-        NORM_EPS,
-        KEY_HEADS=spec.key_heads,
-        VALUE_HEADS=spec.value_heads,
-        KEY_DIM=spec.key_dim,
-        VALUE_DIM=spec.value_dim,
-        WIDTH=width,
-        BLOCK_DIM=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
-        TOKENS=block,
-        SINGLES=singles,
-        num_warps=1 if singles else 4,
+        CHANNELS=spec.channels,
+        WIDTH=spec.conv_width,
+        BLOCK=_CHANNELS,
+        num_warps=4,
     )
-    if not singles:
-        _store_history_kernel[(rows, triton.cdiv(spec.channels, _CHANNELS))](
-            mixed,
-            mixed.stride(0),
-            history,
-            history.stride(0),
-            slots,
-            query_starts,
-            CHANNELS=spec.channels,
-            WIDTH=width,
-            BLOCK=_CHANNELS,
-            num_warps=4,
-        )
     return q, k, v
 
 

@@ -142,11 +142,14 @@ class PeerWeights:
             except PdserveError as exc:
                 self._give_up(str(exc))
                 return None
-        parts = []
-        for _, part, offset in reads:
-            part_shape = (*shape[: part.dim], part.size, *shape[part.dim + 1 :])
-            parts.append(staging[offset : offset + part.num_bytes].view(STORED_DTYPES[dtype]).view(part_shape))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, reads[0].part.dim)
+        first, num_bytes = reads[0].offset, _num_bytes(dtype, shape)
+        values = staging[first : first + num_bytes].view(STORED_DTYPES[dtype])
+        dim = reads[0].part.dim
+        if not dim:  # parts of rows lie one after the other
+            return values.view(shape)
+        part_shapes = [(*shape[:dim], part.size, *shape[dim + 1 :]) for _, part, _ in reads]
+        parts = values.split([prod(part_shape) for part_shape in part_shapes])
+        return torch.cat([part.view(part_shape) for part, part_shape in zip(parts, part_shapes, strict=True)], dim)
 
     def _is_right(self, name: str, dtype: str, shape: tuple[int, ...], tensor: Tensor) -> bool:
         """Compare the digest, and count the tensor."""
@@ -218,9 +221,13 @@ class PeerSlice:
     def get_dtype(self) -> str:
         return str(self._stored.get_dtype())
 
-    def __getitem__(self, index: Any) -> Tensor:
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Read the tensor once. Yield it, for use on the current stream of its device, or else ``stored``."""
         with self._weights.tensor(self._name, self.get_dtype(), tuple(self.get_shape())) as found:
-            if found is not None:
-                return found[index].clone()  # the next tensor takes the staging memory
-        part: Tensor = self._stored[index]
-        return part
+            yield self._stored if found is None else found
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with self.whole() as found:
+            part: Tensor = found[index]
+            return part if found is self._stored else part.clone()  # the next tensor takes the staging memory

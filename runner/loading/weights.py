@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from pdserve.model.text_part import causal_name, text_headers
 from pdserve.model.weight_formats import storage_rules
 from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
-from runner.loading.peer_weights import PeerWeights
+from runner.loading.peer_weights import PeerSlice, PeerWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.dequantize import DequantizedSlice, is_padding_bias
 from runner.models.quantization.row_scales import RowScales
@@ -213,10 +213,11 @@ def _check_tensor(model_dir: Path, name: str, shard: WeightShard, source: Any) -
 
 def fill_shard(model_dir: Path, name: str, shard: WeightShard, source: Any, at_once: int) -> None:
     """Copy the shard's part of ``source``, about ``at_once`` values at a time. Raises CheckpointError."""
-    for memory, part in shard.pieces_of(source, at_once):
-        if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
-            raise _wrong_dtype(model_dir, name, source.get_dtype(), memory)
-        memory.copy_(part)
+    with source.whole() if isinstance(source, PeerSlice) else nullcontext(source) as values:
+        for memory, part in shard.pieces_of(values, at_once):
+            if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
+                raise _wrong_dtype(model_dir, name, source.get_dtype(), memory)
+            memory.copy_(part)
 
 
 def _wrong_dtype(model_dir: Path, name: str, dtype: str, memory: torch.Tensor) -> CheckpointError:

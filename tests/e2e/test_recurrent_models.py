@@ -9,6 +9,7 @@ other.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from exact_fleet import STEP, Model, Served, check_moved_answer, random_prompt
@@ -37,7 +38,24 @@ def check_model(served: Served) -> None:
     assert decode.counter("handoffs") == 2 * len(prompts)
     assert decode.counter("handoff_failures") == 0
     assert prefill.counter("prefix_cached_tokens") > 0
+    check_choices(served)
     served.wait_idle()
+
+
+def check_choices(served: Served) -> None:
+    """Several choices of a prompt, cached or not: they equal each other, or those of another number with this seed."""
+
+    def choices(prompt: list[int], n: int, **fields: Any) -> list[list[int]]:
+        body = {"prompt": prompt, "n": n, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True, **fields}
+        return [choice["token_ids"] for choice in served.fleet.post("/v1/completions", body)["choices"]]
+
+    for length in (41, 64):
+        prompt = random_prompt(length, length)
+        for _ in range(2):
+            assert choices(prompt, 3, temperature=0.0) == [served.reference_of(prompt, 6)] * 3
+        sampled = [choices(prompt, n, temperature=1.0, seed=5) for n in (4, 2, 1)]
+        assert sampled[1:] == [sampled[0][:2], sampled[0][:1]]
+        assert len(set(map(tuple, sampled[0]))) > 1
 
 
 @pytest.mark.parametrize(

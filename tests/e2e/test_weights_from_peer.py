@@ -79,6 +79,24 @@ def test_node_reads_the_tensors_of_a_peer_with_any_ranks(there: str, here: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("there", "here"), [("tp2", "1"), ("pp2", "tp2")])
+def test_node_reads_the_reordered_tensors_of_gated_delta_nets(there: str, here: str, tmp_path: Path) -> None:
+    """On a CPU these are the convolutions: a shard has rows of queries, of keys and of values."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3_next", num_hidden_layers=4, layer_types=kinds)
+    with Fleet() as fleet:
+        peer = start_peer(fleet, checkpoint, *SPLITS[there])
+        found = offered(peer, checkpoint)
+        assert "model.layers.0.linear_attn.conv1d.weight" in found
+        node = start_reader(fleet, checkpoint, peer, *SPLITS[here])
+        fleet.wait_ready()
+        read = tensors_from_peer(node)
+        assert max(read) == len(found)
+        assert "corrupted" not in node.output
+        assert tokens(node) == tokens(peer)
+
+
+@pytest.mark.slow
 def test_peer_with_another_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "qwen3_moe", num_hidden_layers=2)
     change_weight(other, EXPERT)

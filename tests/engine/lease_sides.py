@@ -75,7 +75,7 @@ class Job:
     @property
     def prefill_sampling(self) -> SamplingParams:
         """Sampling parameters for P."""
-        return SamplingParams(max_tokens=1) if self.resume else self.sampling
+        return self.sampling.for_kv(len(self.resume)) if self.resume else self.sampling
 
     @cached_property
     def whole(self) -> list[list[int]]:

@@ -167,6 +167,40 @@ def test_handoff_brings_the_state_and_d_computes_nothing_of_the_prompt(depth: tu
     world.close()
 
 
+@each_depth
+@pytest.mark.parametrize("length", [5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1, BLOCK - 1])
+@pytest.mark.parametrize("done", [0, 4])
+def test_choices_start_from_the_state_that_was_received(depth: tuple[int, int], length: int, done: int) -> None:
+    """``done``: tokens of each choice that another D has produced. Each choice computes the rest of the last block."""
+    job = ScriptedJob(list(range(length)), SamplingParams(n=3, max_tokens=6), done=done)
+    world = ScriptedWorld(depth, (96, 72), [job], state_slots=(4, 8))
+    world.run()
+    assert world.d.node.runner.num_tokens <= 3 * (length % BLOCK + 5)
+    world.close()
+
+
+@each_depth
+def test_choices_start_from_a_state_that_p_had_cached(depth: tuple[int, int]) -> None:
+    prompt, sampling = list(range(5 * BLOCK + 3)), SamplingParams(n=2, max_tokens=6)
+    jobs = [ScriptedJob(prompt, sampling), ScriptedJob(prompt, sampling, arrival=40)]
+    world = ScriptedWorld(depth, (96, 72), jobs, state_slots=(8, 8))
+    world.run()
+    assert world.p.node.runner.num_tokens == len(prompt) + 3
+    world.close()
+
+
+def test_choices_resumed_without_a_peer_share_the_prompt(make: Make) -> None:
+    node = make(200, state_slots=20)
+    prompt = list(range(5 * BLOCK + 3))
+    resume = {choice: reference(prompt, choice, 2 * BLOCK) for choice in range(3)}
+    sampling = SamplingParams(n=3, max_tokens=2 * BLOCK + 1)
+    node.submit(1, prompt, sampling, Mode.LOCAL, resume=resume)
+    node.run()
+    for choice in range(3):
+        assert node.tokens[1, choice] == reference(prompt, choice, 2 * BLOCK + 1)[2 * BLOCK :]
+    assert node.runner.num_tokens == 5 * BLOCK + 3 * (3 + 2 * BLOCK)
+
+
 def test_peer_without_recurrent_state_is_refused() -> None:
     from connector.planning.rank_mapping import LocalRank
     from pdserve.errors import PeerError

@@ -43,7 +43,7 @@ def cache_of(spec: GatedDeltaSpec, num_slots: int, dtype: str = "float32") -> St
 
 def weights_of(spec: GatedDeltaSpec, dtype: torch.dtype = torch.float32) -> GatedDeltaWeights:
     heads = spec.value_heads
-    conv = random(spec.channels, spec.conv_width, seed=1).to(dtype)
+    conv = random(spec.conv_width, spec.channels, seed=1).to(dtype)
     return GatedDeltaWeights(conv, a_log=random(heads, seed=2), dt_bias=random(heads, seed=3))
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+import torch
 from checkpoints import make_checkpoint, node_config
 from msgspec.structs import replace
 from stepper import Stepper
@@ -20,7 +21,9 @@ from stepper import Stepper
 import connector
 import runner
 from pdserve.checkpoint.weight_digests import checkpoint_digests, known_digests
+from pdserve.checkpoint.weight_files import read_headers
 from pdserve.protocols import ModelRunner, WeightReader, WeightSource
+from runner.loading import offered_weights
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, TensorPart, WeightPeer, cover
 
 PROMPT = [(7 * index) % 120 + 3 for index in range(30)]
@@ -78,8 +81,9 @@ def test_weights_of_a_peer_are_used_if_their_digests_are_right(
     assert {part.name for part in parts} < known.tensors.keys()
 
 
-def test_rows_in_another_order_than_in_the_file_are_read_from_the_disk(tmp_path: Path) -> None:
+def test_rows_whose_order_alternates_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated parts of queries and of latents are; what keys and values are projected by is not."""
+    monkeypatch.setattr(offered_weights, "_MOST_RUNS", 4)
     checkpoint = make_checkpoint(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     while known_digests(checkpoint) is None:  # files of the last moment are not cached
         checkpoint_digests(checkpoint)
@@ -94,6 +98,33 @@ def test_rows_in_another_order_than_in_the_file_are_read_from_the_disk(tmp_path:
     finally:
         source.close()
         serving.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_rows_of_gated_delta_nets_are_read_in_runs(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without oneDNN, linear weights stay in memory as they were loaded, as on a GPU: then no tensor is read here."""
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    checkpoint = make_checkpoint(tmp_path / "model", family)
+    while (known := known_digests(checkpoint)) is None:  # files of the last moment are not cached
+        checkpoint_digests(checkpoint)
+    serving = runner.build(node_config(checkpoint), lambda stage, fraction: None)
+    expected, memory = tokens(serving), serving.offered_weights()
+    names = [part.name for part in memory.parts]
+    merged = "layers.0.linear_attn.in_proj_qkvz.weight"
+    assert any(name.endswith(merged) for name in names) == (family == "qwen3_next")
+    assert len(names) > len(set(names)) or family != "qwen3_next"
+    source = connector.offer_weights(memory)
+    try:
+        with caplog.at_level("INFO"):
+            assert read_from(source, checkpoint) == expected
+    finally:
+        source.close()
+        serving.close()
+    assert set(names) == known.tensors.keys()
+    num_bytes = sum(tensor.end - tensor.begin for each in read_headers(checkpoint).values() for tensor in each.values())
+    assert f"weights: {len(known.tensors)} tensors, {num_bytes} B from a peer" in caplog.text
 
 
 Lie = Callable[[RankWeights], RankWeights]

@@ -52,9 +52,10 @@ class GatedDeltaNet:
         self._hidden_size = hidden_size
         self._out = RowParallelLinear(context, "out_proj", ShardRange.even(values, position), hidden_size, False)
         self._norm = torch.empty(spec.value_dim, device=placement.device, dtype=placement.dtype)
-        conv = torch.empty(spec.channels, 1, spec.conv_width, device=placement.device, dtype=placement.dtype)
+        conv = torch.empty(spec.conv_width, spec.channels, device=placement.device, dtype=placement.dtype)
+        self._conv = conv.new_empty(spec.channels, 1, spec.conv_width)  # as checkpoints have it
         heads = torch.empty(2, spec.value_heads, device=placement.device, dtype=torch.float32)
-        self._weights = GatedDeltaWeights(conv.squeeze(1), a_log=heads[0], dt_bias=heads[1])
+        self._weights = GatedDeltaWeights(conv, a_log=heads[0], dt_bias=heads[1])
 
     def quantized_group(self, tokens: int) -> int:
         """Return 0: betas and decays need activations that are not quantized."""
@@ -85,8 +86,7 @@ class GatedDeltaNet:
             yield from prefixed(f"{name}.", self._ba.weight_shards(first, outputs, inputs, rows))
             first += len(rows)
         rows, size = self._rows.channels()
-        conv = self._weights.conv.unsqueeze(1)
-        yield "conv1d.weight", WeightShard(conv, (size, *conv.shape[1:]), rows=rows)
+        yield "conv1d.weight", WeightShard(self._conv, (size, *self._conv.shape[1:]), rows=rows)
         for name, memory in (("A_log", self._weights.a_log), ("dt_bias", self._weights.dt_bias)):
             full = self._rows.num_value_heads
             yield name, WeightShard(memory, (full,), 0, self._rows.first_value_head)
@@ -94,6 +94,7 @@ class GatedDeltaNet:
         yield from self._out.weight_shards()
 
     def process_weights_after_loading(self) -> None:
+        self._weights.conv.copy_(self._conv[:, 0].t())
         self._qkvz.process_weights_after_loading()
         self._ba.process_weights_after_loading()
         self._out.process_weights_after_loading()

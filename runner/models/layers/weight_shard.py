@@ -78,6 +78,16 @@ class WeightShard:
         """Whether memory is the full tensor, in its order."""
         return self.order is None and self.rows is None and self.memory.shape == self.full_shape
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The runs of consecutive rows of the full tensor: index in ``memory``, row of the full tensor, length."""
+        assert not self.dim
+        if self.rows is not None:
+            return row_runs(self.rows)
+        if self.order is None:
+            return [(0, self.start, len(self.memory))]
+        return row_runs(self._in_order(torch.arange(self.start, self.start + len(self.memory))))
+
     def pieces_of(self, full: Any, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield rows of ``memory`` and what they hold of a full tensor; about ``most`` values of it at a time."""
         num_rows, unit = self.memory.shape[0], 1 if self.order is None else len(self.order)
