@@ -4,8 +4,9 @@
 
 Heads are keys x values, of 128 values each in bfloat16: those of Qwen3-Next and of Qwen3.5-27B. µs per layer from a
 CUDA graph of four layers with states of their own, so that none finds its states in the L2 cache. ``TB/s`` of decode
-steps divides the bytes of states read and written by the time of the delta rule. A prompt's tiles are the values,
-warps and stages of the part that goes chunk after chunk, then the warps and registers of the inverses.
+steps divides the bytes of states read and written by the time of the delta rule; that of a convolution alone, those of
+its inputs and outputs by its time. A prompt's tiles are the values, warps and stages of the part that goes chunk after
+chunk, then the warps and registers of the inverses; those of a convolution its tokens, tiles and warps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ LAYERS, REPEATS, DIM = 4, 10, 128
 DTYPE = torch.bfloat16
 RULE_TILES = [(32, 4), (16, 4), (16, 2), (8, 2), (8, 1), (64, 8), (64, 4)]  # rows of a state, warps
 USUAL = DeltaTiles()
+CONVOLUTION_TILES = [(16, 4, 4), (16, 1, 4), (16, 2, 4), (16, 8, 4), (8, 4, 4), (8, 8, 4), (16, 4, 8), (32, 2, 8)]
 PROMPT_TILES = [
     USUAL,
     *(
@@ -120,6 +122,17 @@ def prompts(spec: GatedDeltaSpec, lengths: list[int], every_tile: bool) -> None:
         print(f"| {name} | {shown} | {convolution:.1f} | {time:.1f} ({times}) | |", flush=True)
 
 
+def convolutions(spec: GatedDeltaSpec, lengths: list[int]) -> None:
+    inputs, usual = Inputs(spec, lengths), gated_delta.CONVOLUTION_TILES
+    name = f"{spec.value_heads} heads, {len(lengths)} x {lengths[0]}"
+    for tiles in CONVOLUTION_TILES:
+        gated_delta.CONVOLUTION_TILES = tiles
+        time = microseconds(lambda layer: inputs.convolve())
+        rate = 2 * inputs.mixed.nbytes / time / 1e6
+        print(f"| {name} | convolution {'-'.join(map(str, tiles))} | {time:.1f} | | {rate:.2f} |", flush=True)
+    gated_delta.CONVOLUTION_TILES = usual
+
+
 def decodes(spec: GatedDeltaSpec, rows: int, tokens: int = 1, *, every_tile: bool) -> None:
     inputs = Inputs(spec, [tokens] * rows)
     convolution, usual = microseconds(lambda layer: inputs.convolve()), gated_delta.RULE_TILES
@@ -147,6 +160,8 @@ def main() -> None:
     for number, heads in enumerate(args.heads.split(",")):
         key_heads, value_heads = map(int, heads.split("x"))
         spec = GatedDeltaSpec(key_heads, value_heads, DIM, DIM, conv_width=4, dtype="bfloat16")
+        for tokens in args.prompts if number == 0 else ():
+            convolutions(spec, [tokens])
         for tokens in args.prompts:
             prompts(spec, [tokens], every_tile=number == 0 and tokens in (2048, 8192))
         prompts(spec, [1024] * 8, every_tile=False)

@@ -19,7 +19,7 @@ from pdserve.state import GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
-CONVOLUTION_TILES = 32, 4  # tokens of a program, warps: 32 × 128 bfloat16 values are 4 loads of 16 bytes per thread
+CONVOLUTION_TILES = 16, 4, 4  # tokens of a tile, tiles of a program, warps: a thread has 16 values of a tile
 RULE_TILES = 32, 4  # rows of a state in a program, warps: 32 × 128 float32 values are 32 registers of a thread
 _CHANNELS = 512  # of a program that stores history
 
@@ -98,10 +98,19 @@ def _store_head(
 
 
 @triton.jit
+def _load_taps(weight, within, valid, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Return a tuple of WIDTH weights [BLOCK_DIM] in float32; ``weight`` is the first one of the channels."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        taps = taps + (tl.load(weight + tap * CHANNELS + within, mask=valid, other=0.0).to(tl.float32),)  # noqa: RUF005
+    return taps
+
+
+@triton.jit
 def _convolve_tile(
     mixed,  # first of the channels
     mixed_stride,
-    weight,  # first of the channels
+    taps,  # of _load_taps
     history,  # first of the channels
     history_stride,
     tokens,  # [TOKENS]
@@ -111,7 +120,6 @@ def _convolve_tile(
     within,  # [BLOCK_DIM]
     valid,  # [BLOCK_DIM]
     WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
@@ -128,8 +136,8 @@ def _convolve_tile(
         new = tl.load(mixed + at_new[:, None] + within[None, :], mask=is_new, other=0.0)
         at_old = of_slot[:, None] + within[None, :] * BEFORE + (BEFORE + at)[:, None]
         old = tl.load(at_old, mask=is_old, other=0.0)
-        factor = tl.load(weight + tap * CHANNELS + within, mask=valid, other=0.0).to(tl.float32)
-        total += tl.where(inside[:, None], new.to(history.dtype.element_ty), old).to(tl.float32) * factor[None, :]
+        x = tl.where(inside[:, None], new.to(history.dtype.element_ty), old).to(tl.float32)
+        total += x * taps[tap][None, :]
     return total
 
 
@@ -156,10 +164,11 @@ def _convolve_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a tile
+    TILES: tl.constexpr,
     ALIGNMENT: tl.constexpr,  # channels
 ):
-    """Grid (blocks of tokens, heads of queries, then of keys, then of values). It leaves the history as it is.
+    """Grid (blocks of TILES tiles, heads of queries, then of keys, then of values). It leaves the history as it is.
 
     A block in the midst of a row reads inputs only: four loads of each, three of which hit the L1 cache.
     """
@@ -168,39 +177,46 @@ def _convolve_kernel(
     channel, count = _channels_of(head, KEY_HEADS, KEY_DIM, VALUE_DIM, ALIGNMENT)
     within = tl.arange(0, BLOCK_DIM)
     valid = within < count
-    first = tl.program_id(0) * TOKENS
-    tokens = first + tl.arange(0, TOKENS)
-    row, after = first * 0, num_rows  # the last row that does not begin behind the first token
+    taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
+    start = tl.program_id(0) * TILES * TOKENS
+    row, after = start * 0, num_rows  # the last row that does not begin behind the block
     for _ in range(search):
         middle = (row + after) // 2
-        before = tl.load(query_starts + middle) <= first
+        before = tl.load(query_starts + middle) <= start
         row = tl.where(before, middle, row)
         after = tl.where(before, after, middle)
     begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
-    if (first - begin >= BEFORE) & (first + TOKENS <= end):
-        total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
-        for tap in tl.static_range(WIDTH):
-            at = (tokens - (BEFORE - tap)).to(tl.int64) * mixed_stride + channel
-            x = tl.load(mixed + at[:, None] + within[None, :], mask=valid[None, :], other=0.0)
-            factor = tl.load(weight + tap * CHANNELS + channel + within, mask=valid, other=0.0).to(tl.float32)
-            total += x.to(history.dtype.element_ty).to(tl.float32) * factor[None, :]
+    if (start - begin >= BEFORE) & (start + TILES * TOKENS <= end):
+        for tile in range(TILES):
+            tokens = start + tile * TOKENS + tl.arange(0, TOKENS)
+            total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
+            for tap in tl.static_range(WIDTH):
+                at = (tokens - (BEFORE - tap)).to(tl.int64) * mixed_stride + channel
+                x = tl.load(mixed + at[:, None] + within[None, :], mask=valid[None, :], other=0.0)
+                total += x.to(history.dtype.element_ty).to(tl.float32) * taps[tap][None, :]
+            _store_head(
+                total, tokens, within, valid[None, :], head, q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
+            )
     else:
-        rows = tl.zeros([TOKENS], dtype=tl.int32) + row  # the same of each token
-        ends = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
-        for _ in range(search):
-            middles = (rows + ends) // 2
-            befores = tl.load(query_starts + middles) <= tokens
-            rows = tl.where(befores, middles, rows)
-            ends = tl.where(befores, ends, middles)
-        total = _convolve_tile(
-            mixed + channel, mixed_stride, weight + channel, history + channel * BEFORE, history_stride,
-            tokens, tokens - tl.load(query_starts + rows), tl.load(slots + rows), tokens < num_tokens,
-            within, valid, WIDTH, CHANNELS, TOKENS, BLOCK_DIM,
-        )  # fmt: skip
-    _store_head(
-        total, tokens, within, (tokens < num_tokens)[:, None] & valid[None, :], head, q, k, v, eps,
-        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
-    )  # fmt: skip
+        for tile in range(TILES):
+            tokens = start + tile * TOKENS + tl.arange(0, TOKENS)
+            known = tokens < num_tokens
+            rows = tl.zeros([TOKENS], dtype=tl.int32)  # the same of each token
+            ends = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
+            for _ in range(search):
+                middles = (rows + ends) // 2
+                befores = tl.load(query_starts + middles) <= tokens
+                rows = tl.where(befores, middles, rows)
+                ends = tl.where(befores, ends, middles)
+            total = _convolve_tile(
+                mixed + channel, mixed_stride, taps, history + channel * BEFORE, history_stride, tokens,
+                tokens - tl.load(query_starts + rows), tl.load(slots + rows), known, within, valid,
+                WIDTH, TOKENS, BLOCK_DIM,
+            )  # fmt: skip
+            _store_head(
+                total, tokens, within, known[:, None] & valid[None, :], head, q, k, v, eps,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -217,9 +233,10 @@ def _convolve_singles_kernel(
     valid = within < count
     tokens = row + tl.arange(0, 1)
     known = tl.load(query_starts + tokens + 1) > tl.load(query_starts + tokens)
+    taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
     total = _convolve_tile(
-        mixed + channel, mixed_stride, weight + channel, history + channel * BEFORE, history_stride,
-        tokens, tokens - row, tl.load(slots + tokens), known, within, valid, WIDTH, CHANNELS, 1, BLOCK_DIM,
+        mixed + channel, mixed_stride, taps, history + channel * BEFORE, history_stride,
+        tokens, tokens - row, tl.load(slots + tokens), known, within, valid, WIDTH, 1, BLOCK_DIM,
     )  # fmt: skip
     _store_head(total, tokens, within, valid[None, :], head, q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     tl.debug_barrier()  # all threads have read the history
@@ -348,9 +365,9 @@ def convolve(
         assert tokens == rows
         _convolve_singles_kernel[(rows, num_heads)](*inputs, q, k, v, NORM_EPS, **sizes, num_warps=1)
         return q, k, v
-    block, warps = CONVOLUTION_TILES
-    _convolve_kernel[(triton.cdiv(tokens, block), num_heads)](
-        *inputs, rows, tokens, rows.bit_length(), q, k, v, NORM_EPS, **sizes, TOKENS=block, num_warps=warps
+    tile, tiles, warps = CONVOLUTION_TILES
+    _convolve_kernel[(triton.cdiv(tokens, tile * tiles), num_heads)](
+        *inputs, rows, tokens, rows.bit_length(), q, k, v, NORM_EPS, **sizes, TOKENS=tile, TILES=tiles, num_warps=warps
     )
     _store_history_kernel[(rows, triton.cdiv(spec.channels, _CHANNELS))](
         mixed,
