@@ -72,6 +72,13 @@ class Routing(NamedTuple):
     experts: Tensor  # [tokens, top_k] int32
 
 
+class SharedGate(NamedTuple):
+    """The part of shared experts in each token: the sigmoid of ``weight`` times its inputs."""
+
+    inputs: Tensor  # [tokens, hidden_size], of the layer
+    weight: Tensor  # [1, hidden_size]
+
+
 class Quantized(NamedTuple):
     """Activations in FP8 (E4M3): values times the scale of their token and group of inputs."""
 

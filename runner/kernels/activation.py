@@ -60,20 +60,18 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _sigmoid_and_mul_kernel(
-    gate, gate_stride, x, out, SIZE: tl.constexpr, ONE_GATE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _sigmoid_and_mul_kernel(gate, gate_stride, x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (tokens, blocks of a row)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
-    gates = tl.load(gate + row * gate_stride + (columns * 0 if ONE_GATE else columns), mask=mask, other=0.0)
+    gates = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0)
     values = tl.load(x + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, (_sigmoid(gates.to(tl.float32)) * values).to(out.dtype.element_ty), mask=mask)
 
 
 def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """Return sigmoid(gate) * x [tokens, size], computed in float32; gate [tokens, size] or [tokens, 1].
+    """Return sigmoid(gate) * x, both [tokens, size], computed in float32.
 
     The rows of gate may lie at any stride.
     """
@@ -82,7 +80,7 @@ def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
     tokens, size = x.shape
     out = torch.empty_like(x)
     _sigmoid_and_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](
-        gate, gate.stride(0), x, out, SIZE=size, ONE_GATE=gate.shape[1] == 1, BLOCK=_BLOCK, num_warps=4
+        gate, gate.stride(0), x, out, SIZE=size, BLOCK=_BLOCK, num_warps=4
     )
     return out
 

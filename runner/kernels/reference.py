@@ -33,7 +33,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """Return sigmoid(gate) * x; both [tokens, size], or gate [tokens, 1]."""
+    """Return sigmoid(gate) * x, both [tokens, size]."""
     return gate.sigmoid().mul(x)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.batch import Routing
+from runner.batch import Routing, SharedGate
 from runner.kernels import activation, reference
 from runner.kernels.experts import expert_reference
 from runner.kernels.experts.grouped_fp8 import MOST_ROWS, grouped_fp8
@@ -82,6 +82,15 @@ def check_products(
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
 def test_grouped_products_equal_torch(tokens: int, local: range) -> None:
     check_products(routing_of(tokens, 4, 2), 4, local, (40, 24), torch.float32)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(0, 8), (3, 24), (2, 1100)])
+def test_gate_of_shared_experts_equals_torch(tokens: int, size: int) -> None:
+    routing, x, shared = routing_of(tokens, 4, 2), random(tokens, size), random(tokens, size, seed=1)
+    gate = SharedGate(x, random(1, size, seed=2) / size**0.5)
+    expected = expert_reference.sum_of_experts(x, routing, range(4), lambda number, rows: rows * number, shared, gate)
+    results = x[:, None] * routing.experts[..., None]
+    torch.testing.assert_close(sum_experts(results.view(-1, size), routing, range(4), shared, gate), expected)
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(0, 8), (3, 24), (2, 1100)])

@@ -81,17 +81,17 @@ def attention(window: int) -> str:
 def delta(name: str) -> str:
     """Return the code of a kernel of gated delta nets, or of one beside them, for Qwen3-Next's heads."""
     heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
-    convolve = {**heads, "WIDTH": 4, "BLOCK_DIM": 128}
+    convolve = {**heads, "CHANNELS": 8192, "WIDTH": 4, "BLOCK_DIM": 128, "ALIGNMENT": 16}
     chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
     kernel, options = {
-        "decodes": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 1, "SINGLES": True}),
-        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 8, "SINGLES": False}),
+        "decodes": (gated_delta._convolve_singles_kernel, convolve),
+        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 16, "TILES": 4}),
         "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
         "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
         "invert": (gated_delta_chunks._invert_kernel, chunks),
         "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
-        "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "ONE_GATE": False, "BLOCK": 1024}),
+        "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "BLOCK": 1024}),
     }[name]
     return sass_of(kernel, {**options, "num_warps": 4, "num_stages": 3})
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from runner.batch import Routing
+from runner.batch import Routing, SharedGate
 
 
 def choose_experts(
@@ -41,7 +42,12 @@ def choose_experts(
 
 
 def sum_of_experts(
-    x: Tensor, routing: Routing, local: range, expert: Callable[[int, Tensor], Tensor], shared: Tensor | None = None
+    x: Tensor,
+    routing: Routing,
+    local: range,
+    expert: Callable[[int, Tensor], Tensor],
+    shared: Tensor | None = None,
+    gate: SharedGate | None = None,
 ) -> Tensor:
     """Return the weighted sum of the chosen experts, and of ``shared``, for x [tokens, size]; summed in float32.
 
@@ -52,6 +58,8 @@ def sum_of_experts(
         if shared is None
         else shared.to(torch.float32, copy=True)
     )
+    if gate is not None:
+        total *= F.linear(gate.inputs, gate.weight).float().sigmoid()
     top_k = routing.experts.shape[1]
     numbers, order = routing.experts.flatten().sort(stable=True)
     weights = routing.weights.flatten()[order, None]

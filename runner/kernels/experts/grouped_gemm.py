@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.batch import Routing
+from runner.batch import Routing, SharedGate
 from runner.kernels.device_limits import shared_memory_of
 from runner.kernels.experts.grouped_tiles import (
     DOT,
@@ -79,12 +79,15 @@ def _sum_kernel(
     weights,  # [tokens, TOP_K] float32
     experts,  # [tokens, TOP_K] int32
     shared,  # [tokens, SIZE], read if HAS_SHARED
+    x,  # [tokens, SIZE], read if HAS_GATE
+    gate,  # [SIZE], read if HAS_GATE
     out,  # [tokens, SIZE]
     first_expert,
     num_experts,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (tokens, blocks of SIZE)."""
@@ -99,7 +102,15 @@ def _sum_kernel(
         part = tl.load(y + (token * TOP_K + index) * SIZE + column, mask=column < size, other=0.0)
         total += part.to(tl.float32) * tl.load(weights + token * TOP_K + index)
     if HAS_SHARED:
-        total += tl.load(shared + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        common = tl.load(shared + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            products = tl.zeros([BLOCK], tl.float32)
+            for begin in range(0, SIZE, BLOCK):
+                at = begin + tl.arange(0, BLOCK)
+                value = tl.load(x + token * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+                products += value * tl.load(gate + at, mask=at < SIZE, other=0.0).to(tl.float32)
+            common = common / (1.0 + tl.exp(-tl.sum(products, axis=0)))
+        total += common
     tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -140,11 +151,14 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | No
     return y
 
 
-def sum_experts(y: Tensor, routing: Routing, local: range, shared: Tensor | None = None) -> Tensor:
+def sum_experts(
+    y: Tensor, routing: Routing, local: range, shared: Tensor | None = None, gate: SharedGate | None = None
+) -> Tensor:
     """Return the weighted sum over the experts of each token, [tokens, size], plus ``shared`` [tokens, size].
 
     y [tokens * top_k, size] has the results of the experts in ``local``; others are left out. Computed in float32.
     """
+    assert gate is None or (shared is not None and gate.inputs.is_contiguous())
     (tokens, top_k), size = routing.experts.shape, y.shape[1]
     out = y.new_empty(tokens, size)
     if tokens:
@@ -153,12 +167,15 @@ def sum_experts(y: Tensor, routing: Routing, local: range, shared: Tensor | None
             routing.weights,
             routing.experts,
             y if shared is None else shared,
+            y if gate is None else gate.inputs,
+            y if gate is None else gate.weight,
             out,
             local.start,
             len(local),
             SIZE=size,
             TOP_K=top_k,
             HAS_SHARED=shared is not None,
+            HAS_GATE=gate is not None,
             BLOCK=min(_SUM_BLOCK, triton.next_power_of_2(size)),
             num_warps=4,
         )

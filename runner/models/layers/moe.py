@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.moe import MoEConfig
-from runner.batch import Activations, Routing
+from runner.batch import Activations, Routing, SharedGate
 from runner.kernels.experts import expert_reference
 from runner.models.layers.context import ModelContext
 from runner.models.layers.mlp import MLP
@@ -91,7 +91,6 @@ class MixtureOfExperts:
             else context.experts(shard)
         )
         self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
-        self._ops = context.ops
         self._shared_gate: Tensor | None = None  # [1, hidden_size]
         if moe.has_shared_gate:
             self._shared_gate = torch.empty(1, config.hidden_size, device=placement.device, dtype=placement.dtype)
@@ -104,9 +103,8 @@ class MixtureOfExperts:
         """Return this shard's part of [tokens, hidden_size] of x [tokens, hidden_size]; never waits for the device."""
         assert isinstance(x, Tensor)
         shared = None if self._shared is None else self._shared.apply(x)
-        if shared is not None and self._shared_gate is not None:
-            shared = self._ops.sigmoid_and_mul(F.linear(x, self._shared_gate), shared)
-        return self._experts.apply(x, self._router(x), shared)
+        gate = None if self._shared_gate is None else SharedGate(x, self._shared_gate)
+        return self._experts.apply(x, self._router(x), shared, gate)
 
     def weight_shards(self) -> WeightShards:
         yield from prefixed("gate.", self._router.weight_shards())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pdserve.model.weight_formats import WeightFormat
-from runner.batch import Quantized, Routing
+from runner.batch import Quantized, Routing, SharedGate
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.placement import TensorPlacement
 
@@ -115,9 +115,12 @@ class ExpertsMethod(ABC):
         """Bring filled weights into the form that ``apply`` uses."""
 
     @abstractmethod
-    def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, routing: Routing, shared: Tensor | None = None, gate: SharedGate | None = None
+    ) -> Tensor:
         """Return the weighted sum of each token's local experts, plus ``shared``; all [tokens, hidden_size].
 
+        With ``gate``, each token of ``shared`` counts with its part.
         On GPUs with Triton the call never waits for the device.
         """
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.moe import MoEConfig
-from runner.batch import Routing
+from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.kernels.reference import clamped_swiglu
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
@@ -85,15 +85,17 @@ class BiasedExperts(ExpertsMethod):
         if self._shard.inner.start:
             self._down_bias.zero_()
 
-    def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, routing: Routing, shared: Tensor | None = None, gate: SharedGate | None = None
+    ) -> Tensor:
         local = self._shard.local
         if not self._use_triton:
-            return sum_of_experts(x, routing, local, self._expert, shared)
+            return sum_of_experts(x, routing, local, self._expert, shared, gate)
         from runner.kernels.experts.grouped_gemm import sum_experts
 
         rows = self._gate_up.rows_of_experts(routing.experts, local)
         inner = self._gate_up.activations(x, self._gate_up_bias, rows, self._alpha, self._limit)
-        return sum_experts(self._down.product(inner, self._down_bias, rows), routing, local, shared)
+        return sum_experts(self._down.product(inner, self._down_bias, rows), routing, local, shared, gate)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index, dtype = number - self._shard.local.start, x.dtype

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.kept_weights import fp8_blocks
-from runner.batch import Routing
+from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard
@@ -52,10 +52,12 @@ class Fp8Experts(ExpertsMethod):
         self._gate_up.process()
         self._down.process()
 
-    def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, routing: Routing, shared: Tensor | None = None, gate: SharedGate | None = None
+    ) -> Tensor:
         local = self._shard.local
         if not self._use_triton:
-            return sum_of_experts(x, routing, local, self._expert, shared)
+            return sum_of_experts(x, routing, local, self._expert, shared, gate)
         from runner.kernels.experts.grouped_fp8 import MOST_ROWS, grouped_fp8
         from runner.kernels.experts.grouped_gemm import sum_experts
         from runner.kernels.experts.grouped_tiles import group_rows
@@ -67,7 +69,7 @@ class Fp8Experts(ExpertsMethod):
         gates = grouped_fp8(inputs, *gate_up.operands, rows)
         quantizes = is_sorted and down.in_fp8
         inner = quantize(gates, down.group, gated=True) if quantizes else self._silu_and_mul(gates)
-        return sum_experts(grouped_fp8(inner, *down.operands, rows), routing, local, shared)
+        return sum_experts(grouped_fp8(inner, *down.operands, rows), routing, local, shared, gate)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start

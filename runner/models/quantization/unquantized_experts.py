@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.batch import Routing
+from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import WeightShard, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard
@@ -47,16 +47,18 @@ class UnquantizedExperts(ExpertsMethod):
     def process_weights_after_loading(self) -> None:
         """Nothing: the grouped products read the checkpoint's form."""
 
-    def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, routing: Routing, shared: Tensor | None = None, gate: SharedGate | None = None
+    ) -> Tensor:
         local = self._shard.local
         if not self._use_triton:
-            return sum_of_experts(x, routing, local, self._expert, shared)
+            return sum_of_experts(x, routing, local, self._expert, shared, gate)
         from runner.kernels.experts.grouped_gemm import grouped_gemm, sum_experts
         from runner.kernels.experts.grouped_tiles import group_rows
 
         rows = group_rows(routing.experts, local)
         inner = self._silu_and_mul(grouped_gemm(x, self._gate_up, rows))
-        return sum_experts(grouped_gemm(inner, self._down, rows), routing, local, shared)
+        return sum_experts(grouped_gemm(inner, self._down, rows), routing, local, shared, gate)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start
