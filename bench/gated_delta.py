@@ -6,7 +6,7 @@ Heads are keys x values, of 128 values each in bfloat16: those of Qwen3-Next and
 CUDA graph of four layers with states of their own, so that none finds its states in the L2 cache. ``TB/s`` of decode
 steps divides the bytes of states read and written by the time of the delta rule; that of a convolution alone, those of
 its inputs and outputs by its time. A prompt's tiles are the values, warps and stages of the part that goes chunk after
-chunk, then the warps and registers of the inverses; those of a convolution its tokens, tiles and warps.
+chunk, then the warps and registers of the inverses; those of a convolution its tokens, tiles, warps and registers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,29 @@ from torch import Tensor
 from pdserve.state import GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels import gated_delta
-from runner.kernels.gated_delta import convolve, delta_rule
+from runner.kernels.gated_delta import ConvolutionTiles, convolve, delta_rule
 from runner.kernels.gated_delta_chunks import DeltaChunks, DeltaTiles, chunk_delta_rule
 
 LAYERS, REPEATS, DIM = 4, 10, 128
 DTYPE = torch.bfloat16
 RULE_TILES = [(32, 4), (16, 4), (16, 2), (8, 2), (8, 1), (64, 8), (64, 4)]  # rows of a state, warps
 USUAL = DeltaTiles()
-CONVOLUTION_TILES = [(16, 4, 4), (16, 1, 4), (16, 2, 4), (16, 8, 4), (8, 4, 4), (8, 8, 4), (16, 4, 8), (32, 2, 8)]
+CONVOLUTION_TILES = [
+    ConvolutionTiles(*sizes)
+    for sizes in [
+        (16, 4, 4),
+        (16, 4, 4, 128),
+        (16, 4, 4, 96),
+        (16, 1, 4),
+        (16, 2, 4),
+        (16, 8, 4),
+        (8, 4, 4),
+        (8, 8, 4),
+        (8, 8, 2),
+        (16, 4, 8),
+        (32, 2, 8),
+    ]
+]
 PROMPT_TILES = [
     USUAL,
     *(
@@ -129,7 +144,10 @@ def convolutions(spec: GatedDeltaSpec, lengths: list[int]) -> None:
         gated_delta.CONVOLUTION_TILES = tiles
         time = microseconds(lambda layer: inputs.convolve())
         rate = 2 * inputs.mixed.nbytes / time / 1e6
-        print(f"| {name} | convolution {'-'.join(map(str, tiles))} | {time:.1f} | | {rate:.2f} |", flush=True)
+        print(
+            f"| {name} | convolution {'-'.join(str(each or 'all') for each in tiles)} | {time:.1f} | | {rate:.2f} |",
+            flush=True,
+        )
     gated_delta.CONVOLUTION_TILES = usual
 
 

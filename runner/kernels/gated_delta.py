@@ -9,6 +9,7 @@ Rows without tokens, and with slot -1, change no state; the output of such token
 from __future__ import annotations
 
 from math import gcd
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,20 @@ from pdserve.state import GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
-CONVOLUTION_TILES = 16, 4, 4  # tokens of a tile, tiles of a program, warps: a thread has 16 values of a tile
 RULE_TILES = 32, 4  # rows of a state in a program, warps: 32 × 128 float32 values are 32 registers of a thread
 _CHANNELS = 512  # of a program that stores history
+
+
+class ConvolutionTiles(NamedTuple):
+    """Sizes of a program that convolves prompts. ``bench/gated_delta.py`` compares them."""
+
+    tokens: int = 16  # of a tile: with 4 warps and 128 channels a thread has 16 values
+    tiles: int = 4
+    warps: int = 4
+    registers: int | None = None  # of a thread, at most
+
+
+CONVOLUTION_TILES = ConvolutionTiles()
 
 
 @triton.jit
@@ -102,7 +114,8 @@ def _load_taps(weight, within, valid, WIDTH: tl.constexpr, CHANNELS: tl.constexp
     """Return a tuple of WIDTH weights [BLOCK_DIM] in float32; ``weight`` is the first one of the channels."""
     taps = ()
     for tap in tl.static_range(WIDTH):
-        taps = taps + (tl.load(weight + tap * CHANNELS + within, mask=valid, other=0.0).to(tl.float32),)  # noqa: RUF005
+        of_tap = tl.load(weight + tap * CHANNELS + within, mask=valid, other=0.0).to(tl.float32)
+        taps = taps + (of_tap,)  # type: ignore[assignment]  # noqa: RUF005
     return taps
 
 
@@ -177,7 +190,6 @@ def _convolve_kernel(
     channel, count = _channels_of(head, KEY_HEADS, KEY_DIM, VALUE_DIM, ALIGNMENT)
     within = tl.arange(0, BLOCK_DIM)
     valid = within < count
-    taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
     start = tl.program_id(0) * TILES * TOKENS
     row, after = start * 0, num_rows  # the last row that does not begin behind the block
     for _ in range(search):
@@ -187,6 +199,7 @@ def _convolve_kernel(
         after = tl.where(before, after, middle)
     begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
     if (start - begin >= BEFORE) & (start + TILES * TOKENS <= end):
+        taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
         for tile in range(TILES):
             tokens = start + tile * TOKENS + tl.arange(0, TOKENS)
             total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
@@ -198,6 +211,7 @@ def _convolve_kernel(
                 total, tokens, within, valid[None, :], head, q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
             )
     else:
+        taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
         for tile in range(TILES):
             tokens = start + tile * TOKENS + tl.arange(0, TOKENS)
             known = tokens < num_tokens
@@ -365,9 +379,21 @@ def convolve(
         assert tokens == rows
         _convolve_singles_kernel[(rows, num_heads)](*inputs, q, k, v, NORM_EPS, **sizes, num_warps=1)
         return q, k, v
-    tile, tiles, warps = CONVOLUTION_TILES
-    _convolve_kernel[(triton.cdiv(tokens, tile * tiles), num_heads)](
-        *inputs, rows, tokens, rows.bit_length(), q, k, v, NORM_EPS, **sizes, TOKENS=tile, TILES=tiles, num_warps=warps
+    of = CONVOLUTION_TILES
+    _convolve_kernel[(triton.cdiv(tokens, of.tokens * of.tiles), num_heads)](
+        *inputs,
+        rows,
+        tokens,
+        rows.bit_length(),
+        q,
+        k,
+        v,
+        NORM_EPS,
+        **sizes,
+        TOKENS=of.tokens,
+        TILES=of.tiles,
+        num_warps=of.warps,
+        maxnreg=of.registers,
     )
     _store_history_kernel[(rows, triton.cdiv(spec.channels, _CHANNELS))](
         mixed,

@@ -18,7 +18,6 @@ from pdserve.weights.sharing import OfferedMemory, TensorPart
 from runner.loading.stored_dtypes import STORED_DTYPES
 from runner.models.layers.weight_shard import WeightShard
 
-
 _MOST_RUNS = 256  # of a tensor; a reader needs about 0.1 ms for each
 
 

@@ -23,8 +23,8 @@ import runner
 from pdserve.checkpoint.weight_digests import checkpoint_digests, known_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.protocols import ModelRunner, WeightReader, WeightSource
-from runner.loading import offered_weights
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, TensorPart, WeightPeer, cover
+from runner.loading import offered_weights
 
 PROMPT = [(7 * index) % 120 + 3 for index in range(30)]
 
