@@ -11,7 +11,7 @@ from pdserve.errors import cut
 _MAX_NAMED = 10  # fields in an error
 
 WEIGHTS_OF = "weights of "  # before the name of a tensor group, in the fields
-PROTOCOL_VERSION = 4  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
+PROTOCOL_VERSION = 5  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
 
 
 def compat_hash(fields: Mapping[str, str], protocol: int = PROTOCOL_VERSION) -> str:

@@ -117,7 +117,7 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     remote_blocks: tuple[int, ...]
     num_tokens: int  # of the prompt, up to the end of these blocks
     digests: tuple[int, ...] = ()  # of these blocks, then of the state, as announced by P; empty without checksums
-    remote_state: int = NO_SLOT  # P's slot with the recurrent state after ``num_tokens``
+    remote_state: int = NO_SLOT  # P's slot with the recurrent state after ``handoff_position`` tokens
     pull: bool = False  # of cached blocks, which may end before the prompt does
 
 
@@ -358,7 +358,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  # of the prompt, up to the end of these blocks
     last: bool  # no more follow
     digests: tuple[int, ...] = ()  # of these blocks, then of the state, with checksums
-    state_slot: int = NO_SLOT  # of the recurrent state after ``num_tokens``, with the last ones
+    state_slot: int = NO_SLOT  # of the recurrent state after ``handoff_position`` tokens, with the last ones
 
 
 class Counters(msgspec.Struct, array_like=True):
