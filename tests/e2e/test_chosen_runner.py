@@ -15,6 +15,7 @@ PROMPT = list(range(3, 25))
 OUTPUT = 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_v2_that_the_oracle_chose_serves_a_handoff_to_pipeline_stages(tmp_path: Path) -> None:
     """No variable forces the runner. P computes the prompt on one rank, D reads it on two stages."""

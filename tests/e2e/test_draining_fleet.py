@@ -36,7 +36,7 @@ def drain_under_load(fleet: Fleet, node: NodeProcess, max_tokens: int = 100) -> 
     load = Load([new_body(rng, max_prompt=300, max_tokens=max_tokens) for _ in range(12)])
     asyncio.run(load.record_expected(fleet.url, rng))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=3.0, seed=0)))
+        running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=2.0, seed=0)))
         fleet.wait_until(lambda: node.status().running > 0, 20.0)
         node.signal(signal.SIGTERM)
         node.wait_ended(END_SECONDS)

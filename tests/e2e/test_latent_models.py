@@ -47,14 +47,17 @@ def check_model(served: Served) -> None:
     served.wait_idle()
 
 
-@pytest.mark.parametrize("name", ["v2-lite", pytest.param("glm-lite", marks=pytest.mark.slow)])
-def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
-    with Served(MODELS[name], tmp_path / "m") as served:
+@pytest.mark.parametrize(
+    "name", ["v2-lite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("v3", "glm-lite"))]
+)
+def test_tokens_are_exact_through_handoffs_and_preemption(name: str, tmp_path: Path) -> None:
+    with Served(MODELS[name], tmp_path / "m", flags=SMALL) as served:
         check_model(served)
+        check_preemption(served)
 
 
 PAIRS = [("tp2", "pp2"), ("pp2", "1"), ("1", "pp2"), ("pp2", "tp2"), ("1", "tp2"), ("tp2", "1"), ("tp2", "tp2")]
-EVERYDAY = [("v3", "tp2", "1"), ("v2-lite", "pp2", "tp2")]
+EVERYDAY = [("v3", "tp2", "pp2")]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +77,6 @@ def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: 
 @pytest.mark.slow
 def test_tokens_are_exact_between_unequal_pages(tmp_path: Path) -> None:
     check_unequal_pages(MODELS["v3"], tmp_path / "m", "tp2", "pp2")
-
-
-@pytest.mark.parametrize("name", ["v2-lite", pytest.param("v3", marks=pytest.mark.slow)])
-def test_tokens_are_exact_under_preemption(name: str, tmp_path: Path) -> None:
-    with Served(MODELS[name], tmp_path / "m", flags=SMALL) as served:
-        check_preemption(served)
 
 
 @pytest.mark.slow

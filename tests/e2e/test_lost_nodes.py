@@ -42,7 +42,7 @@ def check_fault(fleet: Fleet, load: Load, rng: random.Random, inject: Callable[[
     first, second = fleet.decode
     asyncio.run(load.record_expected(fleet.url, rng))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=3.0, seed=0)))
+        running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=2.0, seed=0)))
         fleet.wait_until(lambda: first.status().running > 0, 20.0)
         inject(first)
         fleet.wait_until(lambda: migrations(fleet) > 0, 20.0)
@@ -67,7 +67,7 @@ def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> N
     with start_fleet(model, 2, 3, True, simulated, simulated, ("--migrations", "20")) as fleet:
         asyncio.run(load.record_expected(fleet.url, rng))
         with FaultInjector(fleet, random_faults(7, {"prefill": 2, "decode": 3}, pause=0.7)):
-            asyncio.run(load.run(fleet.url, clients=8, seconds=6.0, seed=4))
+            asyncio.run(load.run(fleet.url, clients=8, seconds=4.0, seed=4))
         assert not load.failures, load.failures[0]
         assert load.outcomes["exact"]
         assert migrations(fleet) > 0

@@ -33,7 +33,7 @@ SMALL = ("--kv-cache-memory", "2MiB")
 
 ONE = "1x1"
 SPLITS = {ONE: (1, 1), "pp2": (2, 1), "tp2": (1, 2), "pp2xtp2": (2, 2)}  # pipeline stages, tensor shards
-FEW = [("tp2", "pp2xtp2")]  # of P and D
+FEW = [("tp2", "pp2")]  # of P and D
 ALL = list(itertools.product(SPLITS, SPLITS))
 
 # Two tensor shards replicate a single KV head, and have one of two KV heads each.

@@ -20,7 +20,6 @@ MODELS = {
     "qwen3.5": Model("qwen3_5_text", {}),
     "qwen3.5-moe": Model("qwen3_5_moe_text", {}),
 }
-EVERYDAY = "qwen3.5-moe"  # of each other model some test below has handoffs
 FEW_SLOTS = ("--state-slots", "6")
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,9 +57,8 @@ def check_choices(served: Served) -> None:
         assert len(set(map(tuple, sampled[0]))) > 1
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != EVERYDAY), EVERYDAY]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
     with Served(MODELS[name], tmp_path / "m") as served:
         check_model(served)
@@ -69,7 +67,8 @@ def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        ("qwen3-next", "pp2", "1"),
+        ("qwen3.5-moe", "pp2", "1"),
+        pytest.param("qwen3-next", "pp2", "1", marks=pytest.mark.slow),
         pytest.param("qwen3.5", "tp2", "tp2", marks=pytest.mark.slow),
         pytest.param("qwen3.5", "1", "pp2", marks=pytest.mark.slow),
         pytest.param("qwen3.5-moe", "pp2", "pp2", marks=pytest.mark.slow),
@@ -113,6 +112,7 @@ def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
         assert (decode.counter("handoffs"), decode.counter("handoff_failures")) == (6, 0)
 
 
+@pytest.mark.slow  # of this model, test_agent_turns.py has one
 def test_a_running_answer_moves_when_its_node_dies(tmp_path: Path) -> None:
     with Served(MODELS["qwen3-next"], tmp_path / "m", ["1"], ["1", "1"]) as served:
         check_moved_answer(served)

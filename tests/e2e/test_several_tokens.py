@@ -69,7 +69,7 @@ def choices_of(fleet: Fleet, body: dict[str, Any]) -> list[dict[str, Any]]:
     return choices
 
 
-def check(fleet: Fleet, expected: Expected, seconds: float = 3.0) -> None:
+def check(fleet: Fleet, expected: Expected, seconds: float = 1.0) -> None:
     """Send all requests, several at a time."""
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(lambda body: choices_of(fleet, body), expected.bodies)) == expected.choices
@@ -113,7 +113,7 @@ def test_requests_migrate_between_nodes_that_die(model: Path, expected: Expected
     faults = random_faults(5, {"prefill": 1, "decode": 3}, pause=0.7)
     with start_fleet(model, 1, 3, True, SEVERAL, (*SEVERAL, *HAND_OFF_ALL), ("--migrations", "20")) as fleet:
         with FaultInjector(fleet, faults):
-            check(fleet, expected, seconds=6.0)
+            check(fleet, expected, seconds=4.0)
         assert migrations(fleet) > 0
         check_idle(fleet)
 

@@ -48,7 +48,7 @@ def checkpoint(directory: Path, num_layers: int) -> Path:
     return small_tokenizers.write(directory, backend, eos_token="<|im_end|>", chat_template=small_tokenizers.CHATML)
 
 
-@pytest.fixture(scope="module", params=["V1", "V2"])
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.slow)])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A P and a D with one runner. With V1, D has two pipeline stages; the last one applies the masks."""
     is_v1, directory = request.param == "V1", tmp_path_factory.mktemp("structured")

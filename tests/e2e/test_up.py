@@ -120,9 +120,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     """The cost model decides which prompts are handed off; the longest one always is."""
     model = add_tokenizer(make_checkpoint(tmp_path / "m", family))

@@ -7,6 +7,7 @@ runner = runner.build(node_config(directory), lambda stage, fraction: None)
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +230,17 @@ def reference_model(path: Path, dtype: str = "float32") -> Any:
     return model.eval()
 
 
-def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return the tokens that transformers' greedy ``generate`` appends to a prompt; an EOS does not end it."""
+def reference_greedy(model: Any, prompt: list[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
+    """Return the tokens that transformers' greedy ``generate`` appends to a prompt; an EOS does not end it.
+
+    ``guess`` are tokens that may be these. One step checks them all, as each must be the most likely one after those
+    before it; only if one is not, tokens are generated one by one.
+    """
+    if len(guess) == num_tokens:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *guess]])).logits[0, len(prompt) - 1 : -1]
+        if logits.argmax(dim=-1).tolist() == list(guess):
+            return list(guess)
     greedy: Any = transformers.GenerationConfig
     output = model.generate(
         torch.tensor([prompt]),
