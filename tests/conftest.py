@@ -11,6 +11,7 @@ gc.disable()  # until all tests are collected
 
 import pytest  # noqa: E402
 import pytest_timeout  # type: ignore[import-untyped]  # noqa: E402
+import random_examples  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from machine import patience  # noqa: E402
@@ -25,6 +26,11 @@ _ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        random_examples.share = 1 / 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

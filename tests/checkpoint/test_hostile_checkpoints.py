@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, node_config
 from hostile_checkpoints import NODE, ROUTER, Hostile, build, fields
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 
 import runner
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
@@ -162,7 +163,7 @@ ROPE = ("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_fr
 FIELDS = (*CONFIG, "rope_parameters", "rope_scaling", "layer_types", "quantization_config", "max_window_layers")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
     rope=st.none() | st.dictionaries(st.sampled_from([*ROPE, "original_max_position_embeddings"]), VALUES, max_size=4),
@@ -177,7 +178,7 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any], rope: dict[str, 
         assert not isinstance(error, CheckpointError) or str(path) in str(error)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     at=st.floats(0, 1, exclude_max=True),
     data=st.binary(min_size=1, max_size=20),

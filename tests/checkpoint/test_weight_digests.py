@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import change_weight, make_checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 
 from pdserve.checkpoint import digest_cache, weight_digests
 from pdserve.checkpoint.digest_cache import NAME
@@ -191,7 +192,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(changes=st.lists(st.sampled_from(list(CHANGES)), max_size=5))
 def test_digests_are_always_those_of_the_bytes(original: Path, changes: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -202,7 +203,7 @@ def test_digests_are_always_those_of_the_bytes(original: Path, changes: list[str
             assert group_digests(checkpoint) == without_cache(checkpoint), change
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_a_damaged_cache_is_never_used(original: Path, data: st.DataObject) -> None:
     expected = settled(original)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_ranks import Model, Node, PackedSpec, node, packed
 from numpy.typing import NDArray
+from random_examples import examples
 
 from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
@@ -97,7 +98,7 @@ def cells_of(case: Case) -> NDArray[Any]:
     return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases(), st.data(), st.integers(1, 4000))
 def test_each_wanted_byte_lands_once_and_no_other_byte_does(case: Case, draw: st.DataObject, limit: int) -> None:
     _, _, ours, theirs = case

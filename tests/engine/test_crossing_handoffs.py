@@ -6,9 +6,10 @@ from itertools import product
 
 import pytest
 from crossing_world import CrossingWorld
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from lease_sides import Job
+from random_examples import examples
 from toy_node import BLOCK, DEPTHS
 
 from pdserve.ipc.messages import Mode
@@ -39,7 +40,7 @@ def whole_cache(index: int, prompt: int = 1) -> Arrival:
 )
 @example((1, 1), 8, [whole_cache(0), whole_cache(1)])
 @example((2, 1), 1, [(0, 0, Job([1], SamplingParams(max_tokens=2))), (0, 1, Job([2], SamplingParams(max_tokens=2)))])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_crossing_handoffs_end(depth: tuple[int, int], max_num_seqs: int, requests: list[Arrival]) -> None:
     world = CrossingWorld(depth, NUM_BLOCKS, max_num_seqs)
     world.run(requests)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from scripted_world import ScriptedJob, ScriptedWorld
 from test_handoff import jobs
 from toy import ErringSource, reference
@@ -50,7 +53,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int]:
     layered=st.booleans(),
     planned=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_outputs_are_exact_under_preemption(
     depth: tuple[int, int],
     wanted: list[tuple[list[int], SamplingParams, int]],
@@ -98,7 +101,7 @@ def test_outputs_are_exact_under_preemption(
     checksum=st.booleans(),
     planned=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_outputs_are_exact_through_handoffs(
     depth: tuple[int, int],
     wanted: list[ScriptedJob],
@@ -211,6 +214,7 @@ def seconds_per_token(node: Node) -> float:
 
 
 each_node = pytest.mark.parametrize("depth", [(1, 1), (2, 1)], ids=str)
+slow = pytest.mark.slow
 
 
 @each_node
@@ -221,8 +225,15 @@ def test_cheap_and_right_drafts_are_used(monkeypatch: pytest.MonkeyPatch, depth:
         assert seconds_per_token(node) < 0.7 * seconds_per_token(off)
 
 
-@each_node
-@pytest.mark.parametrize(("draft", "right"), [(0.005, 0.0), (0.3, 0.05), (0.6, 0.5), (0.9, 0.7)])
+@pytest.mark.parametrize(
+    ("draft", "right", "depth"),
+    [
+        (0.005, 0.0, (1, 1)),
+        (0.6, 0.5, (2, 1)),
+        *(pytest.param(*each, (2, 1), marks=slow) for each in ((0.005, 0.0), (0.3, 0.05), (0.9, 0.7))),
+        *(pytest.param(*each, (1, 1), marks=slow) for each in ((0.3, 0.05), (0.6, 0.5), (0.9, 0.7))),
+    ],
+)
 def test_drafts_that_are_not_worth_their_time_stop(
     monkeypatch: pytest.MonkeyPatch, depth: tuple[int, int], draft: float, right: float
 ) -> None:
@@ -232,9 +243,16 @@ def test_drafts_that_are_not_worth_their_time_stop(
         assert sum(plan.num_drafts for plan in late) <= 0.1 * sum(plan.num_decodes for plan in late)
 
 
-@each_node
-@pytest.mark.parametrize("draft", [0.0, 0.05, 0.3])
-@pytest.mark.parametrize("right", [0.0, 0.3, 0.9])
+EVERYDAY = [(0.0, 0.3, (1, 1)), (0.05, 0.9, (2, 1)), (0.3, 0.0, (1, 1)), (0.3, 0.3, (2, 1))]
+
+
+@pytest.mark.parametrize(
+    ("draft", "right", "depth"),
+    [
+        pytest.param(*each, marks=[] if each in EVERYDAY else slow)
+        for each in itertools.product((0.0, 0.05, 0.3), (0.0, 0.3, 0.9), ((1, 1), (2, 1)))
+    ],
+)
 def test_steps_with_drafts_are_worth_their_time(
     monkeypatch: pytest.MonkeyPatch, depth: tuple[int, int], draft: float, right: float
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import DEPTHS
@@ -31,7 +32,7 @@ each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
         max_size=8,
     )
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_tokens_are_exact_with_a_fault_at_any_stage(
     depth: tuple[int, int], requests: list[tuple[int, int, int, bool, str, str, int]]
 ) -> None:
@@ -70,7 +71,7 @@ def test_tokens_are_exact_with_a_fault_at_any_stage(
         max_size=8,
     )
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_tokens_are_exact_with_digests(
     depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str, int, bool]]
 ) -> None:
@@ -126,7 +127,7 @@ def jobs(draw: st.DrawFn) -> ScriptedJob:
 
 @each_depth
 @given(jobs=st.lists(jobs(), min_size=1, max_size=10), blocks=st.tuples(st.integers(12, 32), st.integers(12, 32)))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_tokens_are_exact_with_a_fault_at_any_time(
     depth: tuple[int, int], jobs: list[ScriptedJob], blocks: tuple[int, int]
 ) -> None:

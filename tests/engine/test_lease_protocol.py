@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from lease_sides import Call, Request
 from lease_world import World
+from random_examples import examples
 from toy_node import DEPTHS
 
 picks = st.integers(0, 7)  # index into the present requests, replies, calls or reads, modulo their number
@@ -156,4 +157,4 @@ class LeaseProtocol(RuleBasedStateMachine):
 
 
 TestLeaseProtocol = pytest.mark.timeout(400)(LeaseProtocol.TestCase)  # shrinking a failure takes a while
-TestLeaseProtocol.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
+TestLeaseProtocol.settings = settings(examples(80), stateful_step_count=80)

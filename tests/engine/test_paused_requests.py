@@ -7,8 +7,9 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from test_grammar_masks import LETTERS, workers
 from toy import reference, reference_ranks
 from toy_node import BLOCK, DEPTHS, Make, Node
@@ -29,7 +30,7 @@ from pdserve.sampling_params import SamplingParams
     max_num_seqs=st.integers(1, 8),
     layered=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_paused_requests_are_exact(
     depth: tuple[int, int],
     requests: list[tuple[int, int, int, bool, int]],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from array import array
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.scheduler.prompt_lookup import SUFFIXES, PromptLookup
 
@@ -30,7 +31,7 @@ def continued(text: list[int], start: int, most: int) -> tuple[int, ...]:
     more=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=80), max_size=20),
     most=st.integers(1, 5),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_drafts_follow_the_last_occurrence_of_a_suffix(first: list[int], more: list[list[int]], most: int) -> None:
     """There are none if it never occurred. An occurrence may be missed, as suffixes share places in a table."""
     lookup, text = PromptLookup(), list(first)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from toy import reference, reference_ranks
 from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
 
@@ -32,7 +33,7 @@ PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
     itl_target=st.sampled_from([0.0, None, 0.02]),
     layered=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_local_requests_are_exact_under_preemption(
     depth: tuple[int, int],
     requests: list[tuple[int, int, int, bool, int, int, int]],

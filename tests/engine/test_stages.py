@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from toy import num_tokens, reference
 from toy_node import Node
 
@@ -21,7 +22,7 @@ STAGED = [(2, 2), (3, 2), (3, 3), (4, 3)]  # steps in flight, stages
 @given(
     requests=st.lists(st.tuples(st.integers(1, 20), st.integers(20, 40)), min_size=3, max_size=8),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_stages_idle_only_after_a_sequence_begins_or_ends(
     depth: int, stages: int, requests: list[tuple[int, int]]
 ) -> None:

@@ -6,8 +6,9 @@ The toy runner asserts that before each sample. Here all blocks and slots are fe
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import BLOCK, DEPTHS, Make, Node
@@ -51,7 +52,7 @@ def serve(node: Node, rid: int, prompt: list[int], max_tokens: int, n: int = 1) 
     num_blocks=st.integers(24, 60),
     num_slots=st.integers(3, 12),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
     depth: tuple[int, int],
     requests: list[tuple[list[tuple[int, int]], int, int, int, int | None]],
@@ -102,7 +103,7 @@ def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
     ),
     slots=st.tuples(st.integers(3, 20), st.integers(3, 12)),
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_states_are_handed_off_with_a_fault_at_any_stage(
     depth: tuple[int, int],
     checksum: bool,

@@ -6,8 +6,9 @@ from array import array
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from toy_node import Node
 
 from engine.token_rules import ChoiceRules, TokenRules
@@ -39,7 +40,7 @@ def plain_end_of_thinking(sampling: SamplingParams, output: list[int]) -> int | 
     return end[beyond] if beyond >= 0 else None
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.sets(st.integers(0, VOCAB - 1), min_size=5),
     st.lists(words, max_size=4),

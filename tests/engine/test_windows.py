@@ -6,8 +6,9 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import BATCH_TOKENS, BLOCK, Node
@@ -134,7 +135,7 @@ def test_routers_are_told_of_the_blocks_of_the_first_group_only() -> None:
     spare=st.integers(0, 60),
     drafts=st.integers(0, 3),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_local_requests_are_exact_under_preemption(
     depth: tuple[int, int], requests: list[tuple[int, int, int, int]], windows: Windows, spare: int, drafts: int
 ) -> None:
@@ -225,7 +226,7 @@ def test_second_request_hits_the_prefix_cache_of_the_first() -> None:
     checksum=st.booleans(),
     room=st.sampled_from([0, 10, 100]),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_handoffs_are_exact_with_a_fault_at_any_stage(
     depth: tuple[int, int],
     requests: list[tuple[int, int, bool, str, str, int, bool]],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 
 from cli.plan.costs import Costs, load_costs
 from cli.plan.node_load import LoadLimits, NodeLoad, Slo
@@ -27,21 +28,21 @@ def at_least(more: tuple[int, int], less: tuple[int, int]) -> bool:
     return more[0] >= less[0] and more[1] >= less[1]
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(loads, st.floats(1.0, 3.0))
 def test_more_requests_never_need_fewer_nodes(rate: float, times: float) -> None:
     slo = Slo({99: 1.0}, {99: 0.02})
     assert at_least(nodes_for(rate * times, slo), nodes_for(rate, slo))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(loads, st.floats(0.4, 3.0), st.floats(0.012, 0.1), st.floats(1.0, 4.0))
 def test_a_tighter_slo_never_needs_fewer_nodes(rate: float, ttft: float, itl: float, looser: float) -> None:
     tight, loose = Slo({95: ttft}, {90: itl}), Slo({95: looser * ttft}, {90: looser * itl})
     assert at_least(nodes_for(rate, tight), nodes_for(rate, loose))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(loads, st.floats(0.1, 10.0))
 def test_slower_nodes_serve_a_lower_rate(rate: float, times: float) -> None:
     slower = msgspec.structs.replace(
@@ -135,7 +136,7 @@ def test_one_gpu_is_too_few_for_both_roles() -> None:
         plan_for_gpus(NodeLoad(COSTS, CHAT, Slo(), LoadLimits()), 1)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(loads)
 def test_elastic_nodes_take_no_more_than_the_better_of_both(rate: float) -> None:
     plan = plan_for_rate(NodeLoad(COSTS, CHAT, Slo({99: 1.0}, {99: 0.05}), LoadLimits()), rate)

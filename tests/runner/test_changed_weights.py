@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, node_config
-from hypothesis import given, settings
+from hypothesis import given
+from random_examples import examples
 from staged_node import StagedNode, generate, generate_alone
 from weight_patches import CHANGES, MODELS, REQUESTS, Model, Steps
 
@@ -39,7 +40,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("models"), "llama")
 
 
-@settings(max_examples=3)
+@examples(3)
 @given(CHANGES)
 def test_a_changed_model_is_that_of_the_resulting_checkpoint(llama: Model, steps: Steps) -> None:
     check_alone(llama, "V1", steps)
@@ -56,7 +57,7 @@ def test_a_patched_and_reloaded_model_on_v2_is_that_of_the_resulting_checkpoint(
 def test_every_changed_model_is_that_of_the_resulting_checkpoint(tmp_path: Path, name: str, version: str) -> None:
     model = Model(tmp_path, name)
 
-    @settings(max_examples=12 if version == "V1" else 3)
+    @examples(12 if version == "V1" else 3)
     @given(CHANGES)
     def check(steps: Steps) -> None:
         check_alone(model, version, steps)

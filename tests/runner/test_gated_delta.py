@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import Tensor
 
 from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
@@ -81,7 +82,7 @@ def inputs_of(tokens: int, seed: int, same_key: bool) -> DeltaInputs:
 
 
 @given(tokens=st.sampled_from([1, 2, 63, 64, 65, 130]), cut=st.integers(0, 130), same_key=st.booleans())
-@settings(deadline=None, max_examples=30)
+@examples(30)
 def test_chunks_compute_what_single_tokens_do(tokens: int, cut: int, same_key: bool) -> None:
     """Also for one key that never decays, as repeated tokens have it; and in two parts."""
     inputs, state = inputs_of(tokens, tokens, same_key), random(2, 6, 8, seed=9)
@@ -213,7 +214,7 @@ BETAS = st.sampled_from([0.001, 0.5, 0.999])
 
 
 @given(lengths=LENGTHS, decay=DECAYS, beta=BETAS, half=st.booleans())
-@settings(deadline=None, max_examples=25)
+@examples(25)
 def test_kernels_of_chunks_are_as_exact_as_their_inputs(
     lengths: list[int], decay: float, beta: float, half: bool
 ) -> None:
@@ -225,7 +226,7 @@ def test_kernels_of_chunks_are_as_exact_as_their_inputs(
 
 
 @given(length=st.integers(2, 200), cut=st.floats(0, 1), decay=DECAYS)
-@settings(deadline=None, max_examples=10)
+@examples(10)
 def test_parts_of_a_prompt_yield_what_the_whole_does(length: int, cut: float, decay: float) -> None:
     first = min(max(round(cut * length), 1), length - 1)
     rule = rule_of(length, 1, decay, 0.5, heads=1, dim=16, dtype=torch.float32)

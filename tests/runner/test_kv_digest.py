@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from random_examples import examples
 
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare, LatentSpec
 from pdserve.kv_groups import KVCacheGroups
@@ -57,7 +58,7 @@ def digests(kv: LogicalKV, layout: KVLayout, share: KVShare | None = None, num_t
 
 
 @given(dtype=st.sampled_from(["float32", "float16"]), head_dim=st.sampled_from([1, 2, 6]), data=st.data())
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_each_changed_element_changes_the_digest(dtype: str, head_dim: int, data: st.DataObject) -> None:
     layout = make_layout(2, dtype, head_dim)
     kv = random_kv(layout, data.draw(st.integers(0, 1000)))
@@ -86,7 +87,7 @@ def test_swapped_parts_change_the_digest(axis: int) -> None:
 
 
 @given(page=st.sampled_from([1, 2, 4, 8]), num_tokens=st.integers(1, 3 * BLOCK), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_digests_do_not_depend_on_pages_or_later_tokens(page: int, num_tokens: int, seed: int) -> None:
     num_blocks = math.ceil(num_tokens / BLOCK)
     layout = make_layout(num_blocks)
@@ -105,7 +106,7 @@ def test_digests_do_not_depend_on_pages_or_later_tokens(page: int, num_tokens: i
     page=st.sampled_from([2, 8]),
     num_tokens=st.sampled_from([2 * BLOCK, BLOCK + 3]),
 )
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_digests_of_ranks_add_up_to_that_of_the_model(
     stages: tuple[int, ...], shards: int, page: int, num_tokens: int
 ) -> None:
@@ -237,7 +238,7 @@ def test_digests_of_states_of_ranks_add_up(stages: tuple[int, ...], shards: int)
 
 
 @given(part=st.integers(0, 3), place=st.integers(0, 1 << 20), bits=st.integers(1, 255))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_each_changed_byte_of_a_state_changes_its_digest(part: int, place: int, bits: int) -> None:
     states, changed = random_states(2), random_states(2)
     at = place % changed[part].size

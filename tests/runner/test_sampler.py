@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from pdserve.ranges import ranges_of
 from pdserve.sampling_params import SamplingParams
@@ -136,7 +137,7 @@ def draw(logits: torch.Tensor, sampling: list[SamplingParams], **row: Any) -> li
     return list(sampler.sample(logits[None], batch)[0])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, M64), choice=st.integers(0, 100), position=st.integers(0, 1 << 20))
 def test_noise_follows_the_documented_formula(seed: int, choice: int, position: int) -> None:
     tokens = [0, 1, 12_345, 151_935]

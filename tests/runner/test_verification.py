@@ -18,8 +18,9 @@ import torch
 from checkpoints import make_checkpoint, node_config
 from drafted_node import Answers, DraftedNode, Oracle
 from fleet import add_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.draft_source import DraftSource
 from engine.scheduler.drafting import SyntheticDrafts
@@ -125,7 +126,7 @@ cases = given(requests=requests_of, drafts=st.integers(1, 5), wrong=st.sampled_f
 
 
 @cases
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_answers_are_those_without_drafts(checkpoint: Path, requests: list[Request], drafts: int, wrong: float) -> None:
     check_answers(config_of(checkpoint, "V1"), requests, drafts, wrong)
 
@@ -133,7 +134,7 @@ def test_answers_are_those_without_drafts(checkpoint: Path, requests: list[Reque
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @cases
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_answers_are_those_without_drafts_on_v2(
     checkpoint: Path, requests: list[Request], drafts: int, wrong: float
 ) -> None:
