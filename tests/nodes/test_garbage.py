@@ -27,7 +27,7 @@ NO_MESSAGE = b"\x0a\xff\xff\xff\xff\x0f"  # a field that is longer than the mess
 
 @pytest.fixture(scope="module")
 def started(checkpoint: Path) -> Iterator[Pair]:
-    with start_pair(checkpoint) as pair:
+    with start_pair(checkpoint, num_tokens=12) as pair:
         yield pair
 
 

@@ -183,6 +183,10 @@ def test_a_transport_slower_than_required_fails_the_start(checkpoint: Path, chec
         assert node.child.process.wait(patience(10.0)) == 2
         for word in (checked.prefill.address, "is tcp", "--require-transport asks for shm", "tcp/", "UCX_TLS"):
             assert word in node.child.last_error
+
+
+@pytest.mark.slow
+def test_a_transport_as_fast_as_required_connects(checkpoint: Path, checked: Checked) -> None:
     with Fleet() as fleet:
         node = start_over("shm", "tcp,cma", checkpoint, fleet, checked.prefill.address)
         fleet.wait_ready()

@@ -148,7 +148,8 @@ def test_answers_of_p(nodes: Nodes) -> None:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path) -> Iterator[Pair]:
-    with start_pair(checkpoint, ["--kv-checksum", "on"], decode_flags=["--peer-timeout", "2"]) as pair:
+    flags = ["--kv-checksum", "on"]
+    with start_pair(checkpoint, flags, decode_flags=["--peer-timeout", "2"], num_tokens=4 * DONE) as pair:
         yield pair
 
 
@@ -220,7 +221,13 @@ def test_answer_that_lies_yields_no_wrong_token(alter: object, pair: Pair) -> No
     pair.check_served()
 
 
-@pytest.mark.parametrize("when", ["before the pull", "blocks are announced", "before the release"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "blocks are announced",
+        *(pytest.param(f"before the {what}", marks=pytest.mark.slow) for what in ("pull", "release")),
+    ],
+)
 def test_killed_p_costs_no_token(when: str, pair: Pair) -> None:
     cached = CachedPrompt(pair)
 

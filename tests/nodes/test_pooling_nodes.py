@@ -131,7 +131,7 @@ def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
 
 
 KINDS = ("last", "last, library", "mean", "reranker", "classifier", "3 labels")
-SLOW = ("last, library", "3 labels")
+SLOW = ("last, library", "classifier", "3 labels")
 CPU = [pytest.param((kind, "cpu"), marks=[pytest.mark.slow] * (kind in SLOW), id=kind) for kind in KINDS]
 GPU = [pytest.param((kind, "cuda"), marks=pytest.mark.gpu, id=f"{kind} on a GPU") for kind in KINDS]
 

@@ -107,6 +107,7 @@ def test_a_killed_rank_on_another_host_ends_the_node(checkpoint: Path, elsewhere
     assert lines[-1] == "pdserve: error: rank 1 (stage 0, shard 1) was killed by SIGKILL"
 
 
+@pytest.mark.slow
 def test_a_host_without_triton_keeps_the_node_on_v1(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     """The leader's kernels run, in Triton's interpreter; those of the other host do not."""
     split = ("--tp", "2", "--leader", leader, "--block-size", "16")
