@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 from checkpoints import change_weight
 from fleet import Fleet
 
