@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 gc.disable()  # until all tests are collected
@@ -42,6 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Enable the garbage collector, which would search the objects of torch and transformers many times before."""
     gc.enable()
+
+
+class _Folder(pytest.Package):
+    """A folder with tests, whose fixtures of scope "package" end after its last test.
+
+    Without it they would be fixtures of the session, since the folders have no ``__init__.py``: nodes would run on.
+    """
+
+    def setup(self) -> None:
+        pass
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector:
+    return _Folder.from_parent(parent, path=path)
 
 
 class _Scheduler(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has no types

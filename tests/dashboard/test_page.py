@@ -88,8 +88,13 @@ def test_dead_node_is_shown_lost_until_it_returns(page: Page, fleet: Fleet) -> N
     expect(page.locator("#tile-nodes")).to_contain_text("all well")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        *((400, "light"), (1280, "dark")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((400, "dark"), (1280, "light"))),
+    ],
+)
 def test_dashboard_fits_small_and_large_windows(
     width: int, scheme: Any, browser: Browser, fleet: Fleet, streams: Streams, tmp_path: Path
 ) -> None:
