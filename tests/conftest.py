@@ -10,9 +10,9 @@ from typing import Any
 
 gc.disable()  # until all tests are collected
 
+import fast_set  # noqa: E402
 import pytest  # noqa: E402
 import pytest_timeout  # type: ignore[import-untyped]  # noqa: E402
-import random_examples  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from machine import patience  # noqa: E402
@@ -31,7 +31,7 @@ settings.load_profile("busy machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" in config.option.markexpr:
-        random_examples.share = 1 / 3
+        fast_set.share = 1 / 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

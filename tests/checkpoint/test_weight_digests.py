@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import change_weight, make_checkpoint
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 
 from pdserve.checkpoint import digest_cache, weight_digests
 from pdserve.checkpoint.digest_cache import NAME

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_ranks import Model, Node, PackedSpec, node, packed
 from numpy.typing import NDArray
-from random_examples import examples
 
 from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read

@@ -63,7 +63,7 @@ class Fleet:
         self.reader = cache(lambda name: start("reader", name, 8, 11))
 
 
-@pytest.fixture(scope="module", params=["nixl", "nixl over tcp", "local"])
+@pytest.fixture(scope="module", params=["nixl", pytest.param("nixl over tcp", marks=pytest.mark.slow), "local"])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     with ExitStack() as stack:
         if request.param == "nixl over tcp":

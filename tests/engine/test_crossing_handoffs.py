@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 from crossing_world import CrossingWorld
+from fast_set import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lease_sides import Job
-from random_examples import examples
 from toy_node import BLOCK, DEPTHS
 
 from pdserve.ipc.messages import Mode

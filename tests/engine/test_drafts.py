@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from scripted_world import ScriptedJob, ScriptedWorld
 from test_handoff import jobs
 from toy import ErringSource, reference

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import DEPTHS

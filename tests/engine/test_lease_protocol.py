@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from fast_set import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from lease_sides import Call, Request
 from lease_world import World
-from random_examples import examples
 from toy_node import DEPTHS
 
 picks = st.integers(0, 7)  # index into the present requests, replies, calls or reads, modulo their number

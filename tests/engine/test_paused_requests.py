@@ -7,9 +7,9 @@ from array import array
 from typing import Any
 
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from test_grammar_masks import LETTERS, workers
 from toy import reference, reference_ranks
 from toy_node import BLOCK, DEPTHS, Make, Node

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from array import array
 
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 
 from engine.scheduler.prompt_lookup import SUFFIXES, PromptLookup
 

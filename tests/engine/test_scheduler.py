@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from toy import reference, reference_ranks
 from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
 

@@ -6,9 +6,9 @@ The toy runner asserts that before each sample. Here all blocks and slots are fe
 from __future__ import annotations
 
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import BLOCK, DEPTHS, Make, Node

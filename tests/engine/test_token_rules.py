@@ -6,9 +6,9 @@ from array import array
 from itertools import pairwise
 
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from toy_node import Node
 
 from engine.token_rules import ChoiceRules, TokenRules

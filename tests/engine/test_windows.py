@@ -6,9 +6,9 @@ import random
 from array import array
 
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import BATCH_TOKENS, BLOCK, Node

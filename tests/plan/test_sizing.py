@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 
 from cli.plan.costs import Costs, load_costs
 from cli.plan.node_load import LoadLimits, NodeLoad, Slo

@@ -251,14 +251,18 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
     [
         pytest.param("llama", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", {}, marks=pytest.mark.slow),
-        ("mistral", {"sliding_window": 20}),
+        pytest.param("mistral", {"sliding_window": 20}, marks=pytest.mark.slow),
         ("qwen3", {"num_key_value_heads": 1}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
-        ("gpt_oss", {}),
-        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_next",
+            {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow),
         ("deepseek_v2", {"q_lora_rank": None}),
-        ("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}),
+        pytest.param("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}, marks=pytest.mark.slow),
     ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(
@@ -273,28 +277,26 @@ def test_triton_kernels_yield_the_tokens_of_transformers(
     assert [r.output for r in results] == [reference_greedy(reference, prompt, 4) for prompt in prompts]
 
 
+FREED = {
+    "gpt-oss": ("gpt_oss", {"sliding_window": 9, "num_hidden_layers": 2}, 4),
+    "mistral": ("mistral", {"sliding_window": 17, "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, 8),
+    "all windows": ("mistral", {"sliding_window": 17}, 8),
+}
+
+
 @pytest.mark.parametrize(
-    ("version", "backend"),
-    [("V1", "torch"), pytest.param("V1", "triton", marks=pytest.mark.slow), ("V2", "triton")],
-)
-@pytest.mark.parametrize(
-    ("family", "overrides", "block_size"),
+    ("version", "backend", "case"),
     [
-        ("gpt_oss", {"sliding_window": 9, "num_hidden_layers": 2}, 4),
-        ("mistral", {"sliding_window": 17, "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, 8),
-        ("mistral", {"sliding_window": 17}, 8),
+        *(("V1", "torch", case) for case in FREED),
+        *(pytest.param("V1", "triton", case, marks=pytest.mark.slow) for case in FREED),
+        *(pytest.param("V2", "triton", case, marks=[pytest.mark.slow] * (case != "gpt-oss")) for case in FREED),
     ],
 )
 def test_blocks_behind_windows_are_never_read(
-    version: str,
-    backend: str,
-    family: str,
-    overrides: dict[str, Any],
-    block_size: int,
-    tmp_path: Path,
-    build: Callable[..., ModelRunner],
+    version: str, backend: str, case: str, tmp_path: Path, build: Callable[..., ModelRunner]
 ) -> None:
     """They are freed and filled with NaN while sequences of several chunks and single tokens go on."""
+    family, overrides, block_size = FREED[case]
     layers = {"num_hidden_layers": len(overrides.get("layer_types", "ab"))}
     directory = make_checkpoint(tmp_path / "model", family, **{**layers, **overrides})
     reference = reference_model(directory)

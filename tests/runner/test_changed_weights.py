@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, node_config
+from fast_set import examples
 from hypothesis import given
-from random_examples import examples
 from staged_node import StagedNode, generate, generate_alone
 from weight_patches import CHANGES, MODELS, REQUESTS, Model, Steps
 

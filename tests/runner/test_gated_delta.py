@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 from torch import Tensor
 
 from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from random_examples import examples
 
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare, LatentSpec
 from pdserve.kv_groups import KVCacheGroups

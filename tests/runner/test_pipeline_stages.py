@@ -115,8 +115,7 @@ def check_cases(cases: list[Case], folder: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_stages_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
-    cases: list[Case] = [("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)]
-    check_cases([*cases, ("qwen3-next", "V1", 2, 1, None)], tmp_path)
+    check_cases([("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)], tmp_path)
 
 
 @pytest.mark.slow

@@ -91,6 +91,7 @@ def slot_bytes(model_runner: ModelRunner, slot: int) -> bytes:
     return ctypes.string_at(region.address + slot * layout.slot_bytes, layout.slot_bytes)
 
 
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_a_snapshot_continues_with_other_tokens(build: Build, expected: Callable[[list[int]], list[int]]) -> None:
     """One sequence goes on beside it, so that its own slot has another state by then."""
     model_runner, prefix = build(), prompt_of(32)
@@ -196,6 +197,7 @@ def test_warm_up_has_no_effect(build: Build, checkpoint: Path, expected: Callabl
     assert found.output == expected(prompt_of(12))
 
 
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_preempted_sequences_continue_with_the_same_tokens(
     build: Build, expected: Callable[[list[int]], list[int]]
 ) -> None:

@@ -67,6 +67,7 @@ def test_mxfp4_products_keep_their_operands() -> None:
     check(["gated:16", "gated:128"])
 
 
+@pytest.mark.slow
 def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
     """The interpreter accepts more than the compiler."""
     names = ["decodes", "prompts", "history", "rule", "invert", "advance", "norm", "sigmoid"]

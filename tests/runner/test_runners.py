@@ -109,6 +109,7 @@ def test_result_can_be_taken_between_the_layers_of_the_next_step(build: Build) -
     assert token_id == expected.output[1]
 
 
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_seeded_tokens_do_not_depend_on_the_batch(build: Build) -> None:
     sampling = seeded(7, top_k=50, presence_penalty=0.3)
     (alone,) = Stepper(build()).generate([prompt_of(20)], 6, sampling)

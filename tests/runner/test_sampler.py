@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from fast_set import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_examples import examples
 
 from pdserve.ranges import ranges_of
 from pdserve.sampling_params import SamplingParams

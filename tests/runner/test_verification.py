@@ -17,10 +17,10 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, node_config
 from drafted_node import Answers, DraftedNode, Oracle
+from fast_set import examples
 from fleet import add_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from random_examples import examples
 
 from engine.draft_source import DraftSource
 from engine.scheduler.drafting import SyntheticDrafts
