@@ -19,7 +19,7 @@ def examples(number: int) -> settings:
 
 
 def sampled(*axes: Iterable[Any], every: int) -> list[Any]:
-    """Return all cells of a matrix as parameters. The fast set has each ``every``-th of a row, of a column, and so on."""
+    """Return all cells of a matrix as parameters; the fast set has each ``every``-th of a row, a column, and so on."""
     numbered = itertools.product(*(enumerate(axis) for axis in axes))
     return [
         pytest.param(*(value for _, value in cell), marks=[pytest.mark.slow] * (sum(at for at, _ in cell) % every > 0))
