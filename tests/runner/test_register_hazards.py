@@ -75,6 +75,7 @@ def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
     assert [each for each in results if each["overwritten"] or each["spilled"]] == []
 
 
+@pytest.mark.slow
 def test_kernels_of_latent_attention_compile_for_hopper() -> None:
     results = compiled([f"latent:{name}" for name in ("store", "gather", "decode", "several", "prefill")])
     assert [each for each in results if each["overwritten"]] == []

@@ -88,7 +88,10 @@ def one(seq: int) -> ScheduledSequence:
 
 @pytest.mark.parametrize(
     "sampling",
-    [GREEDY, SamplingParams(1, temperature=1.2, seed=5, top_k=40, frequency_penalty=0.4, min_tokens=3)],
+    [
+        pytest.param(GREEDY, marks=pytest.mark.slow),
+        SamplingParams(1, temperature=1.2, seed=5, top_k=40, frequency_penalty=0.4, min_tokens=3),
+    ],
 )
 def test_a_step_continues_with_tokens_that_the_host_has_not_seen(checkpoint: Path, sampling: SamplingParams) -> None:
     prompts = [prompt_of(length, length) for length in (5, 16, 18)]
