@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-#: Processes per core that ``scripts/test`` itself keeps running: three workers with their nodes on two cores.
+#: Processes per core that ``scripts/test`` itself keeps running: four workers with their nodes on two cores.
 SUITE_LOAD = 2.0
 
 
