@@ -40,7 +40,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", {}),
     "minimax-m2": ("minimax_m2", {}),
 }
-QUICK = ("llama3-rope-tied", "mistral-window", "qwen3-tied")
+QUICK = ("llama3-rope-tied", "mistral-window")
 
 
 @dataclass

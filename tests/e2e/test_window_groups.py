@@ -59,10 +59,8 @@ def check_model(served: Served, num_groups: int) -> None:
     served.wait_idle()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "gemma3")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
     with Served(model, tmp_path / "m") as served:
@@ -94,7 +92,7 @@ def test_tokens_are_exact_between_unequal_pages(name: str, tmp_path: Path) -> No
     check_unequal_pages(MODELS[name], tmp_path / "m", "1", "pp2")
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_tokens_are_exact_under_preemption(name: str, tmp_path: Path) -> None:
     with Served(MODELS[name], tmp_path / "m", flags=SMALL) as served:
         check_preemption(served)
