@@ -21,8 +21,10 @@ from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
 _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
-#: Folders whose tests share one set of processes that is costly to start.
+#: Folders, and files of a folder, whose tests share one set of processes that is costly to start.
 _ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")
+_OF_NODES = ("decode_node", "handoff_faults", "metrics", "moved_streams", "prefill_node", "resumed")
+_TOGETHER = {f"tests/nodes/test_{name}.py": "tests/nodes with shared nodes" for name in _OF_NODES}
 
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -60,12 +62,12 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class _Scheduler(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has no types
-    """Keep all tests of a file, or of a folder of ``_ON_ONE_WORKER``, on one worker."""
+    """Keep all tests of a file, of a folder of ``_ON_ONE_WORKER``, or of files of ``_TOGETHER``, on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         folder = file.rpartition("/")[0]
-        return folder if folder in _ON_ONE_WORKER else file
+        return folder if folder in _ON_ONE_WORKER else _TOGETHER.get(file, file)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest may run without pytest-xdist's plugin
