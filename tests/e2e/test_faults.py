@@ -87,9 +87,8 @@ STAGES: dict[str, tuple[str, Callable[[pb.NodeStatus], bool]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=[pytest.mark.slow] * (stage != "while D reads")) for stage in STAGES]
-)
+@pytest.mark.slow  # test_fault_table.py has a quick test
+@pytest.mark.parametrize("stage", STAGES)
 def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint: Checkpoint, stage: str) -> None:
     where, wanted = STAGES[stage]
     prefill, decode = fleet.prefill[0], fleet.decode[0]

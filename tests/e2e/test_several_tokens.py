@@ -109,6 +109,7 @@ def test_handoffs_with_tokens_that_p_decoded_ahead(
         check_idle(fleet)
 
 
+@pytest.mark.slow
 def test_requests_migrate_between_nodes_that_die(model: Path, expected: Expected) -> None:
     faults = random_faults(5, {"prefill": 1, "decode": 3}, pause=0.7)
     with start_fleet(model, 1, 3, True, SEVERAL, (*SEVERAL, *HAND_OFF_ALL), ("--migrations", "20")) as fleet:

@@ -25,8 +25,7 @@ QUANTIZED = {"qwen3_moe": "fp8 blocks", "gpt_oss": "mxfp4"}
 #: Their decode nodes are split, so ranks dequantize parts of weights.
 SPLIT = {"qwen3_moe": ("--tp", "2", "--ep", "2"), "gpt_oss": ("--pp", "2")}
 
-#: Learned positions, and a split and quantized one. Other tests have alternating windows (test_window_groups.py).
-EVERYDAY = ("gpt2", "qwen3_moe")
+EVERYDAY = ("qwen3_moe",)  # split and quantized; test_window_groups.py has another one, with windows
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -154,7 +154,7 @@ def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert "Traceback" not in up.err.read_text()
 
 
-@pytest.mark.parametrize("flags", [("--prefill", "2"), ("--elastic",)])
+@pytest.mark.parametrize("flags", [("--elastic",), pytest.param(("--prefill", "2"), marks=pytest.mark.slow)])
 def test_up_serves_a_model_by_two_names_and_hands_off_from_the_first_request(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
