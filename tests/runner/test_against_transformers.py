@@ -277,7 +277,7 @@ def test_triton_kernels_yield_the_tokens_of_transformers(
     assert [r.output for r in results] == [reference_greedy(reference, prompt, 4) for prompt in prompts]
 
 
-FREED = {
+FREED: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt-oss": ("gpt_oss", {"sliding_window": 9, "num_hidden_layers": 2}, 4),
     "mistral": ("mistral", {"sliding_window": 17, "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, 8),
     "all windows": ("mistral", {"sliding_window": 17}, 8),
