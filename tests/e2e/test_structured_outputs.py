@@ -1,4 +1,7 @@
-"""Structured outputs of real nodes with both runners: every answer follows its grammar, with and without a handoff."""
+"""Structured outputs of real nodes: every answer follows its grammar, with and without a handoff.
+
+python -m pytest -m slow tests/e2e/test_structured_outputs.py     the same with runner V2, in Triton's interpreter
+"""
 
 from __future__ import annotations
 

@@ -119,6 +119,7 @@ def test_decode_node_alone_is_exact(tmp_path: Path) -> None:
         assert fleet.decode[0].counter("handoffs") == 0
 
 
+@pytest.mark.slow  # tests/connector/test_rank_reads.py has a quick test
 def test_handoff_between_different_page_sizes_is_exact(tmp_path: Path) -> None:
     directory = add_tokenizer(make_checkpoint(tmp_path / "m", "llama"))
     pages = [["--block-size", str(BLOCK), "--kernel-block-size", str(page)] for page in (4, BLOCK)]
