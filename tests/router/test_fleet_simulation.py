@@ -11,7 +11,7 @@ from simulated_node import Job
 NEAR = 1.15  # times the result of the best fixed split
 
 
-@pytest.mark.parametrize(("nodes", "splits"), [(2, (0, 1)), (8, (0, 1, 6))])
+@pytest.mark.parametrize(("nodes", "splits"), [(2, (0, 1)), pytest.param(8, (0, 1, 6), marks=pytest.mark.slow)])
 def test_each_burst_is_served_nearly_as_by_the_best_fixed_split(nodes: int, splits: tuple[int, ...]) -> None:
     elastic = shift(["both"] * nodes, 6.0)
     fixed = [shift(split(prefill, nodes), 6.0) for prefill in splits]
@@ -26,7 +26,7 @@ def leaning(simulation: Simulation, since: int) -> list[set[int]]:
     return [{node for node, share in enumerate(shares) if share > 0.5} for shares in simulation.shares[since:]]
 
 
-@pytest.mark.parametrize("routers", [1, 2])
+@pytest.mark.parametrize("routers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_roles_stay_under_constant_load(routers: int) -> None:
     simulation, jobs = Simulation(["both"] * 8, routers=routers), poisson(80.0, 20.0, 2000, 200)
     simulation.run(jobs)
