@@ -168,7 +168,8 @@ def overwrite_cache(node: NodeProcess) -> None:
         client.send(request).all()
 
 
-@pytest.mark.parametrize("stopped", ["engine", pytest.param("node", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/nodes/test_handoff_faults.py has quick tests
+@pytest.mark.parametrize("stopped", ["engine", "node"])
 def test_expired_lease_yields_no_token(checkpoint: Checkpoint, stopped: str) -> None:
     """D is stopped from before its read until P's lease has expired and P has overwritten the blocks."""
     flags = ["--lease-seconds", "1.0", "--lease-guard", "0.2", "--kv-cache-memory", "3MiB"]
@@ -198,7 +199,7 @@ def test_expired_lease_yields_no_token(checkpoint: Checkpoint, stopped: str) -> 
             node.wait_idle(20.0)
 
 
-@pytest.mark.slow  # test_expired_lease_yields_no_token has one lease that expires
+@pytest.mark.slow
 def test_too_short_leases_lead_to_recompute(checkpoint: Checkpoint) -> None:
     flags = ["--lease-seconds", "0.002", "--lease-guard", "0"]
     with start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=HAND_OFF_ALL) as fleet:

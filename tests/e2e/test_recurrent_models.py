@@ -92,6 +92,7 @@ def test_unequal_shards_are_refused_with_both_sizes(tmp_path: Path) -> None:
         assert decode.counter("handoffs") == 0
 
 
+@pytest.mark.slow  # tests/engine/test_state_slots.py has a quick test
 def test_tokens_are_exact_with_few_slots_and_blocks(tmp_path: Path) -> None:
     """Sequences wait for slots, and are preempted."""
     flags = (*FEW_SLOTS, "--kv-cache-memory", "900KB")

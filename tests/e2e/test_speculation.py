@@ -92,7 +92,7 @@ def accepted(node: Any) -> float:
 
 @pytest.mark.parametrize("sides", ["D", *(pytest.param(sides, marks=pytest.mark.slow) for sides in ("P", "PD"))])
 def test_answers_are_the_same_through_handoffs(sides: str, tmp_path: Path) -> None:
-    """P and D need not speculate alike. Tests with split nodes and with few blocks have both."""
+    """P and D need not speculate alike. Those with few blocks have both."""
     prefill, decode = ("1 lookup" if side in sides else "1" for side in "PD")
     with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
         check(served.fleet, seed=1)
@@ -106,15 +106,8 @@ def test_answers_are_the_same_through_handoffs(sides: str, tmp_path: Path) -> No
         served.wait_idle()
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        ("pp2", "tp2"),
-        pytest.param("1", "pp2", marks=pytest.mark.slow),
-        pytest.param("tp2", "pp2", marks=pytest.mark.slow),
-        pytest.param("pp2", "1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [("1", "pp2"), ("pp2", "tp2"), ("tp2", "pp2"), ("pp2", "1")])
 def test_answers_are_the_same_on_split_nodes(prefill: str, decode: str, tmp_path: Path) -> None:
     with Served(LLAMA, tmp_path / "m", [f"{prefill} lookup"], [f"{decode} lookup"]) as served:
         check(served.fleet, seed=2)

@@ -40,7 +40,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", {}),
     "minimax-m2": ("minimax_m2", {}),
 }
-QUICK = ("llama3-rope-tied", "mistral-window")
+QUICK = ("llama3-rope-tied",)
 
 
 @dataclass
