@@ -92,7 +92,7 @@ KEYS = Tenant(BUSY), Tenant(QUIET)
     indirect=["fleet"],
 )
 def test_short_request_passes_long_ones_of_another_client(fleet: Fleet, busy: Tenant, quiet: Tenant) -> None:
-    assert asyncio.run(ended_before(fleet, busy, quiet)) <= 15
+    assert asyncio.run(ended_before(fleet, busy, quiet)) <= 30
 
 
 @pytest.mark.slow  # of the node alone, test_grammar_masks.py has a quick test
