@@ -54,10 +54,11 @@ class PagedTritonAttention(AttentionBackend):
 
     def _plan(self, batch: AttentionBatch, graph: bool) -> None:
         lengths, few = np.diff(batch.query_starts), self._tiles.few
-        has_several, has_chunks = bool((lengths > 1).any()), bool((lengths > few).any())
-        has_few = bool((lengths <= few).any())
+        has_few, has_chunks = bool((lengths <= few).any()), bool((lengths > few).any())
+        has_several = bool(((lengths > 1) & (lengths <= few)).any())
         if graph:  # replayed with other lengths: up to the longest if all are as long, else any
-            has_few, has_chunks = True, has_chunks or bool(lengths.min() < lengths.max())
+            is_mixed = bool(lengths.min() < lengths.max())
+            has_few, has_several, has_chunks = True, has_several or is_mixed, has_chunks or is_mixed
         self._current = _Step(batch.by_group, has_few, has_several, has_chunks)
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:

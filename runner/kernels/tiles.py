@@ -17,18 +17,20 @@ _SHORT_WINDOW = 512  # tokens; large tiles of keys would be masked for the most 
 _LATENT_HEADS = 16  # most query heads of a program that attends to latents: its results fill the registers
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
 _MATRIX_ROWS = 16  # least rows of a tensor core product
+_FEW = 4  # tokens of a decode with three drafts, or of a decode node's first step after a handoff
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Launch options of the two kernels; ``windowed`` are those of prefill in short windows."""
+    """Launch options of the two kernels. Larger tiles than those of single tokens hold a few tokens of a sequence."""
 
     processors: int
-    few: int  # most tokens of a sequence in a decode tile
-    decode: dict[str, Any]
+    few: int  # most tokens of a sequence in the tile ``several``
+    decode: dict[str, Any]  # for sequences with one token
+    several: dict[str, Any]  # with a few: the same tile where that holds them
     prefill: dict[str, Any]
-    windowed: dict[str, Any]
+    windowed: dict[str, Any]  # prefill in short windows
 
     def prefill_options(self, window: int | None) -> dict[str, Any]:
         """Return the options for a layer's window in tokens; BLOCK_QUERIES are the tokens of a tile."""
@@ -48,19 +50,21 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
     windowed_rows, windowed_keys = min(rows, 64), min(keys, 32)
-    decode_rows = max(block_group, _MATRIX_ROWS)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
+    decode = {
+        **common,
+        "BLOCK_GROUP": block_group,
+        "BLOCK_ROWS": max(block_group, _MATRIX_ROWS),
+        # On an H200 with 32 heads on 8 of 128 (bench/decode_attention.py): 2 warps are 2 to 8 % slower.
+        "num_warps": 4,
+        "num_stages": 1 if exact else 3,
+    }
+    several = decode | {"BLOCK_ROWS": min(max(_FEW * block_group, _MATRIX_ROWS), max(rows, block_group))}
     return AttentionTiles(
         processors=processors_of(device),
-        few=decode_rows // block_group,
-        decode={
-            **common,
-            "BLOCK_GROUP": block_group,
-            "BLOCK_ROWS": decode_rows,
-            # On an H200 with 32 heads on 8 of 128 (bench/decode_attention.py): 2 warps are 2 to 8 % slower.
-            "num_warps": 4,
-            "num_stages": 1 if exact else 3,
-        },
+        few=several["BLOCK_ROWS"] // block_group,
+        decode=decode,
+        several=several,
         # On an H200 in bfloat16 (ms for 8,192 tokens of gpt-oss, and of Llama 8B): 1.57 and 1.43, with 8 warps 2.08 and
         # 1.60. In a window of 128 tokens 0.13 ms, with the large tiles 0.26.
         prefill={
@@ -92,11 +96,15 @@ def choose_latent_tiles(num_heads: int, placement: TensorPlacement) -> tuple[int
         "DOT": tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype],
         "num_stages": 1 if exact else 2,
     }
-    prefill = {**common, "BLOCK_QUERIES": max(rows // block_group, 1), "num_warps": 4 if exact else 8}
+    num_warps = 4 if exact else 8
+    prefill = {**common, "BLOCK_QUERIES": max(rows // block_group, 1), "num_warps": num_warps}
+    decode = {**common, "BLOCK_ROWS": _MATRIX_ROWS, "num_warps": 4}
+    several = decode if rows == _MATRIX_ROWS else decode | {"BLOCK_ROWS": rows, "num_warps": num_warps}
     return group, AttentionTiles(
         processors=processors_of(placement.device),
-        few=_MATRIX_ROWS // block_group,
-        decode={**common, "BLOCK_ROWS": _MATRIX_ROWS, "num_warps": 4},
+        few=several["BLOCK_ROWS"] // block_group,
+        decode=decode,
+        several=several,
         prefill=prefill,
         windowed=prefill,
     )

@@ -48,6 +48,12 @@ def test_every_shape_and_step_equals_the_reference_in_float32(shape: str, step: 
     check(SHAPES[shape], STEPS[step], torch.float32, 2e-5, padding=0)
 
 
+def test_a_few_tokens_have_larger_tiles_beside_single_ones() -> None:
+    """With eight heads per key head the tile of single tokens holds two tokens."""
+    shape = Shape(heads=8, kv_heads=1, head_dim=16, page=16, windows=(None, 20))
+    check(shape, [(600, 2), (62, 3), (0, 4), (15, 1), (130, 5), (300, 1)], torch.float32, 2e-5, padding=1)
+
+
 @pytest.mark.parametrize("step", ["one", "decodes"])
 def test_padded_rows_store_nothing_and_stay_finite(step: str) -> None:
     check(SHAPES["windows"], STEPS[step], torch.float32, 2e-5, padding=3)

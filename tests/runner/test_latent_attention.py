@@ -83,6 +83,15 @@ def test_triton_equals_plain_torch(shape: str, step: str) -> None:
     check("triton", SMALL[shape], STEPS[step], torch.float32)
 
 
+def test_a_few_tokens_have_larger_tiles_beside_single_ones() -> None:
+    """In 16 bits, where a tile of single tokens is full of heads."""
+    shape = SMALL["two groups of ten"]
+    inputs = make_inputs(shape, STEPS["a few"], DEVICE, torch.float16)
+    side = Side("triton", shape, inputs.device, torch.float16, torch.float16)
+    side.backend.plan(inputs.batch)
+    assert_matches_reference(inputs, side.run(inputs), side.cache.tensor, TOLERANCE[torch.float16])
+
+
 def test_padded_rows_store_nothing_and_stay_finite() -> None:
     check("triton", SMALL["four heads"], STEPS["decodes"], torch.float32, padding=3)
 

@@ -110,9 +110,9 @@ def latent(name: str) -> str:
         return sass_of(latents._gather_latents_kernel, sizes)
     if name == "prefill":
         return sass_of(prefill_attention._prefill_attention_kernel, {**attend, "FEW": chosen.few, **chosen.prefill})
+    options = {**attend, "SEVERAL": name == "several", "PDL": True}
     return sass_of(
-        decode_attention._decode_attention_kernel,
-        {**attend, "SEVERAL": name == "several", "PDL": True, **chosen.decode},
+        decode_attention._decode_attention_kernel, options | (chosen.several if name == "several" else chosen.decode)
     )
 
 

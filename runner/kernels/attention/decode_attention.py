@@ -1,7 +1,8 @@
 """Attention of one token per sequence, or a few, over the paged cache; long sequences are split over programs.
 
 Tensor cores multiply at least 16 rows. If fewer query heads share keys, the other rows take more tokens of the
-sequence: the first tokens that a decode node computes after a handoff, or a short question behind a long text.
+sequence: the first tokens that a decode node computes after a handoff, drafts, or a short question behind a long text.
+If they hold less than four tokens, sequences with a few tokens have a launch of their own, with larger tiles.
 
 A step's sequences may differ in length by orders of magnitude. So that no program computes a long one alone, keys are
 cut into *parts* of about the same size, several for each program that the device runs at a time.
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +52,7 @@ def _plan_parts_kernel(
     capacity,
     wanted,  # most parts beyond one per sequence
     least,  # tiles of a part, at least
+    LEAST_TOKENS: tl.constexpr,
     MOST_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -56,13 +60,15 @@ def _plan_parts_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (1,). Sequences with more queries than MOST_TOKENS, or none, get no part; sequences without keys get one."""
+    """Grid (1,). Sequences with more queries than MOST_TOKENS, or fewer than LEAST_TOKENS, get no part; sequences
+    without keys get one.
+    """
     wait_for_predecessor(PDL)
     row = tl.arange(0, BLOCK_SEQS)
     known = row < rows
     token = tl.load(query_starts + row, mask=known, other=0)
     num_tokens = tl.load(query_starts + row + 1, mask=known, other=0) - token
-    taken = (num_tokens > 0) & (num_tokens <= MOST_TOKENS)
+    taken = (num_tokens >= LEAST_TOKENS) & (num_tokens <= MOST_TOKENS)
     seq_len = tl.load(seq_lens + row, mask=known, other=0)
     position = seq_len - num_tokens  # of the first query
     first_key = seq_len * 0
@@ -121,21 +127,31 @@ def _merge_parts(
     merged = tl.zeros((known.shape[0], HEAD_DIM), tl.float32)
     stride: tl.constexpr = KV_HEADS * BLOCK_ROWS
     counts = tl.where(known, num_parts, 0)
-    for part in range(0, num_parts, 4):  # the loads of four parts wait for memory at the same time
-        at = first + part * stride
-        weight0, values0 = _load_part(results, weights, at, counts > part, columns, HEAD_DIM)
-        weight1, values1 = _load_part(results, weights, at + stride, counts > part + 1, columns, HEAD_DIM)
-        weight2, values2 = _load_part(results, weights, at + 2 * stride, counts > part + 2, columns, HEAD_DIM)
-        weight3, values3 = _load_part(results, weights, at + 3 * stride, counts > part + 3, columns, HEAD_DIM)
-        new_top = tl.maximum(top, tl.maximum(tl.maximum(weight0, weight1), tl.maximum(weight2, weight3)))
-        base = tl.where(new_top > float("-inf"), new_top, 0.0)
-        shrunk = tl.exp2(top - base)
-        share0, share1 = tl.exp2(weight0 - base), tl.exp2(weight1 - base)
-        share2, share3 = tl.exp2(weight2 - base), tl.exp2(weight3 - base)
-        total = total * shrunk + (share0 + share1) + (share2 + share3)
-        merged = merged * shrunk[:, None] + values0 * share0[:, None] + values1 * share1[:, None]
-        merged += values2 * share2[:, None] + values3 * share3[:, None]
-        top = new_top
+    if BLOCK_ROWS * HEAD_DIM > 8192:  # registers hold one part
+        for part in range(0, num_parts):
+            weight, values = _load_part(results, weights, first + part * stride, counts > part, columns, HEAD_DIM)
+            new_top = tl.maximum(top, weight)
+            base = tl.where(new_top > float("-inf"), new_top, 0.0)
+            shrunk, share = tl.exp2(top - base), tl.exp2(weight - base)
+            total = total * shrunk + share
+            merged = merged * shrunk[:, None] + values * share[:, None]
+            top = new_top
+    else:
+        for part in range(0, num_parts, 4):  # the loads of four parts wait for memory at the same time
+            at = first + part * stride
+            weight0, values0 = _load_part(results, weights, at, counts > part, columns, HEAD_DIM)
+            weight1, values1 = _load_part(results, weights, at + stride, counts > part + 1, columns, HEAD_DIM)
+            weight2, values2 = _load_part(results, weights, at + 2 * stride, counts > part + 2, columns, HEAD_DIM)
+            weight3, values3 = _load_part(results, weights, at + 3 * stride, counts > part + 3, columns, HEAD_DIM)
+            new_top = tl.maximum(top, tl.maximum(tl.maximum(weight0, weight1), tl.maximum(weight2, weight3)))
+            base = tl.where(new_top > float("-inf"), new_top, 0.0)
+            shrunk = tl.exp2(top - base)
+            share0, share1 = tl.exp2(weight0 - base), tl.exp2(weight1 - base)
+            share2, share3 = tl.exp2(weight2 - base), tl.exp2(weight3 - base)
+            total = total * shrunk + (share0 + share1) + (share2 + share3)
+            merged = merged * shrunk[:, None] + values0 * share0[:, None] + values1 * share1[:, None]
+            merged += values2 * share2[:, None] + values3 * share3[:, None]
+            top = new_top
     return merged / tl.where(known, total, 1.0)[:, None]
 
 
@@ -270,6 +286,50 @@ def _decode_attention_kernel(
             tl.store(at_out, merged.to(out.dtype.element_ty), mask=known[:, None])
 
 
+class _Cut:
+    """Cuts the sequences with so many tokens into parts, which a launch with some tiles attends."""
+
+    def __init__(
+        self, tiles: dict[str, Any], tokens: tuple[int, int], programs: int, max_seqs: int, windows: set[int | None],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """``tokens``: the least and the most; ``programs``: how many of one head of keys run at a time."""
+        self.tiles, self.has_several, self._tokens = tiles, tokens[1] > 1, tokens
+        self._programs, self._max_seqs = programs, max_seqs
+        self.most_parts = self.num_parts(max_seqs)
+        self.parts = {
+            window: torch.zeros(self.most_parts, _FIELDS.value, dtype=torch.int32, device=device) for window in windows
+        }
+
+    def num_parts(self, rows: int) -> int:
+        """Return the most parts of a step of ``rows`` sequences: each has at most one part that is not full."""
+        return rows + self._wanted_parts(rows)
+
+    def __call__(self, batch: AttentionBatch, window: int | None, out: Tensor) -> None:
+        rows = batch.device_seq_lens.shape[0]
+        assert rows <= self._max_seqs, f"a step of {rows} sequences, made for {self._max_seqs}"
+        _plan_parts_kernel[(1,)](
+            batch.device_query_starts,
+            batch.device_seq_lens,
+            rows,
+            self.parts[window],
+            self.num_parts(rows),
+            self._wanted_parts(rows),
+            min(rows, _LEAST_TILES),
+            LEAST_TOKENS=self._tokens[0],
+            MOST_TOKENS=self._tokens[1],
+            WINDOW=window or 0,
+            BLOCK_KEYS=self.tiles["BLOCK_KEYS"],
+            BLOCK_SEQS=triton.next_power_of_2(self._max_seqs),
+            CHUNK=128,
+            **pdl_options(out),
+        )
+
+    def _wanted_parts(self, rows: int) -> int:
+        wanted = min(max(self._programs, _PARTS_PER_SEQUENCE * rows), _PARTS_PER_PROGRAM * self._programs)
+        return min(wanted, _MOST_PARTS_PER_SEQUENCE * rows)
+
+
 class SplitDecode:
     """Attention of a batch's sequences with one token or a few; at most ``max_seqs`` of them."""
 
@@ -284,25 +344,28 @@ class SplitDecode:
         """``config`` is the rank's part of the model; ``scales`` has those of each layer, 1.0 without an FP8 cache."""
         self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         self._group = config.num_heads // config.num_kv_heads
-        self._tiles = tiles
         self._windows = [spec.window for spec in config.attention]
         # Keys of an FP8 cache are multiplied as they are stored: their scale is a factor of all scores.
         pairs = zip(config.attention, scales, strict=True)
         self._scales = [spec.scale * math.log2(math.e) * of_layer.k for spec, of_layer in pairs]
         self._v_scales = [of_layer.v for of_layer in scales]
-        at_a_time = _PROGRAMS_PER_PROCESSOR * tiles.processors
-        self._at_a_time = max(at_a_time // self._kv_heads, 1)  # programs per head of keys
-        self._max_seqs = max_seqs
-        most = max_seqs + self._wanted_parts(max_seqs)  # each sequence has at most one part that is not full
+        windows = set(self._windows)
 
-        def ints(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
+        def cut(of: dict[str, Any], least: int, most: int) -> _Cut:
+            at_a_time = tiles.processors * (_PROGRAMS_PER_PROCESSOR if of is tiles.decode else 1)
+            return _Cut(of, (least, most), max(at_a_time // self._kv_heads, 1), max_seqs, windows, device)
 
-        self._parts = {window: ints(most, _FIELDS.value) for window in set(self._windows)}
-        rows = self._kv_heads * tiles.decode["BLOCK_ROWS"]
-        self._results = torch.empty(most, rows, config.head_dim, dtype=torch.float32, device=device)
-        self._weights = torch.empty(most, rows, dtype=torch.float32, device=device)
-        self._done = ints(max_seqs, self._kv_heads)
+        self._singles, self._all = cut(tiles.decode, 1, 1), cut(tiles.several, 1, tiles.few)
+        # Single tokens beside a few of other sequences keep their tiles, if these are smaller.
+        self._mixed = (
+            [self._all] if tiles.several is tiles.decode else [self._singles, cut(tiles.several, 2, tiles.few)]
+        )
+        self._cuts: dict[int | None, list[_Cut]] = {}  # of the current step, by window
+        elements = max(each.most_parts * each.tiles["BLOCK_ROWS"] for each in (self._singles, self._all))
+        elements *= self._kv_heads
+        self._results = torch.empty(elements * config.head_dim, dtype=torch.float32, device=device)
+        self._weights = torch.empty(elements, dtype=torch.float32, device=device)
+        self._done = torch.zeros(max_seqs, self._kv_heads, dtype=torch.int32, device=device)
 
     def __call__(
         self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, several: bool,
@@ -317,11 +380,20 @@ class SplitDecode:
         the layer's view, ``sinks`` [num_heads]. The first layer with a window cuts the sequences for the later ones.
         """
         window = self._windows[layer]
-        rows = batch.device_seq_lens.shape[0]
-        num_parts = rows + self._wanted_parts(rows)
         if layer == self._windows.index(window):
-            self._cut(batch, window, num_parts, out, self._tiles.few if several else 1)
-        _decode_attention_kernel[(self._kv_heads, num_parts)](
+            has_singles = bool((np.diff(batch.query_starts) == 1).any())
+            self._cuts[window] = [self._singles] if not several else self._mixed if has_singles else [self._all]
+            for cut in self._cuts[window]:
+                cut(batch, window, out)
+        for cut in self._cuts[window]:
+            self._attend(layer, q, cache, batch, out, cut, sinks, q_rope)
+
+    def _attend(
+        self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, cut: _Cut,
+        sinks: Tensor | None, q_rope: Tensor | None,
+    ) -> None:  # fmt: skip
+        window = self._windows[layer]
+        _decode_attention_kernel[(self._kv_heads, cut.num_parts(batch.device_seq_lens.shape[0]))](
             q,
             q if q_rope is None else q_rope,
             *((0, 0) if q_rope is None else q_rope.stride()[:2]),
@@ -329,7 +401,7 @@ class SplitDecode:
             *cache.stride()[:3],
             batch.page_table,
             batch.page_table.stride(0),
-            self._parts[window],
+            cut.parts[window],
             out,
             self._results,
             self._weights,
@@ -344,30 +416,7 @@ class SplitDecode:
             PAGE_SIZE=cache.shape[3],
             WINDOW=window or 0,
             HAS_SINKS=sinks is not None,
-            SEVERAL=several,
-            **self._tiles.decode,
-            **pdl_options(out),
-        )
-
-    def _wanted_parts(self, rows: int) -> int:
-        wanted = min(max(self._at_a_time, _PARTS_PER_SEQUENCE * rows), _PARTS_PER_PROGRAM * self._at_a_time)
-        return min(wanted, _MOST_PARTS_PER_SEQUENCE * rows)
-
-    def _cut(self, batch: AttentionBatch, window: int | None, num_parts: int, out: Tensor, most_tokens: int) -> None:
-        rows = batch.device_seq_lens.shape[0]
-        assert rows <= self._max_seqs, f"a step of {rows} sequences, made for {self._max_seqs}"
-        _plan_parts_kernel[(1,)](
-            batch.device_query_starts,
-            batch.device_seq_lens,
-            rows,
-            self._parts[window],
-            num_parts,
-            self._wanted_parts(rows),
-            min(rows, _LEAST_TILES),
-            MOST_TOKENS=most_tokens,
-            WINDOW=window or 0,
-            BLOCK_KEYS=self._tiles.decode["BLOCK_KEYS"],
-            BLOCK_SEQS=triton.next_power_of_2(self._max_seqs),
-            CHUNK=128,
+            SEVERAL=cut.has_several,
+            **cut.tiles,
             **pdl_options(out),
         )
