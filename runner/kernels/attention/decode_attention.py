@@ -128,7 +128,7 @@ def _merge_parts(
     stride: tl.constexpr = KV_HEADS * BLOCK_ROWS
     counts = tl.where(known, num_parts, 0)
     if BLOCK_ROWS * HEAD_DIM > 8192:  # registers hold one part
-        for part in range(0, num_parts):
+        for part in range(num_parts):
             weight, values = _load_part(results, weights, first + part * stride, counts > part, columns, HEAD_DIM)
             new_top = tl.maximum(top, weight)
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
