@@ -9,6 +9,8 @@ scheduling, planning and launching. With drafts it is the time per token of a se
 those of a sequence in a step. A prefill (one prompt, or several at once: 64x1024) ends when all prompts have their
 first token; best of three.
 
+With ``--kv-events`` a node's KV events are published meanwhile, without a subscriber: run it with and without in turn.
+
 ``--costs-out`` writes the input of ``pdserve plan --costs``. Handoffs are not measured: ``kv_transfer.py`` and
 ``handoff.py`` measure the values that replace the estimates in that file.
 """
@@ -25,18 +27,21 @@ import subprocess
 import sys
 import time
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from cli.plan.costs import Costs, Shape, costs_as_toml, rising
 from node.engine_client import EngineClient
+from node.frontend_flags import KVEventOptions
+from node.kv_events import KVEventPublisher, group_kinds
 from node.request_events import Event
 from pdserve.config.device import detect_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
-from pdserve.ipc.messages import Mode, RankPlacement, Refused, Submit, Totals
+from pdserve.ipc.messages import Batch, Mode, RankPlacement, Refused, Submit, Totals
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.request_cost import HANDOFF_SECONDS
 from pdserve.sampling_params import SamplingParams
@@ -169,7 +174,13 @@ class Bench:
 async def run(args: argparse.Namespace) -> None:
     devices = detect_devices(args.device, args.pp * args.tp)
     config = resolve(node_options_from(args), devices[0])
-    engine = EngineClient(config, agent="", placement=RankPlacement(devices))
+    engine = EngineClient(config, agent="", placement=RankPlacement(devices), kv_events=args.kv_events)
+    publisher = None
+    if args.kv_events:
+        options, layout = KVEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"), config.kv_layout
+        publisher = KVEventPublisher(options, group_kinds(layout), layout.block_size)
+        publisher.start()
+        engine.on_batch = partial(publish, publisher)
     start = time.perf_counter()
     await engine.start(config)
     try:
@@ -198,6 +209,14 @@ async def run(args: argparse.Namespace) -> None:
             args.costs_out.write_text(costs_as_toml(costs_of(config, decode, prefill, context)))
     finally:
         await engine.shutdown()
+        if publisher is not None:
+            publisher.close()
+            print(json.dumps({"kv_event_batches": publisher.num_batches}), flush=True)
+
+
+def publish(publisher: KVEventPublisher, batch: Batch) -> None:
+    for changes in batch.cache_changes:
+        publisher.publish(changes)
 
 
 def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, float], context: float) -> Costs:
@@ -244,6 +263,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=_prompts, default=[(1, 256), (1, 1024)])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--kv-events", action="store_true", help="publish KV events meanwhile")
     parser.add_argument("--costs-out", type=Path, metavar="FILE", help="for pdserve plan --costs")
     args = parser.parse_args()
     if args.costs_out and (

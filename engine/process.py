@@ -22,6 +22,7 @@ from engine.executor.build import build_ranks
 from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
 from engine.heartbeat_sender import HeartbeatSender
+from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -71,9 +72,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
-    engine = Engine(
-        _scheduler(configure.config, ranks, grammars, configure.agent), ranks, channel, configure.config.parallel.pp
-    )
+    engine = Engine(_scheduler(configure, ranks, grammars), ranks, channel, configure.config.parallel.pp)
     channel.suspects = engine.suspects
     gc.collect()
     gc.freeze()
@@ -111,8 +110,8 @@ def _draft_options(config: NodeConfig) -> DraftOptions:
     return DraftOptions(most, PromptLookup if config.speculate == LOOKUP else None, always)
 
 
-def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
-    layout = ranks.kv_layout
+def _scheduler(configure: Configure, ranks: Ranks, grammars: GrammarWorkers) -> Scheduler:
+    config, layout = configure.config, ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
     peers: ConnectorFactory = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
@@ -132,8 +131,9 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
         stages=config.parallel.pp,
         vocab_size=config.model.vocab_size,
         eos_token_ids=config.model.eos_token_ids,
-        connector=peers if agent else KVConnectorScheduler,
+        connector=peers if configure.agent else KVConnectorScheduler,
         grammars=grammars,
+        recorder=NetChanges() if configure.kv_events else None,
         clock=time.monotonic,
     )
 

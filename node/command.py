@@ -102,7 +102,13 @@ async def _serve(
     node_id, epoch = frontend.node_id or address, new_epoch()
     has_connector = role.uses_connector and config.pooling is None
     agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
-    engine = EngineClient(config, agent, RankPlacement(devices, local.leader))
+    kv_events = None
+    if (events := frontend.kv_events(f"kv@{address}@{config.served_model_name}")) is not None:
+        from node.kv_events import KVEventPublisher, group_kinds  # imports ZeroMQ
+
+        kv_events = KVEventPublisher(events, group_kinds(config.kv_layout), config.kv_layout.block_size)
+    placement = RankPlacement(devices, local.leader)
+    engine = EngineClient(config, agent, placement, kv_events=kv_events is not None)
     tracer = make_tracer(frontend.traces, role.name, node_id)
     context = NodeContext(
         role=role.name,
@@ -115,16 +121,20 @@ async def _serve(
         log_requests=frontend.log_requests,
     )
     set_process_fields(node=node_id)
-    node = Node(role, context, server, status, frontend.allow_weight_changes)
+    node = Node(role, context, server, status, weights_root=frontend.allow_weight_changes, kv_events=kv_events)
     try:
         await node.start_server()
         if metrics_server is not None:
             await metrics_server.start(exported_registry(node.metrics, lambda: engine.pid))
+        if kv_events is not None:
+            kv_events.start()
         status.listening(address)
         _log.info("node %s (epoch %s) listens on %s", node_id, epoch, address)
         await node.run(signals, frontend.drain_timeout)
     finally:
         await node.close()
+        if kv_events is not None:
+            kv_events.close()
         if metrics_server is not None:
             metrics_server.close()
         tracer.close()

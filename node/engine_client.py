@@ -43,7 +43,9 @@ _SLEEP_SECONDS = 10.0  # for all ranks to free their devices
 class EngineClient:
     """One engine process at a time. No method but ``start``, ``shutdown`` and those of weights waits."""
 
-    def __init__(self, config: NodeConfig, agent: str, placement: RankPlacement) -> None:
+    def __init__(self, config: NodeConfig, agent: str, placement: RankPlacement, *, kv_events: bool = False) -> None:
+        """With ``kv_events``, batches have the changes of the prefix cache with tokens."""
+        self._kv_events = kv_events
         self._agent = agent
         self._placement = placement
         self._events = RequestEvents()
@@ -82,7 +84,7 @@ class EngineClient:
         self._suspects = None
         await self._process.start()
         self.monitor.restart()
-        self.send(Configure(config, agent, self._placement, peer))
+        self.send(Configure(config, agent, self._placement, peer, self._kv_events))
         ready = await self._started
         self.ranks = ready.ranks
         self.kv_layout = ready.kv_layout

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -36,10 +36,13 @@ from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
 from pdserve.ipc.heartbeat_monitor import LivenessWatch
-from pdserve.ipc.messages import Ping, Progress
+from pdserve.ipc.messages import Batch, Ping, Progress
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.process import StatusWriter
 from pdserve.weights.change import ABORT, WeightChange
+
+if TYPE_CHECKING:
+    from node.kv_events import KVEventPublisher  # imports ZeroMQ
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +54,14 @@ class Node:
     """Composes role, engine client and gRPC services."""
 
     def __init__(
-        self, role: Role, context: NodeContext, server: grpc.aio.Server, status: StatusWriter, weights_root: str
+        self,
+        role: Role,
+        context: NodeContext,
+        server: grpc.aio.Server,
+        status: StatusWriter,
+        *,
+        weights_root: str = "",
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         """``weights_root`` is the directory of ``--allow-weight-changes``; empty: no changes."""
         self._role = role
@@ -61,7 +71,8 @@ class Node:
         self._status = status
         self._watch = LivenessWatch(self._engine.monitor, lambda: self._engine.send(Ping()))
         self._reports = NodeReports(lambda: describe(context, role))
-        self._engine.on_batch = self._reports.on_batch
+        self._kv_events = kv_events
+        self._engine.on_batch = self._on_batch
         self._engine.on_progress = self._on_progress
         self._health = Health(server, (NODE_SERVICE, WEIGHTS_SERVICE, *role.services))
         self.metrics = NodeMetrics(context, self._watch, role.metrics)
@@ -125,6 +136,18 @@ class Node:
     def _on_progress(self, progress: Progress) -> None:
         self._status.loading(progress.stage, progress.fraction)
 
+    def _on_batch(self, batch: Batch) -> None:
+        self._reports.on_batch(batch)
+        if self._kv_events is not None:
+            for changes in batch.cache_changes:
+                self._kv_events.publish(changes)
+
+    def _cache_is_empty(self) -> None:
+        """An engine starts, or has ended."""
+        self._reports.forget_cached()
+        if self._kv_events is not None:
+            self._kv_events.clear()
+
     async def _load(self) -> None:
         started = time.monotonic()
         starting = self._start_engine(self._context.config)
@@ -139,6 +162,7 @@ class Node:
 
         Raises CheckpointError if it has loaded other files than those digested.
         """
+        self._cache_is_empty()
         stop = threading.Event()
         peer = None if config.load_from == "disk" else await find_weights(self._context, config)
         digests = asyncio.create_task(asyncio.to_thread(with_weight_digests, config, stop))
@@ -192,6 +216,7 @@ class Node:
         await self._enter(State.ASLEEP)
         self._role.drop_peers("this node is asleep")
         await self._engine.sleep()
+        self._cache_is_empty()
         _log.info("asleep: weights and KV cache are freed")
         order.end()
 

@@ -69,6 +69,10 @@ class ReportSubscriber:
         if batch.cached or batch.evicted or self._reported is None or _differ(self._reported, batch.status):
             self.changed.set()
 
+    def evicted(self, block_hash: bytes) -> None:
+        self._changes.remove(block_hash)
+        self.changed.set()
+
     def take(self, status: Status | None, sample_bits: int) -> pb.CacheChange:
         """Return the cache changes since the last call; ``status`` is reported with them."""
         self.changed.clear()
@@ -107,6 +111,13 @@ class NodeReports:
             self._cached.pop(block_hash, None)
         for subscriber in self._subscribers:
             subscriber.on_batch(batch)
+
+    def forget_cached(self) -> None:
+        """The engine has ended, or has not begun: it has cached nothing."""
+        for block_hash in self._cached:
+            for subscriber in self._subscribers:
+                subscriber.evicted(block_hash)
+        self._cached.clear()
 
     def wake(self) -> None:
         """Report to all subscribers: the description has changed."""

@@ -66,6 +66,10 @@ class BlockHashes:
             self._extend(token_ids, index)
             yield self._chain[index]
 
+    def link(self, index: int) -> tuple[bytes, bytes]:
+        """Return the computed hash of block ``index`` and that of the block before it, which is empty for block 0."""
+        return self._chain[index + 1], self._chain[index] if index else b""
+
     def _extend(self, token_ids: array[int], count: int) -> None:
         chain, size = self._chain, self.block_size
         for index in range(len(chain) - 1, count):

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
+from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.free_runs import FreeRuns
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, first_seen
@@ -40,10 +41,16 @@ _WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → weaker uses
 class BlockPool:
     """The blocks of one node, with the prefix cache over them. Single-threaded.
 
-    Events are those of the first group, which is a full one if there is any.
+    ``events`` are those of the first group, which is a full one if there is any. ``recorder`` has those of all groups.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 1, groups: KVCacheGroups = ONE_GROUP) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 1,
+        groups: KVCacheGroups = ONE_GROUP,
+        recorder: CacheRecorder | None = None,
+    ) -> None:
         self._users: list[list[int]] = [[0] * num_blocks for _ in Use]  # [use][block] → number of users
         self._use: list[Use] = [Use.FREE] * num_blocks
         self._counts = [num_blocks, 0, 0, 0]
@@ -54,6 +61,7 @@ class BlockPool:
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups.windows]  # [group][hash]
         self._key_of: dict[int, tuple[int, bytes]] = {}  # group and hash, by block
         self.events = KVEvents()
+        self.recorder = recorder or CacheRecorder()
 
     @property
     def total(self) -> int:
@@ -173,15 +181,20 @@ class BlockPool:
             del self._evictable[block]
             self._free.add(block)
 
-    def cache(self, block_hash: bytes, block: int, group: int = 0) -> None:
-        """Cache ``block``, which is in use, under ``block_hash``. Another block with the same hash keeps its entry."""
+    def cache(self, block_hash: bytes, block: int, group: int = 0) -> bool:
+        """Cache ``block``, which is in use, under ``block_hash``; return whether it is a new entry.
+
+        Another block with the same hash keeps its entry.
+        """
         assert self._use[block] is not Use.FREE
         block_of = self._block_of[group]
-        if block_hash not in block_of and block not in self._key_of:
-            block_of[block_hash] = block
-            self._key_of[block] = group, block_hash
-            if not group:
-                self.events.add(block_hash)
+        if block_hash in block_of or block in self._key_of:
+            return False
+        block_of[block_hash] = block
+        self._key_of[block] = group, block_hash
+        if not group:
+            self.events.add(block_hash)
+        return True
 
     def forget_cached(self) -> None:
         """Empty the prefix cache."""
@@ -190,10 +203,12 @@ class BlockPool:
         for block in self._evictable:
             self._free.add(block)
         self._evictable.clear()
+        self.recorder.clear()
 
     def _evict(self, block: int) -> None:
-        group, block_hash = self._key_of.pop(block)
+        key = group, block_hash = self._key_of.pop(block)
         del self._block_of[group][block_hash]
+        self.recorder.remove(key)
         if not group:
             self.events.remove(block_hash)
 

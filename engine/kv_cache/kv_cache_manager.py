@@ -141,13 +141,14 @@ class KVCacheManager:
         first = sequence.next_full // self._block_size - 1
         if not self._windows:
             for index in range(first, len(hashes)):
-                self._pool.cache(hashes[index], sequence.blocks[index])
+                if self._pool.cache(hashes[index], sequence.blocks[index]):
+                    self._pool.recorder.store(sequence, index, 0)
         else:
             for index in range(first, len(hashes)):
                 for group in range(self._num_groups):
                     block = sequence.blocks[index * self._num_groups + group]
-                    if block != NULL_BLOCK:
-                        self._pool.cache(hashes[index], block, group)
+                    if block != NULL_BLOCK and self._pool.cache(hashes[index], block, group):
+                        self._pool.recorder.store(sequence, index, group)
             self._free_behind_windows(sequence)
         sequence.cached((len(hashes) + 1) * self._block_size)
         if self._states is not None:

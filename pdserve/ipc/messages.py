@@ -41,6 +41,7 @@ from msgspec import Meta
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
+from pdserve.ipc.cache_changes import CacheChanges
 from pdserve.kv import KVLayout
 from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResult, TokenLogprobs
@@ -80,6 +81,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     agent: str
     placement: RankPlacement
     peer: WeightPeer | None = None  # has the weights of this checkpoint in memory
+    kv_events: bool = False  # batches have ``cache_changes``
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -439,19 +441,25 @@ class Batch(msgspec.Struct, tag=True):
     status_changed: bool = False  # blocks were freed, or a request was paused or resumed
     cached: list[bytes] = []  # hashes of blocks that entered the prefix cache
     evicted: list[bytes] = []  # hashes of blocks that left it
+    cache_changes: list[CacheChanges] = []  # the same with tokens, for all KV cache groups: of a node with KV events
 
     def __bool__(self) -> bool:
         return bool(self.outputs.rids) or any(getattr(self, name) for name in _EVENTS)
 
-    def take(self, status: Status, cached: list[bytes], evicted: list[bytes]) -> Batch:
+    def take(
+        self, status: Status, cached: list[bytes], evicted: list[bytes], cache_changes: list[CacheChanges]
+    ) -> Batch:
         """Return the batch as a message, with the changes of the prefix cache, and start over."""
-        taken = msgspec.structs.replace(self, status=status, cached=cached, evicted=evicted)
+        taken = msgspec.structs.replace(
+            self, status=status, cached=cached, evicted=evicted, cache_changes=cache_changes
+        )
         for name, value in msgspec.structs.asdict(Batch()).items():
             setattr(self, name, value)
         return taken
 
 
-_EVENTS = tuple(name for name in Batch.__struct_fields__ if name not in ("status", "outputs", "cached", "evicted"))
+_NO_EVENTS = ("status", "outputs", "cached", "evicted", "cache_changes")
+_EVENTS = tuple(name for name in Batch.__struct_fields__ if name not in _NO_EVENTS)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,64 @@
+"""Records the changes of the prefix cache for KV events: which blocks entered it, with their tokens, and which left."""
+
+from __future__ import annotations
+
+from engine.request import Sequence
+from pdserve.ipc.cache_changes import BlockKey, CacheChanges, StoredBlock
+
+
+class CacheRecorder:
+    """Records nothing: the recorder of a node that publishes no KV events."""
+
+    def store(self, sequence: Sequence, index: int, group: int) -> None:
+        """Logical block ``index`` of a sequence has entered the cache of a group."""
+
+    def remove(self, key: BlockKey) -> None:
+        """A block has left the cache."""
+
+    def clear(self) -> None:
+        """The cache has been emptied."""
+
+    def take(self) -> list[CacheChanges]:
+        """Return and forget the changes since the last call: one record, or none."""
+        return []
+
+
+class NetChanges(CacheRecorder):
+    """Keeps net changes, so it never outgrows the cache: a block that entered and left between two calls is no change.
+
+    Hashes and tokens of a stored block are copied: they are read in another process.
+    """
+
+    def __init__(self) -> None:
+        self._cleared = False
+        self._stored: dict[BlockKey, StoredBlock] = {}  # oldest first
+        self._removed: dict[BlockKey, None] = {}
+
+    def store(self, sequence: Sequence, index: int, group: int) -> None:
+        hashes = sequence.hashes
+        block_hash, parent = hashes.link(index)
+        key = group, block_hash
+        if key in self._removed:
+            del self._removed[key]
+            return
+        size = hashes.block_size
+        tokens = sequence.token_ids[index * size : (index + 1) * size].tobytes()
+        self._stored[key] = StoredBlock(group, block_hash, parent, tokens, sequence.request.cache_salt)
+
+    def remove(self, key: BlockKey) -> None:
+        if self._stored.pop(key, None) is None:
+            self._removed[key] = None
+
+    def clear(self) -> None:
+        self._cleared = True
+        self._stored.clear()
+        self._removed.clear()
+
+    def take(self) -> list[CacheChanges]:
+        if not (self._cleared or self._stored or self._removed):
+            return []
+        changes = CacheChanges(self._cleared, list(self._removed), list(self._stored.values()))
+        self._cleared = False
+        self._stored.clear()
+        self._removed.clear()
+        return [changes]

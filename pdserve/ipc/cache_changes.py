@@ -1,0 +1,29 @@
+"""Net changes of a node's prefix cache with the tokens of its blocks, as the engine reports them for KV events."""
+
+from __future__ import annotations
+
+import msgspec
+
+BlockKey = tuple[int, bytes]  # KV cache group and block hash
+
+
+class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
+    """A full block that the prefix cache has now."""
+
+    group: int
+    block_hash: bytes
+    parent: bytes  # hash of the block before it; empty for the first block of a prompt
+    token_ids: bytes  # little-endian uint32
+    cache_salt: str  # of the request; its root hash depends on it
+
+    @property
+    def key(self) -> BlockKey:
+        return self.group, self.block_hash
+
+
+class CacheChanges(msgspec.Struct, frozen=True, array_like=True):
+    """They apply in the order of the fields. No key is in both lists."""
+
+    cleared: bool  # the cache was emptied
+    removed: list[BlockKey]
+    stored: list[StoredBlock]

@@ -1,0 +1,209 @@
+"""KV events: a reader that knows the published form only rebuilds the prefix cache of a node."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kv_event_reader import CacheCopy, EventReader
+
+from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.cache_recorder import NetChanges
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.request import Request, Sequence
+from node.frontend_flags import FrontendOptions, KVEventOptions
+from node.kv_events import EventLog, GroupKind, KVEventPublisher
+from pdserve.errors import CapacityError, ConfigError
+from pdserve.hashing import BlockHashes, root_hash
+from pdserve.ipc.cache_changes import CacheChanges, StoredBlock
+from pdserve.ipc.messages import Batch, Mode
+from pdserve.kv_groups import KVCacheGroups
+from pdserve.sampling_params import SamplingParams
+
+BLOCK = 4
+FULL = GroupKind("full_attention", None)
+TOPIC = "kv@node@model"
+
+
+class Operations:
+    """Random operations on a small prefix cache, by sequences that share prefixes and salts."""
+
+    def __init__(self, seed: int, windows: tuple[int | None, ...]) -> None:
+        self.recorder = NetChanges()
+        self.pool = BlockPool(40, BLOCK, KVCacheGroups(windows, tuple(range(len(windows)))), self.recorder)
+        self._kv = KVCacheManager(self.pool, KVConnectorScheduler(self.pool, Batch(), BLOCK), BLOCK, 16)
+        self._random = random.Random(seed)
+        self._live: list[Sequence] = []
+
+    def next(self) -> None:
+        chance, choice = self._random, self._random.random()
+        if not self._live and choice < 0.2:
+            self._kv.forget_cached()
+        elif choice < 0.3:
+            sequence = self._sequence()
+            if self._kv.allocate(sequence):
+                self._live.append(sequence)
+        elif choice < 0.5 and self._live:
+            self._kv.free(self._live.pop(chance.randrange(len(self._live))))
+        elif self._live:
+            sequence = chance.choice(self._live)
+            num_tokens = min(sequence.num_computed + chance.randint(1, 16), sequence.prompt_len)
+            if self._kv.has_windows:
+                self._kv.cover(sequence, num_tokens - sequence.num_computed)
+            sequence.loaded(min(num_tokens, sequence.covered))
+            self._kv.cache_full_blocks(sequence)
+
+    def _sequence(self) -> Sequence:
+        chance, prefix = self._random, self._random.randrange(3)
+        length, salt = chance.randint(1, 60), chance.choice(["", "", "salt"])
+        shared = min(length, chance.choice([0, 8, 20]))
+        tokens = array("I", [prefix * 64 + place for place in range(shared)])
+        tokens.extend(chance.choices(range(2, 90), k=length - shared))
+        request = Request(0, tokens.tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL, salt)
+        return Sequence(0, request, 0, tokens, BlockHashes(BLOCK, root_hash(salt)), length, length + 1)
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., KVEventPublisher]]:
+    publishers = []
+
+    def publish(kinds: list[GroupKind], **form: Any) -> KVEventPublisher:
+        options = KVEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", TOPIC, **form)
+        publishers.append(KVEventPublisher(options, kinds, BLOCK))
+        publishers[-1].start()
+        return publishers[-1]
+
+    yield publish
+    for publisher in publishers:
+        publisher.close()
+
+
+@pytest.fixture
+def read() -> Iterator[Callable[..., EventReader]]:
+    readers = []
+
+    def read(publisher: KVEventPublisher, **options: Any) -> EventReader:
+        live, replays = publisher.endpoints
+        readers.append(EventReader(live, replays, **options))
+        return readers[-1]
+
+    yield read
+    for reader in readers:
+        reader.close()
+
+
+@pytest.mark.parametrize(
+    ("windows", "as_maps"), [((None,), True), ((None, 6), False)], ids=["one group, maps", "window, arrays"]
+)
+def test_cache_is_rebuilt_after_ten_thousand_operations_with_losses(
+    windows: tuple[int | None, ...], as_maps: bool, publish: Any, read: Any
+) -> None:
+    chance = random.Random(1)
+    kinds = [GroupKind("sliding_window" if window else "full_attention", window) for window in windows]
+    publisher, operations = publish(kinds, as_maps=as_maps), Operations(2, windows)
+    reader = read(publisher, drops=lambda number: chance.random() < 0.1)
+    reader.replay()
+    published = 0
+    for number in range(10_000):
+        operations.next()
+        if chance.random() < 0.2 or number == 9_999:
+            for changes in operations.recorder.take():
+                publisher.publish(changes)
+                published += 1
+        if number % 100 == 0:
+            reader.read()
+    reader.read(timeout=5.0)
+    reader.replay()
+    assert reader.copy.next_number == published > 1000
+    assert reader.num_lost > 50
+    assert reader.copy.hashes(BLOCK) == set(operations.pool._key_of.values()) != set()
+    assert {(known.kind, known.window) for known in reader.copy.blocks.values()} == set(kinds)
+    late = read(publisher)
+    late.replay(0)
+    assert late.copy.blocks == reader.copy.blocks
+
+
+def stored(number: int, parent: int = 0) -> StoredBlock:
+    tokens = array("I", [number] * BLOCK).tobytes()
+    return StoredBlock(0, bytes([number] * 16), bytes([parent] * 16) if parent else b"", tokens, "")
+
+
+def changes(*blocks: StoredBlock, removed: tuple[int, ...] = ()) -> CacheChanges:
+    return CacheChanges(False, [(0, bytes([number] * 16)) for number in removed], list(blocks))
+
+
+def test_replay_of_batches_that_are_no_longer_kept_is_a_snapshot() -> None:
+    log = EventLog([FULL], BLOCK, kept_batches=2)
+    for batch in (changes(stored(1)), changes(stored(2, 1)), changes(removed=(1,)), changes(stored(3), stored(1))):
+        log.add(batch)
+    assert [number for number, _ in log.replay(2)] == [2, 3]
+    ((number, payload),) = log.replay(1)
+    copy = CacheCopy()
+    copy.take(number, payload)
+    assert number == 3
+    assert {known.prefix[-1] for known in copy.blocks.values()} == {1, 2, 3}
+    assert copy.groups_with([1] * BLOCK + [2] * BLOCK) == {0}, "the block before comes first, though it is stored anew"
+
+
+def test_number_of_an_earlier_start_gets_a_snapshot() -> None:
+    log = EventLog([FULL], BLOCK)
+    assert list(log.replay(7)) == []
+    log.add(changes(stored(1)))
+    assert [number for number, _ in log.replay(1)] == []
+    assert [number for number, _ in log.replay(7)] == [0]
+
+
+def test_kept_batches_are_bounded_in_bytes() -> None:
+    log = EventLog([FULL], BLOCK, kept_bytes=1000)
+    sizes = [len(log.add(changes(stored(number)))[1]) for number in range(1, 30)]
+    assert sum(len(payload) for _, payload in log.replay(log.next_number - len(log._kept))) <= 1000 < sum(sizes)
+
+
+def test_changes_that_cancel_out_are_not_published() -> None:
+    recorder, pool = NetChanges(), BlockPool(2, BLOCK)
+    pool.recorder = recorder
+    sequence = Operations(1, (None,))._sequence()
+    sequence.hashes.upto(sequence.token_ids, BLOCK)
+    block_hash, _ = sequence.hashes.link(0)
+    for step in range(3):
+        blocks = pool.take(1) or []
+        assert pool.cache(block_hash, blocks[0])
+        recorder.store(sequence, 0, 0)
+        if step == 1:
+            assert [len(taken.stored) for taken in recorder.take()] == [1]
+        pool.drop(blocks, Use.HELD)
+        pool.drop(pool.take(2) or [], Use.HELD)  # evicts it
+    (taken,) = recorder.take()
+    assert (taken.removed, taken.stored) == ([(0, block_hash)], [])
+    assert recorder.take() == []
+
+
+def test_request_for_a_replay_that_is_no_number_is_ignored(publish: Any, read: Any) -> None:
+    publisher = publish([FULL])
+    publisher.clear()
+    reader = read(publisher)
+    for request in ([b""], [b"", b"7"], [b"x" * 9], [b"", b"", b""]):
+        reader.ask(request)
+    assert reader.replay() == [0]
+
+
+def test_port_in_use_and_wrong_endpoints_are_refused(publish: Any) -> None:
+    taken = publish([FULL]).endpoints[0]
+    with pytest.raises(CapacityError, match=r"kv-events-endpoint tcp:.*in use; choose another one"):
+        KVEventPublisher(KVEventOptions(taken), [FULL], BLOCK)
+    for wrong in ("5557", "http://*:5557", "tcp://*:x"):
+        with pytest.raises(ConfigError, match=r"--kv-events-replay-endpoint .*write tcp://\*:PORT"):
+            KVEventPublisher(KVEventOptions("tcp://127.0.0.1:*", wrong), [FULL], BLOCK)
+
+
+def test_options_of_events_without_an_endpoint_are_refused() -> None:
+    with pytest.raises(ConfigError, match="without --kv-events-endpoint"):
+        FrontendOptions(kv_events_topic="x").kv_events("t")
+    assert FrontendOptions().kv_events("t") is None
+    assert FrontendOptions(kv_events_endpoint="tcp://*:1").kv_events("kv@n@m") == KVEventOptions(
+        "tcp://*:1", "", "kv@n@m"
+    )

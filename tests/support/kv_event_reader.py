@@ -1,0 +1,173 @@
+"""A reader of KV events: rebuilds a node's prefix cache from the events alone, with replays of lost ones.
+
+It knows the published form only: nothing here is imported from the publisher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from pdserve.hashing import hash_block_tokens, root_hash
+
+_ARRAY_FIELDS = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+
+
+class KnownBlock(NamedTuple):
+    salt: str
+    prefix: tuple[int, ...]  # tokens of the block and of all blocks before it
+    kind: str
+    window: int | None
+
+
+def fields_of(event: Any) -> dict[str, Any]:
+    """Return an event as a map, whichever form it has."""
+    if isinstance(event, dict):
+        return event
+    name, *values = event
+    return {"type": name, **dict(zip(_ARRAY_FIELDS[name], values, strict=True))}
+
+
+class CacheCopy:
+    """The prefix cache of a node, as its events tell."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, int], KnownBlock] = {}  # by group and number of the block
+        self._prefixes: dict[int, tuple[str, tuple[int, ...]]] = {}  # of every block ever seen, by its number
+        self.next_number = 0
+
+    def take(self, number: int, payload: bytes) -> None:
+        """Apply a batch. Batches of before are ignored; the next one, or a snapshot, is applied."""
+        if number < self.next_number:
+            return
+        self.next_number = number + 1
+        _, events, rank = msgspec.msgpack.decode(payload)
+        assert rank is None
+        for event in map(fields_of, events):
+            match event.pop("type"):
+                case "AllBlocksCleared":
+                    self.blocks.clear()
+                case "BlockRemoved":
+                    assert event["medium"] == "GPU"
+                    for number in event["block_hashes"]:
+                        del self.blocks[event["group_idx"], number]
+                case "BlockStored":
+                    self._store(**event)
+
+    def _store(
+        self,
+        block_hashes: list[int],
+        parent_block_hash: int | None,
+        token_ids: list[int],
+        block_size: int,
+        lora_id: None,
+        medium: str,
+        lora_name: None,
+        extra_keys: list[list[str] | None] | None,
+        group_idx: int,
+        kv_cache_spec_kind: str,
+        kv_cache_spec_sliding_window: int | None,
+    ) -> None:
+        assert medium == "GPU"
+        assert len(token_ids) == block_size * len(block_hashes)
+        salt, prefix = "", tuple[int, ...]()
+        if parent_block_hash is not None:
+            salt, prefix = self._prefixes[parent_block_hash]
+        elif extra_keys is not None:
+            assert len(extra_keys) == len(block_hashes)
+            assert extra_keys[0] is not None
+            (salt,) = extra_keys[0]
+        for index, number in enumerate(block_hashes):
+            prefix = (*prefix, *token_ids[index * block_size : (index + 1) * block_size])
+            self._prefixes[number] = salt, prefix
+            known = KnownBlock(salt, prefix, kv_cache_spec_kind, kv_cache_spec_sliding_window)
+            self.blocks[group_idx, number] = known
+
+    def hashes(self, block_size: int) -> set[tuple[int, bytes]]:
+        """Return group and block hash of every cached block, computed from its tokens."""
+        return {(group, _hash(known, block_size)) for (group, _), known in self.blocks.items()}
+
+    def groups_with(self, tokens: Sequence[int]) -> set[int]:
+        """Return the groups that have the block at the end of these tokens, without salt."""
+        return {group for (group, _), known in self.blocks.items() if (known.salt, known.prefix) == ("", tuple(tokens))}
+
+
+def _hash(known: KnownBlock, block_size: int) -> bytes:
+    block_hash = root_hash(known.salt)
+    for begin in range(0, len(known.prefix), block_size):
+        block_hash = hash_block_tokens(block_hash, array("I", known.prefix[begin : begin + block_size]))
+    return block_hash
+
+
+class EventReader:
+    """Subscribes to a node, and asks for replays. ``drops`` says which live batches are lost on the way."""
+
+    def __init__(self, endpoint: str, replays: str, drops: Callable[[int], bool] = lambda number: False) -> None:
+        self.copy = CacheCopy()
+        self.num_lost = self.num_replays = 0
+        self._drops = drops
+        self._context = zmq.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.setsockopt(zmq.RCVHWM, 0)
+        self._live.subscribe(b"kv@")
+        self._live.connect(endpoint)
+        self._replays = self._context.socket(zmq.DEALER)
+        self._replays.setsockopt(zmq.RCVHWM, 0)
+        self._replays.connect(replays)
+
+    def read(self, timeout: float = 0.0) -> None:
+        """Take in what has arrived, at least within ``timeout`` seconds; close gaps by replays."""
+        while self._live.poll(int(timeout * 1e3)):
+            timeout = 0.0
+            _, encoded, payload = self._live.recv_multipart()
+            number = int.from_bytes(encoded, "big")
+            if self._drops(number):
+                self.num_lost += 1
+                continue
+            if number > self.copy.next_number:
+                self.replay()
+            self.copy.take(number, payload)
+
+    def replay(self, first: int | None = None) -> list[int]:
+        """Ask for all batches from ``first`` on, by default the next one; return their numbers."""
+        self.num_replays += 1
+        wanted = self.copy.next_number if first is None else first
+        self._replays.send_multipart([b"", wanted.to_bytes(8, "big")])
+        numbers: list[int] = []
+        while True:
+            assert self._replays.poll(30_000), "no answer to a request for a replay"
+            _, encoded, payload = self._replays.recv_multipart()
+            number = int.from_bytes(encoded, "big", signed=True)
+            if number < 0:
+                return numbers
+            numbers.append(number)
+            self.copy.take(number, payload)
+
+    def ask(self, request: list[bytes]) -> None:
+        """Send a request for a replay as it is."""
+        self._replays.send_multipart(request)
+
+    def close(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._context.destroy(linger=0)
