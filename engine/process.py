@@ -72,7 +72,10 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
-    engine = Engine(_scheduler(configure, ranks, grammars), ranks, channel, configure.config.parallel.pp)
+    scheduler = _scheduler(configure.config, ranks, grammars, configure.agent)
+    if configure.kv_events:
+        scheduler.pool.recorder = NetChanges()
+    engine = Engine(scheduler, ranks, channel, configure.config.parallel.pp)
     channel.suspects = engine.suspects
     gc.collect()
     gc.freeze()
@@ -110,8 +113,8 @@ def _draft_options(config: NodeConfig) -> DraftOptions:
     return DraftOptions(most, PromptLookup if config.speculate == LOOKUP else None, always)
 
 
-def _scheduler(configure: Configure, ranks: Ranks, grammars: GrammarWorkers) -> Scheduler:
-    config, layout = configure.config, ranks.kv_layout
+def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
+    layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
     peers: ConnectorFactory = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
@@ -131,9 +134,8 @@ def _scheduler(configure: Configure, ranks: Ranks, grammars: GrammarWorkers) -> 
         stages=config.parallel.pp,
         vocab_size=config.model.vocab_size,
         eos_token_ids=config.model.eos_token_ids,
-        connector=peers if configure.agent else KVConnectorScheduler,
+        connector=peers if agent else KVConnectorScheduler,
         grammars=grammars,
-        recorder=NetChanges() if configure.kv_events else None,
         clock=time.monotonic,
     )
 

@@ -44,13 +44,7 @@ class BlockPool:
     ``events`` are those of the first group, which is a full one if there is any. ``recorder`` has those of all groups.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int = 1,
-        groups: KVCacheGroups = ONE_GROUP,
-        recorder: CacheRecorder | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int = 1, groups: KVCacheGroups = ONE_GROUP) -> None:
         self._users: list[list[int]] = [[0] * num_blocks for _ in Use]  # [use][block] → number of users
         self._use: list[Use] = [Use.FREE] * num_blocks
         self._counts = [num_blocks, 0, 0, 0]
@@ -61,7 +55,7 @@ class BlockPool:
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups.windows]  # [group][hash]
         self._key_of: dict[int, tuple[int, bytes]] = {}  # group and hash, by block
         self.events = KVEvents()
-        self.recorder = recorder or CacheRecorder()
+        self.recorder = CacheRecorder()
 
     @property
     def total(self) -> int:

@@ -36,6 +36,7 @@ from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit
 from pdserve.hashing import BlockHashes, root_hash
+from pdserve.ipc.cache_changes import CacheChanges
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from pdserve.kv_groups import Pair
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
@@ -144,9 +145,12 @@ class KVConnectorScheduler:
     def free_lease(self, rid: int) -> None:
         """Stop keeping the blocks of a request for its peer. Unknown rids are ignored."""
 
-    def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes of blocks that became available and that were evicted since the last call."""
-        return self._pool.events.take()
+    def take_events(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
+        """Return the hashes of blocks that became available and that were evicted since the last call.
+
+        The third part has the same for KV events, if the node publishes any.
+        """
+        return *self._pool.events.take(), self._pool.recorder.take()
 
 
 @dataclass(slots=True)

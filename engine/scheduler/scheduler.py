@@ -28,7 +28,6 @@ from math import isfinite
 import msgspec
 
 from engine.kv_cache.block_pool import ONE_GROUP, BlockPool
-from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
@@ -83,7 +82,6 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         connector: ConnectorFactory = KVConnectorScheduler,
         grammars: GrammarWorkers | None = None,
-        recorder: CacheRecorder | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         assert max_num_seqs * (1 + drafts.most) <= max_batch_tokens, "a step must have room for every running sequence"
@@ -92,7 +90,7 @@ class Scheduler:
         self._tile = tile
         self._max_waiting = max_waiting
         self._clock = clock
-        self.pool = BlockPool(num_blocks, block_size, groups, recorder)
+        self.pool = BlockPool(num_blocks, block_size, groups)
         self.events = Batch()
         self.totals = Totals(accepted_per_position=[0] * drafts.most)
         self.meter = StepCostMeter()
@@ -289,9 +287,7 @@ class Scheduler:
     def take_events(self) -> Batch | None:
         """Return the events since the last call as one message; None if there are none."""
         self.totals.sampled_tokens += len(self.events.outputs.rids)
-        if not self.events:
-            return None
-        return self.events.take(self.status(), *self.connector.take_events(), self.pool.recorder.take())
+        return self.events.take(self.status(), *self.connector.take_events()) if self.events else None
 
     def status(self) -> Status:
         free, held, leased, quarantined = self.pool.counts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import zmq
@@ -36,7 +36,7 @@ _ARRAY_FIELDS = {
 
 class KnownBlock(NamedTuple):
     salt: str
-    prefix: tuple[int, ...]  # tokens of the block and of all blocks before it
+    prefix: tuple[int, ...] | None  # tokens of the block and of all blocks before it; None: one of these is unknown
     kind: str
     window: int | None
 
@@ -54,7 +54,7 @@ class CacheCopy:
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], KnownBlock] = {}  # by group and number of the block
-        self._prefixes: dict[int, tuple[str, tuple[int, ...]]] = {}  # of every block ever seen, by its number
+        self._prefixes: dict[int, tuple[str, tuple[int, ...] | None]] = {}  # of every block ever seen, by its number
         self.next_number = 0
 
     def take(self, number: int, payload: bytes) -> None:
@@ -91,32 +91,43 @@ class CacheCopy:
     ) -> None:
         assert medium == "GPU"
         assert len(token_ids) == block_size * len(block_hashes)
-        salt, prefix = "", tuple[int, ...]()
+        salt, prefix = "", cast("tuple[int, ...] | None", ())
         if parent_block_hash is not None:
-            salt, prefix = self._prefixes[parent_block_hash]
+            salt, prefix = self._prefixes.get(parent_block_hash, ("", None))
         elif extra_keys is not None:
             assert len(extra_keys) == len(block_hashes)
             assert extra_keys[0] is not None
             (salt,) = extra_keys[0]
         for index, number in enumerate(block_hashes):
-            prefix = (*prefix, *token_ids[index * block_size : (index + 1) * block_size])
+            if prefix is not None:
+                prefix = (*prefix, *token_ids[index * block_size : (index + 1) * block_size])
             self._prefixes[number] = salt, prefix
             known = KnownBlock(salt, prefix, kv_cache_spec_kind, kv_cache_spec_sliding_window)
             self.blocks[group_idx, number] = known
 
-    def hashes(self, block_size: int) -> set[tuple[int, bytes]]:
-        """Return group and block hash of every cached block, computed from its tokens."""
-        return {(group, _hash(known, block_size)) for (group, _), known in self.blocks.items()}
+    @property
+    def num_unreachable(self) -> int:
+        """Blocks that follow one that is unknown."""
+        return sum(known.prefix is None for known in self.blocks.values())
+
+    def hashes_of_tokens(self, block_size: int) -> set[tuple[int, bytes]]:
+        """Return group and block hash of every other block, computed from its tokens."""
+        blocks = self.blocks.items()
+        return {
+            (group, _hash(known.salt, known.prefix, block_size))
+            for (group, _), known in blocks
+            if known.prefix is not None
+        }
 
     def groups_with(self, tokens: Sequence[int]) -> set[int]:
         """Return the groups that have the block at the end of these tokens, without salt."""
         return {group for (group, _), known in self.blocks.items() if (known.salt, known.prefix) == ("", tuple(tokens))}
 
 
-def _hash(known: KnownBlock, block_size: int) -> bytes:
-    block_hash = root_hash(known.salt)
-    for begin in range(0, len(known.prefix), block_size):
-        block_hash = hash_block_tokens(block_hash, array("I", known.prefix[begin : begin + block_size]))
+def _hash(salt: str, prefix: tuple[int, ...], block_size: int) -> bytes:
+    block_hash = root_hash(salt)
+    for begin in range(0, len(prefix), block_size):
+        block_hash = hash_block_tokens(block_hash, array("I", prefix[begin : begin + block_size]))
     return block_hash
 
 
