@@ -56,8 +56,8 @@ class DecodeMetrics:
     it.
     """
 
-    def __init__(self) -> None:
-        self._metrics = metrics = MetricSet()
+    def __init__(self, model: str) -> None:
+        self._metrics = metrics = MetricSet(model)
         self._peers: list[PeerMetrics] = []
         self.requests = metrics.counter("pdserve_decode_requests", "Requests received.")
         self.request_failures = metrics.counter("pdserve_decode_request_failures", "Requests that ended with an error.")
@@ -92,7 +92,12 @@ class DecodeMetrics:
             "pdserve_handoff_first_step_seconds", "From confirmed KV to the next token.", _BOUNDS
         )
         self._ttft = metrics.labeled_histogram(
-            "pdserve_ttft_part_seconds", "Parts of the time to first token.", "part", _BOUNDS, TTFT_PARTS
+            "pdserve_ttft_part_seconds",
+            "Parts of the time to first token.",
+            "part",
+            _BOUNDS,
+            TTFT_PARTS,
+            also={"queue": "vllm:request_queue_time_seconds", "prefill": "vllm:request_prefill_time_seconds"},
         )
         metrics.read_totals(
             "pdserve", PeerCounters, lambda: {(peer.address,): peer.counters for peer in self._shown()}, ["peer"]

@@ -89,10 +89,11 @@ class DecodeRole:
         self.uses_connector = bool(settings.prefill)
         self.hands_off_all = settings.handoff_min_tokens == 0
         self._settings = settings
-        self._metrics = DecodeMetrics()
+        self._metrics: DecodeMetrics
         self._peers: PrefillPeers | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
+        self._metrics = DecodeMetrics(node.config.served_model_name)
         self._peers = PrefillPeers(
             node,
             self._metrics,

@@ -17,6 +17,15 @@ from pdserve.ipc.messages import Counters, Heartbeat, Status
 from pdserve.metrics import MetricSet, Reading
 from pdserve.request_cost import TYPICAL
 
+#: Names of vLLM for counters of an engine, by ours.
+_VLLM_COUNTERS = {
+    "preemptions": ["vllm:num_preemptions"],
+    "admitted_prompt_tokens": ["vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"],
+    "prefix_cached_tokens": ["vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"],
+    "spec_decode_num_drafts": ["vllm:spec_decode_num_drafts"],
+    "spec_decode_num_draft_tokens": ["vllm:spec_decode_num_draft_tokens"],
+    "spec_decode_num_accepted_tokens": ["vllm:spec_decode_num_accepted_tokens"],
+}
 _USES = ("free", "held", "leased", "quarantined")  # of blocks and slots
 _IDENTITY = ("node_id", "role", "model", "runner", "version", "compat_hash", "weights")
 
@@ -26,7 +35,7 @@ class NodeMetrics(Collector):
 
     def __init__(self, node: NodeContext, watch: LivenessWatch, role_metrics: Callable[[], Iterable[Metric]]) -> None:
         self._role_metrics = role_metrics
-        self._metrics = metrics = MetricSet()
+        self._metrics = metrics = MetricSet(node.config.served_model_name)
 
         def status() -> Status:
             return node.engine.status
@@ -48,7 +57,22 @@ class NodeMetrics(Collector):
             ["use"],
         )
         metrics.read_gauge(
-            "pdserve_kv_use_ratio", "Share of KV blocks that are not free.", lambda: _used_share(status())
+            "pdserve_kv_use_ratio",
+            "Share of KV blocks that are not free.",
+            lambda: _used_share(status()),
+            also=["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
+        )
+        metrics.read_gauge(
+            "vllm:num_requests_running",
+            "Requests that run or read their KV.",
+            lambda: status().reading + status().running,
+        )
+        metrics.read_gauge("vllm:num_requests_waiting", "Requests that wait for blocks.", lambda: status().waiting)
+        metrics.read_gauge(
+            "vllm:cache_config_info",
+            "1; labels are sizes of the KV cache.",
+            lambda: {(str(node.engine.kv_layout.block_size), str(node.engine.kv_layout.num_blocks)): 1.0},
+            ["block_size", "num_gpu_blocks"],
         )
         metrics.read_gauge(
             "pdserve_state_slots",
@@ -75,7 +99,7 @@ class NodeMetrics(Collector):
             "Estimated time to compute that backlog, in seconds.",
             lambda: _backlog_seconds(status()),
         )
-        metrics.read_totals("pdserve", Counters, lambda: {(): status().totals})
+        metrics.read_totals("pdserve", Counters, lambda: {(): status().totals}, also=_VLLM_COUNTERS)
         metrics.read_counter(
             "pdserve_spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafts by their position among those of a decode.",

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
@@ -45,6 +46,11 @@ class FastHistogram(Collector):
         self.counts[bisect_left(self.fine_bounds, amount)] += 1
         self._sum += amount
 
+    def merge(self, other: FastHistogram) -> None:
+        """Add the observations of a histogram with the same bounds."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self._sum += other._sum
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._documentation)
         self.add_to(family, [])
@@ -60,12 +66,23 @@ class FastHistogram(Collector):
 
 
 class LabeledHistogram(Collector):
-    """A FastHistogram per value of a label. ``values`` are exported from the start, others from their first use."""
+    """A FastHistogram per value of a label. ``values`` are exported from the start, others from their first use.
+
+    ``also`` are names of vLLM for single values, with the labels of ``model``.
+    """
 
     def __init__(
-        self, name: str, documentation: str, label: str, bounds: Sequence[float], values: Iterable[str] = ()
+        self,
+        name: str,
+        documentation: str,
+        label: str,
+        bounds: Sequence[float],
+        values: Iterable[str] = (),
+        also: Mapping[str, str] = MappingProxyType({}),
+        model: str = "",
     ) -> None:
         self._name, self._documentation, self._label, self._bounds = name, documentation, label, bounds
+        self._also, self._model = also, model
         self._histograms: dict[str, FastHistogram] = {}
         for value in values:
             self.of(value)
@@ -80,6 +97,85 @@ class LabeledHistogram(Collector):
         for value, histogram in list(self._histograms.items()):  # any thread may collect
             histogram.add_to(family, [value])
         yield family
+        for value, name in self._also.items():
+            family = HistogramMetricFamily(name, self._documentation, labels=MODEL_LABELS)
+            self.of(value).add_to(family, model_labels(self._model))
+            yield family
+
+
+#: Labels of series under vLLM's names. A node is one engine, whatever its ranks.
+MODEL_LABELS = ("model_name", "engine")
+
+
+def model_labels(model: str) -> tuple[str, str]:
+    return model, "0"
+
+
+class ModelHistogram(Collector):
+    """A histogram per model: under ``name`` their sum, under each name of ``also`` those of the models.
+
+    Without ``name`` there is no sum.
+    """
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float], also: Sequence[str]) -> None:
+        self._name, self._documentation, self._bounds, self._also = name, documentation, bounds, also
+        self._histograms: dict[str, FastHistogram] = {}
+        self.fine_bounds = subdivided(bounds, _PARTS)
+
+    def of(self, model: str) -> FastHistogram:
+        if model not in self._histograms:
+            self._histograms[model] = FastHistogram(self._name, self._documentation, self._bounds)
+        return self._histograms[model]
+
+    @property
+    def counts(self) -> list[int]:
+        return self._sum().counts
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        histograms = list(self._histograms.items())  # any thread may collect
+        if self._name:
+            yield from self._sum().collect()
+        for name in self._also:
+            family = HistogramMetricFamily(name, self._documentation, labels=MODEL_LABELS)
+            for model, histogram in histograms:
+                histogram.add_to(family, model_labels(model))
+            yield family
+
+    def _sum(self) -> FastHistogram:
+        total = FastHistogram(self._name, self._documentation, self._bounds)
+        for histogram in list(self._histograms.values()):
+            total.merge(histogram)
+        return total
+
+
+class ModelCount:
+    """What one model adds to a ModelCounter. One thread may count."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        self.value += amount
+
+
+class ModelCounter(Collector):
+    """A counter per model: under ``name`` their sum, under each name of ``also`` those of the models."""
+
+    def __init__(self, name: str, documentation: str, also: Sequence[str]) -> None:
+        self._name, self._documentation, self._also = name, documentation, also
+        self._counts: dict[str, ModelCount] = {}
+
+    def of(self, model: str) -> ModelCount:
+        return self._counts.setdefault(model, ModelCount())
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        counts = list(self._counts.items())
+        yield CounterMetricFamily(self._name, self._documentation, sum(count.value for _, count in counts))
+        for name in self._also:
+            family = CounterMetricFamily(name, self._documentation, labels=MODEL_LABELS)
+            for model, count in counts:
+                family.add_metric(model_labels(model), count.value)
+            yield family
 
 
 class MetricSet(Collector):
@@ -89,12 +185,28 @@ class MetricSet(Collector):
         metrics.read_gauge("pdserve_connections", "Open connections.", lambda: len(connections))
 
     ``read_…`` is for values that something else counts: ``read`` returns the value, with labels the value of each tuple
-    of their values. Names of counters are exported with ``_total``. A row of docs/metrics.md describes each metric;
+    of their values. Names of counters end with ``_total``. ``also`` are names of vLLM for the same values, with
+    MODEL_LABELS: of the model that the constructor was given, or that each observation names.
+
+    A row of docs/metrics.md describes each metric;
     tests/e2e/test_exported_metrics.py compares them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
         self.registry = CollectorRegistry()
+        self._model = model
+
+    def model_histogram(
+        self, name: str, meaning: str, bounds: Sequence[float], also: Sequence[str] = ()
+    ) -> ModelHistogram:
+        histogram = ModelHistogram(name, meaning, bounds, also)
+        self.registry.register(histogram)
+        return histogram
+
+    def model_counter(self, name: str, meaning: str, also: Sequence[str] = ()) -> ModelCounter:
+        counter = ModelCounter(name, meaning, also)
+        self.registry.register(counter)
+        return counter
 
     def counter(self, name: str, meaning: str, labels: Sequence[str] = (), series: Iterable[str] = ()) -> Counter:
         """``series`` are values of the only label, whose series begin at 0; others begin when they are used."""
@@ -113,17 +225,49 @@ class MetricSet(Collector):
         return histogram
 
     def labeled_histogram(
-        self, name: str, meaning: str, label: str, bounds: Sequence[float], values: Iterable[str] = ()
+        self,
+        name: str,
+        meaning: str,
+        label: str,
+        bounds: Sequence[float],
+        values: Iterable[str] = (),
+        also: Mapping[str, str] = MappingProxyType({}),
     ) -> LabeledHistogram:
-        histogram = LabeledHistogram(name, meaning, label, bounds, values)
+        histogram = LabeledHistogram(name, meaning, label, bounds, values, also, self._model)
         self.registry.register(histogram)
         return histogram
 
-    def read_counter(self, name: str, meaning: str, read: Callable[[], Reading], labels: Sequence[str] = ()) -> None:
-        self.registry.register(_Read(CounterMetricFamily, name, meaning, read, labels))
+    def read_counter(
+        self,
+        name: str,
+        meaning: str,
+        read: Callable[[], Reading],
+        labels: Sequence[str] = (),
+        also: Sequence[str] = (),
+    ) -> None:
+        self._read(CounterMetricFamily, (name, *also), meaning, read, labels)
 
-    def read_gauge(self, name: str, meaning: str, read: Callable[[], Reading], labels: Sequence[str] = ()) -> None:
-        self.registry.register(_Read(GaugeMetricFamily, name, meaning, read, labels))
+    def read_gauge(
+        self,
+        name: str,
+        meaning: str,
+        read: Callable[[], Reading],
+        labels: Sequence[str] = (),
+        also: Sequence[str] = (),
+    ) -> None:
+        self._read(GaugeMetricFamily, (name, *also), meaning, read, labels)
+
+    def _read(
+        self,
+        family: type[CounterMetricFamily | GaugeMetricFamily],
+        names: Sequence[str],
+        meaning: str,
+        read: Callable[[], Reading],
+        labels: Sequence[str],
+    ) -> None:
+        for name in names:
+            model = self._model if is_vllm(name) else None
+            self.registry.register(_Read(family, name, meaning, read, labels, model))
 
     def read_totals(
         self,
@@ -131,15 +275,20 @@ class MetricSet(Collector):
         record: type[msgspec.Struct],
         read: Callable[[], Mapping[tuple[str, ...], msgspec.Struct]],
         labels: Sequence[str] = (),
+        also: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """Export each field of records as a counter; ``Meta(description=…)`` of the field is its meaning."""
+        """Export each field of records as a counter; ``Meta(description=…)`` of the field is its meaning.
+
+        ``also`` has further names by field.
+        """
 
         def values_of(field: str) -> Reading:
             return {values: float(getattr(totals, field)) for values, totals in read().items()}
 
         for field, hint in typing.get_type_hints(record, include_extras=True).items():
             (meta,) = hint.__metadata__
-            self.read_counter(f"{prefix}_{field}", meta.description, partial(values_of, field), labels)
+            names = also.get(field, ())
+            self.read_counter(f"{prefix}_{field}", meta.description, partial(values_of, field), labels, names)
 
     def collect(self) -> Iterable[Metric]:
         return self.registry.collect()
@@ -155,15 +304,24 @@ class _Read(Collector):
         meaning: str,
         read: Callable[[], Reading],
         labels: Sequence[str],
+        model: str | None,
     ) -> None:
-        self._family, self._name, self._meaning, self._read, self._labels = family, name, meaning, read, labels
+        """``model``: add MODEL_LABELS."""
+        self._family, self._name, self._meaning, self._read = family, name, meaning, read
+        self._labels = (*labels, *MODEL_LABELS) if model is not None else labels
+        self._values = () if model is None else model_labels(model)
 
     def collect(self) -> Iterator[Metric]:
         family = self._family(self._name, self._meaning, labels=self._labels)
         reading = self._read()
         for values, amount in (reading if isinstance(reading, Mapping) else {(): reading}).items():
-            family.add_metric(values, amount)
+            family.add_metric((*values, *self._values), amount)
         yield family
+
+
+def is_vllm(name: str) -> bool:
+    """Return whether a metric's name is one of vLLM."""
+    return name.startswith("vllm:")
 
 
 def subdivided(bounds: Sequence[float], parts: int) -> list[float]:

@@ -2,15 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import ProcessCollector
 from prometheus_client.exposition import generate_latest
 
-from pdserve.metrics import MetricSet
+from pdserve.metrics import MODEL_LABELS, MetricSet, model_labels
+from pdserve.records import FinishReason
 
+_ABORTED = "abort"  # vLLM's finish reason of a choice that did not end by itself
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKEN_BUCKETS = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1_000,
+    2_000,
+    5_000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+    500_000,
+)
 _LAG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class ModelMetrics:
+    """What the requests of one model count."""
+
+    def __init__(self, metrics: RouterMetrics, model: str) -> None:
+        self.prompt_tokens = metrics.prompt_tokens.of(model)
+        self.cached_tokens = metrics.cached_tokens.of(model)
+        self.output_tokens = metrics.output_tokens.of(model)
+        self.ttft = metrics.ttft.of(model)
+        self.itl = metrics.itl.of(model)
+        self.pauses = metrics.pauses
+        self.replayed_tokens = metrics.replayed_tokens
+        self.migrations = metrics.migrations
+        self._duration = metrics.model_duration.of(model)
+        self._decode = metrics.decode.of(model)
+        self._prompt_length = metrics.prompt_length.of(model)
+        self._output_length = metrics.output_length.of(model)
+        self._longest_output = metrics.longest_output.of(model)
+        self._finished = {
+            reason: metrics.finished.labels(*model_labels(model), reason) for reason in (*FinishReason, _ABORTED)
+        }
+
+    def count_end(self, seconds: float, ttft: float | None) -> None:
+        """Count a request that has ended after ``seconds``."""
+        self._duration.observe(seconds)
+        if ttft is not None:
+            self._decode.observe(max(0.0, seconds - ttft))
+
+    def count_tokens(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Count the lengths of a request that has ended well."""
+        self._prompt_length.observe(prompt_tokens)
+        self._output_length.observe(output_tokens)
+
+    def count_choices(self, choices: Sequence[tuple[int, str]]) -> None:
+        """Count the choices of a prompt: output tokens and finish reason, which is empty if it did not end by itself."""
+        self._longest_output.observe(max((num_tokens for num_tokens, _ in choices), default=0))
+        for _, finish_reason in choices:
+            self._finished[finish_reason or _ABORTED].inc()
 
 
 class RouterMetrics:
@@ -39,8 +102,13 @@ class RouterMetrics:
         self.body_bytes = metrics.gauge(
             "pdserve_request_body_bytes", "Bytes of large request bodies that are not parsed yet."
         )
-        self.prompt_tokens = metrics.counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.")
-        self.cached_tokens = metrics.counter("pdserve_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
+        self.prompt_tokens = metrics.model_counter(
+            "pdserve_prompt_tokens", "Prompt tokens sent to nodes.", also=["vllm:prompt_tokens"]
+        )
+        self.cached_tokens = metrics.model_counter(
+            "pdserve_cached_prompt_tokens",
+            "Prompt tokens found in a prefix cache.",
+        )
         self.expected_cached_tokens = metrics.counter(
             "pdserve_expected_cached_prompt_tokens",
             "Prompt tokens expected in a prefix cache; compare pdserve_cached_prompt_tokens.",
@@ -49,14 +117,53 @@ class RouterMetrics:
         self.stalled_clients = metrics.counter(
             "pdserve_stalled_clients", "Connections closed because the client read nothing for --client-stall-timeout."
         )
-        self.output_tokens = metrics.counter("pdserve_output_tokens", "Output tokens received.")
-        self.ttft = metrics.histogram(
+        self.output_tokens = metrics.model_counter(
+            "pdserve_output_tokens", "Output tokens received.", also=["vllm:generation_tokens"]
+        )
+        self.ttft = metrics.model_histogram(
             "pdserve_time_to_first_token_seconds",
             "Time from the request's arrival to the first token of each prompt.",
             _TTFT_BUCKETS,
+            also=["vllm:time_to_first_token_seconds"],
         )
-        self.itl = metrics.histogram(
-            "pdserve_inter_token_latency_seconds", "Time between two tokens of a choice, as received.", _ITL_BUCKETS
+        self.itl = metrics.model_histogram(
+            "pdserve_inter_token_latency_seconds",
+            "Time between two tokens of a choice, as received.",
+            _ITL_BUCKETS,
+            also=["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
+        )
+        self.decode = metrics.model_histogram(
+            "pdserve_request_decode_seconds",
+            "Time from a request's first token to the end of its response.",
+            _DURATION_BUCKETS,
+            also=["vllm:request_decode_time_seconds"],
+        )
+        self.model_duration = metrics.model_histogram(
+            "",
+            "Time from a request's arrival to the end of its response.",
+            _DURATION_BUCKETS,
+            also=["vllm:e2e_request_latency_seconds"],
+        )
+        self.prompt_length = metrics.model_histogram(
+            "pdserve_request_prompt_tokens",
+            "Prompt tokens of each request that ended well.",
+            _TOKEN_BUCKETS,
+            also=["vllm:request_prompt_tokens"],
+        )
+        self.output_length = metrics.model_histogram(
+            "pdserve_request_output_tokens",
+            "Output tokens of each request that ended well.",
+            _TOKEN_BUCKETS,
+            also=["vllm:request_generation_tokens"],
+        )
+        self.longest_output = metrics.model_histogram(
+            "",
+            "Output tokens of the longest choice of each prompt.",
+            _TOKEN_BUCKETS,
+            also=["vllm:request_max_num_generation_tokens"],
+        )
+        self.finished = metrics.counter(
+            "vllm:request_success", "Choices that ended, by reason.", [*MODEL_LABELS, "finished_reason"]
         )
         self.loop_lag = metrics.histogram(
             "pdserve_router_loop_lag_seconds", "How late the event loop ran a timer of 10 ms.", _LAG_BUCKETS
@@ -112,6 +219,9 @@ class RouterMetrics:
             ["policy", "prefill"],
         )
         self.nodes_ready = metrics.gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])
+
+    def of(self, model: str) -> ModelMetrics:
+        return ModelMetrics(self, model)
 
     def count_key_request(self, name: str, outcome: str) -> None:
         if self._client_names and name:

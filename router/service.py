@@ -82,6 +82,7 @@ class Service:
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
+            self.metrics.of(name)  # its series begin at 0
             fleet = Fleet(name, self.nodes, options.policy, metrics=self.metrics)
             self.models[name] = ServedModel(name, root, tokenizer, fleet=fleet, options=options)
         self.names = self.models | {name: next(iter(self.models.values())) for name in options.aliases}

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 from prometheus_client import metrics as prometheus
+from prometheus_client.registry import Collector
 
 from pdserve import __version__
 from router.dashboard import live
@@ -153,7 +154,7 @@ def _kv_share(views: Iterable[NodeView]) -> float | None:
     return 1 - sum(load.free_blocks for load in loads) / total if total else None
 
 
-def _value(metric: prometheus.Counter | prometheus.Gauge) -> float:
+def _value(metric: Collector) -> float:
     return float(next(sample.value for family in metric.collect() for sample in family.samples))
 
 

@@ -24,7 +24,7 @@ from router.generation.job import GenerationOptions, Job
 from router.generation.migration import Accepts, Migration
 from router.generation.prompt_scores import PromptScores
 from router.generation.usage import Usage
-from router.metrics import RouterMetrics
+from router.metrics import ModelMetrics
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RequestGeneration:
         options: GenerationOptions,
         tokenizer: Tokenizer,
         consumer: Consumer,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
     ) -> None:
         self.options = options
         self.usage = Usage(prompt_tokens=sum(job.prompt.num_tokens for job in jobs))

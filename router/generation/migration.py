@@ -30,7 +30,7 @@ from router.fleet.policy import NodeView, Placement
 from router.fleet.serve_stream import NodeLost
 from router.generation.job import GenerationOptions
 from router.generation.suspicion import Suspicion
-from router.metrics import RouterMetrics
+from router.metrics import ModelMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Migration:
     def __init__(
         self,
         options: GenerationOptions,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
         send: Callable[[Accepts | Placement, bool], None],
         give_up: Callable[[PdserveError], None],
         num_choices: int,

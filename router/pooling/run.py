@@ -28,7 +28,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.policy import NodeView
 from router.fleet.serve_stream import NodeLost
 from router.generation.usage import Usage
-from router.metrics import RouterMetrics
+from router.metrics import ModelMetrics
 from router.pooling.batches import split
 from router.text.prompt import Prompt
 
@@ -71,9 +71,7 @@ class _WeightsGone(Exception):
 class PoolingRun:
     """Starts at once. ``vectors`` returns its result, and ``weights`` is the version that computed it."""
 
-    def __init__(
-        self, prompts: Sequence[Prompt], options: PoolingOptions, fleet: Fleet, metrics: RouterMetrics
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], options: PoolingOptions, fleet: Fleet, metrics: ModelMetrics) -> None:
         self.usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
         self.weights: str | None = None  # None: until a node is chosen
         self._prompts = prompts

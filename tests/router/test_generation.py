@@ -29,7 +29,7 @@ def test_finished_request_leaves_no_reference_cycles() -> None:
     encoder = CompletionEncoder(TOKENIZER, "model", "id", 0, False)
     response = StreamedResponse(encoder, CompletionBody(prompt=""), jobs)
     options = GenerationOptions(request_id="id", arrived=time.monotonic(), timeout=1.0, migrations=2)
-    generation = RequestGeneration(jobs, options, TOKENIZER, response, RouterMetrics())
+    generation = RequestGeneration(jobs, options, TOKENIZER, response, RouterMetrics().of("m"))
     response.generation = generation
     choice: Choice = generation.runs[0].choices[0]
     response.on_delta(choice, "text", pb.Output(has_token=True, token_id=5))

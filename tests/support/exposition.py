@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 _ROW = re.compile(
-    r"\| `(?P<name>\w+)` \| (?P<on>[RPD, ]+) \| (?P<type>\w+) \| (?P<labels>[a-z_, ]*)\| (?P<meaning>.*)\|"
+    r"\| `(?P<name>[\w:]+)` \| (?P<on>[RPD, ]+) \| (?P<type>\w+) \| (?P<labels>[a-z_, ]*)\| (?P<meaning>.*)\|"
 )
 _PARTS = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 

@@ -40,7 +40,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
         service, dialect = self._service, self._dialect
         body = await dialect.complete(body, admission.owner)
         model = service.find(body.model)
-        accounting.model = model.name
+        accounting.use_model(model.name)
         accounting.use_id(body.request_id)
         prepared = await dialect.prepare(body, model, service.options.max_logprobs)
         options = GenerationOptions(
@@ -69,7 +69,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
         headers += accounting.id_headers
         response = dialect.respond(body, prepared, model, options=options)
         generation = RequestGeneration(
-            prepared.jobs, options, model.tokenizer, consumer=response, metrics=service.metrics
+            prepared.jobs, options, model.tokenizer, consumer=response, metrics=accounting.metrics
         )
         response.generation = generation
         await generation.prepare(model.fleet)
@@ -84,7 +84,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
         finally:
             deadline.cancel()
             generation.close()
-            accounting.computed(generation.usage, generation.ttft)
+            accounting.generated(generation)
             admission.record_output(generation.usage.completion_tokens, generation.usage.cached_tokens)
 
 

@@ -37,7 +37,7 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
     ) -> str:
         service, dialect = self._service, self._dialect
         model = service.find(body.model)
-        accounting.model = model.name
+        accounting.use_model(model.name)
         limits = model.fleet.limits(dialect.tasks)
         prompts = await dialect.prompts(body, model.encoder, limits)
         dimensions = dialect.dimensions(body)
@@ -59,13 +59,13 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
         headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected=disconnected)
         accounting.admitted()
         headers += accounting.id_headers
-        run = PoolingRun(prompts, options, model.fleet, metrics=service.metrics)
+        run = PoolingRun(prompts, options, model.fleet, metrics=accounting.metrics)
         disconnected.add_done_callback(lambda _: run.fail(ClientDisconnected()))
         try:
             with service.running(run):
                 vectors = await run.vectors()
         finally:
-            accounting.computed(run.usage, None)
+            accounting.computed(run.usage)
             admission.record_output(0, run.usage.cached_tokens)
         fields = AnswerFields(
             model=model.name,

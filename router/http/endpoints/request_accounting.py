@@ -24,8 +24,10 @@ from router.dialect.dialect import Dialect
 from router.errors import status_and_type
 from router.gate.keys import Client
 from router.gate.rate_limits import Headers
+from router.generation.generation import RequestGeneration
 from router.generation.usage import Usage
 from router.http.request_ids import given_request_id, request_id_headers
+from router.metrics import ModelMetrics
 from router.service import Service
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ class RequestAccounting:
         self._has_header = given_id is not None
         path = scope["path"]
         self.arrived = monotonic()
-        self.model = ""
+        self.model = ""  # until the body names it
+        self.metrics: ModelMetrics  # of ``model``
         self._metrics = service.metrics
         self._log_requests = service.options.log_requests
         self._dialect = dialect
@@ -77,9 +80,19 @@ class RequestAccounting:
     def admitted(self) -> None:
         self._stage.end()
 
-    def computed(self, usage: Usage, ttft: float | None) -> None:
+    def use_model(self, name: str) -> None:
+        self.model = name
+        self.metrics = self._metrics.of(name)
+
+    def computed(self, usage: Usage) -> None:
         self._usage = usage
-        self._ttft = ttft
+
+    def generated(self, generation: RequestGeneration) -> None:
+        """The generation has ended, or is given up."""
+        self._usage = generation.usage
+        self._ttft = generation.ttft
+        for run in generation.runs:
+            self.metrics.count_choices([(len(choice.token_ids), choice.finish_reason) for choice in run.choices])
 
     def finished(self, outcome: str) -> None:
         """The whole response has been sent, possibly with an error event."""
@@ -98,6 +111,10 @@ class RequestAccounting:
         metrics.requests.labels(self._endpoint, self._outcome).inc()
         metrics.count_key_request(self._client.name, self._outcome)
         metrics.duration.of(self._endpoint).observe(seconds)
+        if self.model:
+            self.metrics.count_end(seconds, self._ttft)
+            if self._outcome == "ok":
+                self.metrics.count_tokens(self._usage.prompt_tokens, self._usage.completion_tokens)
         self._end_spans()
         if self._log_requests:
             self._log(seconds)
