@@ -70,7 +70,7 @@ class ModelMetrics:
         self._output_length.observe(output_tokens)
 
     def count_choices(self, choices: Sequence[tuple[int, str]]) -> None:
-        """Count the choices of a prompt: output tokens and finish reason, which is empty if it did not end by itself."""
+        """Count the choices of a prompt: output tokens and finish reason, empty if it did not end by itself."""
         self._longest_output.observe(max((num_tokens for num_tokens, _ in choices), default=0))
         for _, finish_reason in choices:
             self._finished[finish_reason or _ABORTED].inc()
