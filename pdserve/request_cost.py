@@ -12,6 +12,7 @@ T_ttft / (T_itl · L) = ``DELAY_WEIGHT`` seconds of TTFT. The costs are the same
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
@@ -98,8 +99,19 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
     return prompt_logprobs < 0 and uncached_tokens >= max(min_tokens, 1)
 
 
-def prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
-    """Cost of a prompt on a node: its own wait, and the delay of streams and later prompts there.
+class PromptTimes(NamedTuple):
+    """What a prompt on a node means, in seconds."""
+
+    first_token: float  # until its own first token
+    delays: float  # of streams there, weighted
+
+    @property
+    def cost(self) -> float:
+        return self.first_token + self.delays
+
+
+def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> PromptTimes:
+    """Predict a prompt on a node: its own wait, and the delay of streams there.
 
     Beside decodes, each step reads the weights anyway and computes some tokens meanwhile. That hides the seconds by
     which the base of a decode step exceeds that of a step of prompts. Prompts that arrive while the queue drains take
@@ -123,12 +135,18 @@ def prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> fl
     before = queued - executing + behind
     steps = max(1, math.ceil((before + own) / chunk))
     delay = added(before + own) - added(before)
-    return rest_of_step + steps * step + added(before + own) + DELAY_WEIGHT * decodes * delay
+    return PromptTimes(rest_of_step + steps * step + added(before + own), DELAY_WEIGHT * decodes * delay)
 
 
-def remote_prompt_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, uncached_tokens: int) -> float:
-    """``prompt_cost`` for a peer, which needs KV blocks for the whole prompt."""
-    return prompt_cost(load, costs, uncached_tokens) + _block_wait(load, prompt_tokens)
+def prompt_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
+    """Cost of a prompt on a node."""
+    return prompt_times(load, costs, uncached_tokens).cost
+
+
+def remote_prompt_times(load: RequestLoad, costs: StepCosts, prompt_tokens: int, uncached_tokens: int) -> PromptTimes:
+    """``prompt_times`` for a peer, which needs KV blocks for the whole prompt."""
+    first_token, delays = prompt_times(load, costs, uncached_tokens)
+    return PromptTimes(first_token + _block_wait(load, prompt_tokens), delays)
 
 
 def handoff_cost(costs: StepCosts, uncached_tokens: int) -> float:

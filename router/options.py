@@ -204,6 +204,10 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Flag("accept chat_template in requests; it runs in a sandbox, in processes with limits of time and memory"),
     ] = False
+    trust_routing_headers: Annotated[
+        bool,
+        Flag("follow the headers x-prefiller-host-port and x-llm-d-slo-…-ms; let a gateway alone reach this port"),
+    ] = False
     max_logprobs: Annotated[
         int,
         Flag(

@@ -52,7 +52,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM's
     "ec_transfer_params": ({},),
     "enable_response_messages": (False,),
-    "kv_transfer_params": ({},),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": ("", []),
@@ -96,6 +95,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_audio_in_video": (False,),
 }
 _OTHER_ENDPOINTS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+_TRANSFER = (
+    "kv_transfer_params is not supported: decode nodes fetch KV by themselves; run without the sidecar for "
+    "prefill, and name the prefill node by the header x-prefiller-host-port (--trust-routing-headers)"
+)
 _REPLACED = {"functions": "tools", "function_call": "tool_choice", "rid": "request_id"}
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -114,6 +117,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 def other_fields() -> dict[str, dict[str, Any]]:
     """JSON schemas of the accepted fields without effect, by name."""
     unsupported = {name: {"enum": [*values, None]} for name, values in _UNSUPPORTED.items()}
+    unsupported["kv_transfer_params"] = {"enum": [{}, None]}
     return {**{name: {} for name in sorted(_IGNORED)}, **unsupported}
 
 
@@ -128,6 +132,10 @@ def convert(fields: dict[str, Any], kind: type[Body], token_ids: Container[str] 
             continue
         if any(_equal(value, no_effect) for no_effect in _UNSUPPORTED.get(name, ())):
             continue
+        if name == "kv_transfer_params":
+            if value == {}:
+                continue
+            raise RequestError(_TRANSFER, name, "unsupported_parameter")
         if name in _UNSUPPORTED:
             raise RequestError(f"{name} is not supported; leave it out", name, "unsupported_parameter")
         if name in _REPLACED:

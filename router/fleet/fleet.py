@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from pdserve.errors import Overloaded, RequestError
+from pdserve.errors import Overloaded, RequestError, shown
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
 from router.fleet.node_client import NodeClient
@@ -16,6 +16,7 @@ from router.fleet.nodes import Nodes
 from router.fleet.policy import (
     BOTH,
     GENERATE,
+    NO_HINT,
     POLICIES,
     PREFIX_AWARE,
     TASKS,
@@ -23,6 +24,7 @@ from router.fleet.policy import (
     NodeView,
     Placement,
     PolicyRequest,
+    RoutingHint,
     no_serving_node,
     pooling_node,
     typical_costs,
@@ -155,11 +157,12 @@ class Fleet:
         *,
         accepts: Callable[[NodeView], bool] | None = None,
         alone: bool = False,
+        hint: RoutingHint = NO_HINT,
     ) -> NodeCall:
         """Choose nodes and send the request, whose prompt is ``prefix``.
 
         ``accepts`` filters decode nodes. ``alone``: no P takes part.
-        Raises Overloaded when no accepted decode node is ready.
+        Raises Overloaded when no accepted decode node is ready, RequestError if ``hint`` names no known node.
         """
         views = self._nodes.views()
         typical = self._typical_costs(views)
@@ -169,6 +172,9 @@ class Fleet:
             request = self._policy_request(prefix)
         else:
             request = PolicyRequest(prefix.num_tokens, may_hand_off=False)
+        if hint is not NO_HINT:
+            fields = {"prefills": self._named_prefills(hint.prefill), "ttft": hint.ttft, "tpot": hint.tpot}
+            request = msgspec.structs.replace(request, **fields)
         snapshot = FleetSnapshot(self._model, views, self._nodes.placement_counter, typical)
         placement = POLICIES[self._policy](snapshot, request)
         self._nodes.placement_counter += 1
@@ -225,6 +231,31 @@ class Fleet:
             found = self._nodes.prefixes.match(prefix.hashes(block_size)[:most], nodes)
             cached.update((nodes[blocks], count * block_size) for blocks, count in found.items())
         return PolicyRequest(prefix.num_tokens, cached)
+
+    def _named_prefills(self, addresses: Sequence[str]) -> frozenset[str] | None:
+        """Return the ids of listed P at these addresses, or alone on these hosts. Raises RequestError if none is known.
+
+        A scheduler knows a pod's HTTP port, which is not the port of gRPC.
+        """
+        if not addresses:
+            return None
+        listed = {
+            node.address: node.description.node_id
+            for node in self._nodes
+            if node.role in ("prefill", BOTH) and node.description is not None
+        }
+        found = set[str]()
+        for address in addresses:
+            host = address.rpartition(":")[0] or address
+            on_host = [node_id for other, node_id in listed.items() if other.rpartition(":")[0] == host]
+            if address in listed:
+                found.add(listed[address])
+            elif len(on_host) == 1:
+                found.add(on_host[0])
+        if not found:
+            text = f"no prefill node at {shown(', '.join(addresses))} is known here, or several are on that host"
+            raise RequestError(f"{text}; name one that this server discovers, with its port of gRPC")
+        return frozenset(found)
 
     def _current_members(self) -> _Members:
         known = self._nodes.known()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -83,15 +84,30 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
         return [node for node in ready if not node.stalled] or ready
 
 
+class RoutingHint(msgspec.Struct, frozen=True):
+    """What a trusted scheduler in front of this router asks for."""
+
+    prefill: tuple[str, ...] = ()  # addresses, or hosts, of P of which one computes the prompt; (): any
+    ttft: float = math.inf  # objective for the first token, in seconds
+    tpot: float = math.inf  # objective for the time between two tokens, in seconds
+
+
+NO_HINT = RoutingHint()
+
+
 class PolicyRequest(msgspec.Struct, frozen=True):
     """A prompt; ``cached`` are its leading tokens in each node's prefix cache, by node id, zeros left out.
 
-    Without ``may_hand_off`` the decode node computes it.
+    Without ``may_hand_off`` the decode node computes it. ``prefills`` are the ids of P of which one should compute it;
+    None: any. The objectives are those of RoutingHint.
     """
 
     num_tokens: int
     cached: Mapping[str, int] = {}
     may_hand_off: bool = True
+    prefills: frozenset[str] | None = None
+    ttft: float = math.inf
+    tpot: float = math.inf
 
     def uncached(self, node_id: str) -> int:
         """Prompt tokens to compute on a node; at least one."""
@@ -120,7 +136,10 @@ def least_loaded(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
 
 
 def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
-    """Choose the pair, or the D alone, of the lowest cost by pdserve/request_cost.py."""
+    """Choose the pair, or the D alone, of the lowest cost by pdserve/request_cost.py.
+
+    Those that are predicted to meet the request's objectives come first, or the ones that miss them by the least.
+    """
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_costs([*decodes, *prefills])
     ranked = _rank_prefills(prefills, request, typical, snapshot.counter)
@@ -130,12 +149,18 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
         load, costs = decode.load, filled(decode.costs, typical)
         uncached = request.uncached(decode.node_id)
         decoding = cost.decode_cost(load, costs, request.num_tokens, shares[decode.node_id])
+        per_token = cost.time_per_token(costs.decode, load.to_decode + 1, shares[decode.node_id])
         peer = next((prefill for prefill in ranked if decode.reads_from(prefill.node)), None)
-        if peer is None or not decode.hands_off_all:
-            candidates.append(_Candidate(decoding + cost.prompt_cost(load, costs, uncached), decode))
+        if peer is None or not (decode.hands_off_all or request.prefills):
+            prompt = cost.prompt_times(load, costs, uncached)
+            excess = _excess(request, prompt.first_token, per_token)
+            candidates.append(_Candidate(decoding + prompt.cost, decode, excess=excess))
         if peer is not None:
             seconds = decoding + peer.seconds + cost.handoff_cost(costs, uncached)
-            candidates.append(_Candidate(seconds, decode, peer.node))
+            excess = _excess(request, peer.first_token, per_token)
+            candidates.append(_Candidate(seconds, decode, peer.node, excess=excess))
+    least = min(candidate.excess for candidate in candidates)
+    candidates = [candidate for candidate in candidates if candidate.excess == least]
     cheapest = _cheapest(candidates)
     best = cheapest[snapshot.counter % len(cheapest)]
     return Placement(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
@@ -209,7 +234,15 @@ def _decode_nodes(snapshot: FleetSnapshot) -> list[NodeView]:
 
 
 def _prefill_nodes(snapshot: FleetSnapshot, request: PolicyRequest) -> list[NodeView]:
-    return snapshot.usable("prefill") if request.may_hand_off else []
+    if not request.may_hand_off:
+        return []
+    nodes = snapshot.usable("prefill")
+    return nodes if request.prefills is None else [node for node in nodes if node.node_id in request.prefills]
+
+
+def _excess(request: PolicyRequest, ttft: float, tpot: float) -> float:
+    """Return how far predicted times exceed the objectives, in their multiples; 0: they do not."""
+    return max(ttft / request.ttft, tpot / request.tpot, 1.0) - 1.0
 
 
 def _cycle(
@@ -233,6 +266,8 @@ class _Candidate(NamedTuple):
     seconds: float
     node: NodeView
     prefill: NodeView | None = None
+    first_token: float = 0.0  # seconds; of P
+    excess: float = 0.0  # over the objectives
 
 
 def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -250,8 +285,8 @@ def _rank_prefills(
     ranked = []
     for node in prefills:
         costs, uncached = filled(node.costs, typical), request.uncached(node.node_id)
-        seconds = cost.remote_prompt_cost(node.load, costs, request.num_tokens, uncached)
-        ranked.append(_Candidate(seconds, node))
+        prompt = cost.remote_prompt_times(node.load, costs, request.num_tokens, uncached)
+        ranked.append(_Candidate(prompt.cost, node, first_token=prompt.first_token))
     ranked.sort(key=lambda candidate: candidate.seconds)
     tied = len(_cheapest(ranked))
     first = counter % tied

@@ -183,7 +183,7 @@ class PromptRun:
             self._call = self._fleet.move(message, self, to, num_tokens)
         else:
             self._call = self._fleet.generate(
-                message, self, self.prefix, accepts=generation.weights.accepting(to), alone=on_trial
+                message, self, self.prefix, accepts=generation.weights.accepting(to), alone=on_trial, hint=options.hint
             )
             if on_trial and not generation.paused:
                 self._suspicion.begin_trial(self._call)

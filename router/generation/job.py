@@ -9,6 +9,7 @@ import msgspec
 from pdserve.logs import request_fields
 from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import NO_SPAN, Span
+from router.fleet.policy import NO_HINT, RoutingHint
 from router.text.prompt import Prompt
 from router.text.stop_strings import StopStrings
 
@@ -36,6 +37,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     continues_prompt: bool = True  # true for a completion; a chat message begins a new text
     visible_special_tokens: tuple[str, ...] | None = ()  # None: all
     names_nodes: bool = False  # response headers name prefill and decode node
+    hint: RoutingHint = NO_HINT
     span: Span = NO_SPAN  # the request's
 
     @property

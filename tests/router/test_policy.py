@@ -345,3 +345,42 @@ def test_added_load_never_attracts_requests(before: Burden, more: Burden, counte
 
     both = Burden(before.requests + more.requests, before.backlog + more.backlog + 200, before.blocks, 0)
     assert chooses_p1(before) or not chooses_p1(both)
+
+
+# ---------------------------------------------------------------- what a scheduler in front asks for
+
+
+@every_policy
+def test_named_prefill_node_computes_the_prompt(policy: Policy) -> None:
+    nodes = (decode("d0"), prefill("p0", backlog=500_000), prefill("p1"))
+    for counter in range(3):
+        request = msgspec.structs.replace(ASK, prefills=frozenset({"p0"}))
+        assert policy(FleetSnapshot("m", nodes, counter), request) == Placement("d0", "p0")
+
+
+@every_policy
+def test_named_prefill_node_that_is_out_of_reach_leaves_the_prompt_to_d(policy: Policy) -> None:
+    nodes = (decode("d0", peers=("p1",)), prefill("p0"), prefill("p1"))
+    request = msgspec.structs.replace(ASK, prefills=frozenset({"p0"}))
+    assert policy(FleetSnapshot("m", nodes), request) == Placement("d0", None)
+
+
+def test_objective_for_the_first_token_overrules_the_cost() -> None:
+    nodes = (decode("d0", decoding=40, requests=40, itl_target=0.01), prefill("p0", backlog=40_000))
+    snapshot = FleetSnapshot("m", nodes)
+    assert prefix_aware(snapshot, ASK).prefill == "p0"
+    assert prefix_aware(snapshot, msgspec.structs.replace(ASK, ttft=0.5)) == Placement("d0", None)
+
+
+def test_objective_for_the_time_per_token_overrules_the_cost() -> None:
+    slow = StepCosts(COSTS.prompt, LinearCost(30e-3, 20e-6), COSTS.read)
+    nodes = (decode("d0", costs=slow), decode("d1", backlog=400_000))
+    snapshot = FleetSnapshot("m", nodes)
+    assert prefix_aware(snapshot, ASK).decode == "d0"
+    assert prefix_aware(snapshot, msgspec.structs.replace(ASK, tpot=20e-3)).decode == "d1"
+
+
+def test_objectives_that_no_node_meets_are_missed_by_the_least() -> None:
+    nodes = tuple(decode(f"d{index}", backlog=backlog) for index, backlog in enumerate((90_000, 20_000, 60_000)))
+    request = msgspec.structs.replace(ASK, ttft=1e-6, tpot=1e-6)
+    assert prefix_aware(FleetSnapshot("m", nodes), request).decode == "d1"

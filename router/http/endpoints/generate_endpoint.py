@@ -39,8 +39,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
     ) -> str:
         service, dialect = self._service, self._dialect
         body = await dialect.complete(body, admission.owner)
-        model = service.find(body.model)
-        accounting.use_model(model.name)
+        model = accounting.use_model(service.find(body.model))
         accounting.use_id(body.request_id)
         prepared = await dialect.prepare(body, model, service.options.max_logprobs)
         options = GenerationOptions(
@@ -56,6 +55,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
             continues_prompt=prepared.continues_prompt,
             visible_special_tokens=prepared.visible_special_tokens,
             names_nodes=service.options.dashboard,
+            hint=accounting.hint,
             span=accounting.span,
         )
         work = RequestWork(

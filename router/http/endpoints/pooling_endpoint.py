@@ -36,8 +36,7 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
         disconnected: asyncio.Future[None],
     ) -> str:
         service, dialect = self._service, self._dialect
-        model = service.find(body.model)
-        accounting.use_model(model.name)
+        model = accounting.use_model(service.find(body.model))
         limits = model.fleet.limits(dialect.tasks)
         prompts = await dialect.prompts(body, model.encoder, limits)
         dimensions = dialect.dimensions(body)

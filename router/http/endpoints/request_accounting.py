@@ -22,13 +22,15 @@ from pdserve.logs import request_fields
 from pdserve.tracing.spans import NO_SPAN
 from router.dialect.dialect import Dialect
 from router.errors import status_and_type
+from router.fleet.policy import RoutingHint
 from router.gate.keys import Client
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
 from router.generation.usage import Usage
 from router.http.request_ids import given_request_id, request_id_headers
+from router.http.routing_headers import routing_hint
 from router.metrics import ModelMetrics
-from router.service import Service
+from router.service import ServedModel, Service
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class RequestAccounting:
         self.arrived = monotonic()
         self.model = ""  # until the body names it
         self.metrics: ModelMetrics  # of ``model``
+        self._scope, self._trusts_headers = scope, service.options.trust_routing_headers
         self._metrics = service.metrics
         self._log_requests = service.options.log_requests
         self._dialect = dialect
@@ -80,9 +83,16 @@ class RequestAccounting:
     def admitted(self) -> None:
         self._stage.end()
 
-    def use_model(self, name: str) -> None:
-        self.model = name
-        self.metrics = self._metrics.of(name)
+    def use_model(self, model: ServedModel) -> ServedModel:
+        """The request is for ``model``, which is returned."""
+        self.model = model.name
+        self.metrics = self._metrics.of(model.name)
+        return model
+
+    @property
+    def hint(self) -> RoutingHint:
+        """What trusted headers ask for. Raises RequestError."""
+        return routing_hint(self._scope, self._trusts_headers)
 
     def computed(self, usage: Usage) -> None:
         self._usage = usage
