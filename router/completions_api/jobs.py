@@ -84,8 +84,7 @@ def make_job(
     defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008 - frozen
 ) -> Job:
     """Resolve every default. Raises RequestError beyond limits."""
-    wrong = prompt.first_outside(limits.vocab_size)
-    check_vocabulary("prompt", [] if wrong is None else [wrong], limits)
+    check_prompt(prompt, limits)
     for name in _NAMED_IDS:
         check_vocabulary(name, getattr(body, name), limits)
     bias = _logit_bias(body.logit_bias)
@@ -144,6 +143,12 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limit: int, defaults: Gener
             "context_length_exceeded",
         )
     return wanted
+
+
+def check_prompt(prompt: Prompt, limits: ModelLimits) -> None:
+    """Raise RequestError for a token outside the vocabulary."""
+    wrong = prompt.first_outside(limits.vocab_size)
+    check_vocabulary("prompt", [] if wrong is None else [wrong], limits)
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:

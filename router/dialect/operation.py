@@ -16,6 +16,7 @@ COMPUTES = (*WITH_BODY, 429, 502, 503)
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     response: type | None  # None: plain text
+    is_list: bool = False  # the response is a list of these
     method: str = "post"
     path: str = ""  # a dialect's paths take its place
     statuses: Sequence[int] = ANY

@@ -10,7 +10,7 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from router.completions_api.body_parsing import other_fields
-from router.completions_api.request_bodies import ChatBody
+from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.dialect.dialect import Dialect
 from router.dialect.operation import ANY, WITH_BODY, Operation
 from router.http.endpoints.server_info import ServerInfo, ServerLoad, TokenizerInfo, TokenizerInfoQuery
@@ -20,6 +20,7 @@ from router.http.endpoints.small_endpoints import (
     HealthStatus,
     ModelCard,
     ModelList,
+    RenderedPrompt,
     TokenizeBody,
     TokenizeResponse,
     VersionInfo,
@@ -109,6 +110,21 @@ _OTHERS = (
         response=DetokenizeResponse,
         statuses=(*WITH_BODY, 503),
         body=DetokenizeBody,
+    ),
+    Operation(
+        path="/v1/completions/render",
+        summary="Tokenize the prompts of a completion",
+        response=RenderedPrompt,
+        is_list=True,
+        statuses=(*WITH_BODY, 503),
+        body=CompletionBody,
+    ),
+    Operation(
+        path="/v1/chat/completions/render",
+        summary="Render and tokenize a chat",
+        response=RenderedPrompt,
+        statuses=(*WITH_BODY, 503),
+        body=ChatBody,
     ),
     Operation(method="get", path="/health", summary="Check readiness", response=HealthStatus, statuses=(*ANY, 503)),
     Operation(method="get", path="/ping", summary="Check readiness", response=HealthStatus, statuses=(*ANY, 503)),
@@ -218,7 +234,10 @@ def _query_parameters(query: type) -> list[Fields]:
 def _success(operation: Operation) -> Fields:
     if operation.response is None:
         return {"text/plain": {"schema": {"type": "string"}}}
-    content: Fields = {"application/json": {"schema": _reference(operation.response)}}
+    schema = _reference(operation.response)
+    if operation.is_list:
+        schema = {"type": "array", "items": schema}
+    content: Fields = {"application/json": {"schema": schema}}
     if operation.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     return content

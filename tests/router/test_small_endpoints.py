@@ -53,6 +53,33 @@ def test_tokenize_messages(client: httpx.Client, tokenizer: Tokenizer) -> None:
         assert client.post("/tokenize", json=body).json()["tokens"] == expected
 
 
+def test_rendered_completion_has_the_tokens_of_tokenize(client: httpx.Client) -> None:
+    texts = ["naïve 日本 🙂", "all work and no play"]
+    expected = [client.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
+    body = {"model": MODEL, "prompt": texts, "max_tokens": 5, "temperature": 0.5, "n": 2}
+    rendered = client.post("/v1/completions/render", json=body).json()
+    assert rendered == [{"model": MODEL, "token_ids": tokens, "features": None} for tokens in expected]
+    body = {"prompt": expected[0], "truncate_prompt_tokens": 3}
+    assert client.post("/v1/completions/render", json=body).json()[0]["token_ids"] == expected[0][-3:]
+
+
+def test_rendered_chat_has_the_tokens_of_tokenize(client: httpx.Client) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for fields in ({}, {"tools": [tool]}, {"add_generation_prompt": False}, {"chat_template_kwargs": {"x": 1}}):
+        chat = {"model": MODEL, "messages": messages, **fields}
+        expected = client.post("/tokenize", json=chat).json()["tokens"]
+        rendered = client.post("/v1/chat/completions/render", json=chat | {"max_tokens": 3}).json()
+        assert rendered == {"model": MODEL, "token_ids": expected, "features": None}
+
+
+def test_render_refuses_what_the_endpoint_itself_refuses(client: httpx.Client) -> None:
+    for body in ({}, {"prompt": [10**9]}, {"prompt": "x", "temperatur": 1}, {"prompt": "x", "model": "other"}):
+        answers = [client.post(f"/v1/completions{path}", json=body) for path in ("", "/render")]
+        assert answers[0].status_code == answers[1].status_code in (400, 404)
+        assert answers[0].json()["error"] == answers[1].json()["error"]
+
+
 def test_tokenize_accepts_text_beyond_the_model_length(client: httpx.Client, tokenizer: Tokenizer) -> None:
     text = "all work and no play " * 5000
     assert client.post("/tokenize", json={"prompt": text}).json()["tokens"] == tokenizer.encode(text)

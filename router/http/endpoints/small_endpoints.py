@@ -1,4 +1,4 @@
-"""/v1/models, /health, /ping, /health/live, /version, /metrics, /tokenize, /detokenize, /v1/messages/count_tokens."""
+"""/v1/models, /health, /ping, /health/live, /version, /metrics, and what tokenizes and renders without generating."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pdserve import __version__
 from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
-from router.completions_api.jobs import check_vocabulary
-from router.completions_api.request_bodies import ChatBody
+from router.completions_api.jobs import check_prompt, check_vocabulary, encode_chat, encode_completion
+from router.completions_api.request_bodies import ChatBody, parse_chat, parse_completion
 from router.dialect.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
 from router.fleet.policy import EMBED, GENERATE, no_serving_node
 from router.http.endpoints.body_reader import BodyReader
 from router.messages_api.request import parse_count_tokens
 from router.messages_api.response_objects import MessageTokensCount
 from router.service import ServedModel, Service
+from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
 
 VERSION = __version__
@@ -78,6 +79,14 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
 
 class DetokenizeResponse(msgspec.Struct):
     prompt: str
+
+
+class RenderedPrompt(msgspec.Struct):
+    """A prompt as a model server would get it, in vLLM's form; schedulers look it up in prefix caches."""
+
+    model: str
+    token_ids: list[int]
+    features: None = None  # of images and audio: there are none
 
 
 def json_response(value: Any) -> Response:
@@ -164,6 +173,24 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
         )
         return _large_json(response, service.turns)
 
+    @app.post("/v1/completions/render")
+    async def render_completion(request: Request) -> Response:
+        body = await bodies.read(request.receive, parse_completion)
+        model = service.find(body.model)
+        limits = model.fleet.limits((GENERATE,))
+        prompts = await encode_completion(body, model.encoder, limits)
+        for prompt in prompts:
+            check_prompt(prompt, limits)
+        rendered = [_rendered(model, prompt) for prompt in prompts]
+        return _large_json(rendered, service.turns)
+
+    @app.post("/v1/chat/completions/render")
+    async def render_chat(request: Request) -> Response:
+        body = await bodies.read(request.receive, parse_chat)
+        model = service.find(body.model)
+        prompt = await encode_chat(body, model.encoder, model.fleet.limits((GENERATE,)))
+        return _large_json(_rendered(model, prompt), service.turns)
+
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_count_tokens)
@@ -177,6 +204,10 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
         model = service.find(body.model)
         check = partial(check_vocabulary, "tokens", limits=model.fleet.limits())
         return _large_json(DetokenizeResponse(await model.encoder.decode(body.tokens, check)), service.turns)
+
+
+def _rendered(model: ServedModel, prompt: Prompt) -> RenderedPrompt:
+    return RenderedPrompt(model.name, lazy_numbers(prompt.unpacked()))
 
 
 async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> Sequence[int]:
