@@ -21,8 +21,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "up": Command("cli.up.command", "start prefill nodes, decode nodes and a router on this machine", serves=True),
     "prefill": Command("prefill_node.__main__", "start a prefill node", serves=True),
-    "decode": Command("decode_node.__main__", "start a decode node", serves=True),
-    "serve": Command("elastic_node.__main__", "start a node that prefills and decodes", serves=True),
+    "decode": Command("cli.decode", "start a decode node", serves=True),
+    "serve": Command("cli.serve", "start a node that prefills and decodes", serves=True),
     "router": Command("router.__main__", "start a router", serves=True),
     "completion": Command("cli.completion", "print a completion script for a shell"),
     "doctor": Command("cli.doctor.command", "check whether a node with these flags would start and work here"),

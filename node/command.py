@@ -25,7 +25,7 @@ from pdserve.config.node_options import NodeOptions, add_node_flags, node_option
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
 from pdserve.flags.declaration import add_flags, options_from
-from pdserve.flags.parser import command_parser
+from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.ipc.messages import RankPlacement
 from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
@@ -37,7 +37,7 @@ from pdserve.tracing.trace_flags import make_tracer
 _log = logging.getLogger(__name__)
 
 
-def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def role_parser(prog: str, description: str) -> CommandParser:
     parser = command_parser(prog, description)
     add_node_flags(parser)
     add_flags(parser, FrontendOptions)

@@ -25,6 +25,7 @@ Reading = float | Mapping[tuple[str, ...], float]
 _PARTS = 8  # fine buckets per exported bucket: quantiles are accurate to some 5 %
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_PART_OF_HISTOGRAM = re.compile("_(bucket|sum|count)$")
 _ESCAPED = re.compile(r"\\(.)")
 
 
@@ -358,6 +359,26 @@ def series(name: str, **labels: str) -> str:
     escaped = ((label, _escape(value)) for label, value in labels.items())
     text = ",".join(f'{label}="{value}"' for label, value in escaped)
     return f"{name}{{{text}}}" if text else name
+
+
+def exposition(values: Mapping[str, float]) -> str:
+    """Return values by their ``series`` in the text format of Prometheus, the inverse of ``flat``.
+
+    Types follow from the names: ours end with ``_total`` if they are counters, and with ``_bucket``, ``_sum`` and
+    ``_count`` if they are parts of a histogram.
+    """
+    families: dict[str, list[str]] = {}
+    names = {text.partition("{")[0] for text in values}
+    for text, value in values.items():
+        name = text.partition("{")[0]
+        base = _PART_OF_HISTOGRAM.sub("", name)
+        family = base if f"{base}_bucket" in names else name
+        families.setdefault(family, []).append(f"{text} {floatToGoString(value)}\n")
+    lines = []
+    for family, samples in families.items():
+        kind = "counter" if family.endswith("_total") else "histogram" if f"{family}_bucket" in names else "gauge"
+        lines += [f"# TYPE {family} {kind}\n", *samples]
+    return "".join(lines)
 
 
 def labels_of(text: str) -> dict[str, str]:

@@ -81,6 +81,14 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     node: Annotated[
         tuple[str, ...], _nodes("addresses of nodes that prefill and decode (`pdserve serve`), likewise")
     ] = ()
+    home_node: Annotated[
+        str | None,
+        Flag(
+            "id of the only node that decodes: the router runs beside it; others of both roles compute prompts",
+            metavar="ID",
+            unset="all decode nodes",
+        ),
+    ] = None
     policy: Annotated[str, Flag("how to choose nodes", choices=tuple(POLICIES))] = PREFIX_AWARE
     request_timeout: Annotated[float, Flag("time limit of a request in seconds", metavar="S", above=0, at_most=DAY)] = (
         600.0

@@ -10,8 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+import grpc
+
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import ModelNotFound, NodeError, Overloaded, PdserveError, RequestError, shown
+from pdserve.metrics import exposition
 from pdserve.model.generation_defaults import GenerationDefaults, load_generation_defaults
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
@@ -32,6 +35,8 @@ from router.text.structured.grammar_checker import GrammarChecker
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_STATUS_SECONDS = 2.0  # for the node beside the router to answer a scrape
 
 
 class Running(Protocol):
@@ -77,7 +82,7 @@ class Service:
         self.metrics = RouterMetrics(options.metrics_client_names)
         tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
         sources = {"prefill": options.prefill, "decode": options.decode, BOTH: options.node}
-        self.nodes = Nodes(sources, tokenizers.keys(), tls)
+        self.nodes = Nodes(sources, tokenizers.keys(), tls, options.home_node)
         self.nodes.on_change(self._count_nodes)
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
         self.models: dict[str, ServedModel] = {}
@@ -122,6 +127,15 @@ class Service:
             await model.close()
         await self.nodes.close()
         self.tracer.close()
+
+    async def home_metrics(self) -> bytes:
+        """Return the metrics of the node that this router runs beside, in Prometheus' format; empty if it has none."""
+        if (home := self.nodes.home) is None:
+            return b""
+        with suppress(grpc.aio.AioRpcError):
+            status = await home.status(_STATUS_SECONDS)
+            return exposition(status.counters).encode()
+        return b""
 
     def abort(self) -> None:
         """End all running and waiting requests with an error."""

@@ -20,7 +20,17 @@ from prefill_node.prefill_role import add_flags as add_prefill_flags
 from router.options import RouterOptions, add_router_flags, router_options_from
 
 #: Flags of programs that ``up`` sets itself, by their names among parsed arguments.
-_OWN = {"model", "model_flags", "served_model_name", "prefill", "decode", "node", "status_fd", "lifeline_fd"}
+_OWN = {
+    "model",
+    "model_flags",
+    "served_model_name",
+    "prefill",
+    "decode",
+    "node",
+    "status_fd",
+    "lifeline_fd",
+    "home_node",
+}
 #: Flags of the router that nodes have, too.
 _COMMON = {"traces", "log_requests", "log_format", "drain_timeout"}
 
@@ -32,18 +42,18 @@ class _Names(argparse.Action):
         namespace.served_model_name, *namespace.aliases = values
 
 
-def _actions(add_flags: Callable[[argparse.ArgumentParser], None]) -> list[argparse.Action]:
-    """Return the flags of a program that users of ``up`` may give."""
+def actions_of(add_flags: Callable[[argparse.ArgumentParser], None]) -> list[argparse.Action]:
+    """Return the flags of a program that users give: not those that name nodes and parents."""
     parser = CommandParser(add_help=False)
     add_flags(parser)
     return [action for action in parser._actions if action.dest not in _OWN]
 
 
 _ACTIONS = {
-    "router": _actions(add_router_flags),
-    "prefill": _actions(add_prefill_flags),
-    "decode": _actions(add_decode_flags),
-    "elastic": _actions(add_elastic_flags),
+    "router": actions_of(add_router_flags),
+    "prefill": actions_of(add_prefill_flags),
+    "decode": actions_of(add_decode_flags),
+    "elastic": actions_of(add_elastic_flags),
 }
 
 
@@ -106,7 +116,7 @@ def role_words(role: str, args: argparse.Namespace) -> list[str]:
     actions = [action for action in _ACTIONS[role] if action.dest != "api_key"]
     if role != "router":
         actions = [*actions, *(action for action in _ACTIONS["router"] if action.dest in _COMMON)]
-    return [word for action in actions for word in _words(action, getattr(args, action.dest))]
+    return [word for action in actions for word in words_of_action(action, getattr(args, action.dest))]
 
 
 def router_options(args: argparse.Namespace) -> RouterOptions:
@@ -126,7 +136,7 @@ def set_secrets(args: argparse.Namespace) -> None:
         os.environ["PDSERVE_API_KEY"] = args.api_key
 
 
-def _words(action: argparse.Action, value: object) -> list[str]:
+def words_of_action(action: argparse.Action, value: object) -> list[str]:
     flag = action.option_strings[0]
     if value == action.default:
         return []

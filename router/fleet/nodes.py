@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from pdserve.discovery.sources import Directory
 from pdserve.rpc.tls import PeerTls
 from router.fleet.node_client import NodeClient
@@ -28,8 +30,14 @@ class Nodes:
     """
 
     def __init__(
-        self, sources: Mapping[str, Sequence[str]], models: Collection[str], tls: PeerTls | None = None
+        self,
+        sources: Mapping[str, Sequence[str]],
+        models: Collection[str],
+        tls: PeerTls | None = None,
+        home: str | None = None,
     ) -> None:
+        """``home`` is the id of the only node that decodes; None: all that can."""
+        self._home = home
         self.prefixes = PrefixIndex()
         # For round-robin ties. Its random start keeps routers that start together from choosing alike.
         self.placement_counter = random.getrandbits(32)
@@ -104,7 +112,17 @@ class Nodes:
         return known.get((role, node_id)) or known[BOTH, node_id]
 
     def views(self) -> tuple[NodeView, ...]:
-        return tuple(view for node in self.known().values() if (view := node.view()) is not None)
+        views = (view for node in self.known().values() if (view := node.view()) is not None)
+        if self._home is None:
+            return tuple(views)
+        return tuple(beside for view in views if (beside := _beside(view, self._home)) is not None)
+
+    @property
+    def home(self) -> NodeClient | None:
+        """The node that this router runs beside, once it is known."""
+        if self._home is None:
+            return None
+        return next((node for (_, node_id), node in self.known().items() if node_id == self._home), None)
 
     def on_change(self, watcher: Callable[[], None]) -> None:
         self._watchers.append(watcher)
@@ -160,3 +178,10 @@ class Nodes:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _beside(view: NodeView, home: str) -> NodeView | None:
+    """Return the view that a router beside node ``home`` has of a node: others compute prompts, or are not used."""
+    if view.node_id == home or view.role == "prefill":
+        return view
+    return msgspec.structs.replace(view, role="prefill") if view.role == BOTH else None

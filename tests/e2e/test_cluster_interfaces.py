@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import httpx
+import psutil
 import pytest
-from fleet import MODEL_NAME, Fleet, copy_without_weights
+from exposition import scrape
+from fleet import MODEL_NAME, Fleet, NodeProcess, copy_without_weights
 from kv_event_reader import EventReader
 from machine import patience
 
@@ -58,10 +61,12 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 4096), k=num_tokens)
 
 
-def post(cluster: Cluster, tokens: list[int], headers: dict[str, str], max_tokens: int = 2) -> httpx.Response:
-    fields = {"max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
+def post(
+    cluster: Cluster, tokens: list[int], headers: dict[str, str], max_tokens: int = 2, url: str = ""
+) -> httpx.Response:
+    fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     body = {"model": MODEL_NAME, "prompt": tokens, **fields}
-    return httpx.post(f"{cluster.fleet.url}/v1/completions", json=body, headers=headers, timeout=patience(30.0))
+    return httpx.post(f"{url or cluster.fleet.url}/v1/completions", json=body, headers=headers, timeout=patience(30.0))
 
 
 def test_kv_events_of_p_and_d_have_the_blocks_of_a_request_once(cluster: Cluster) -> None:
@@ -101,6 +106,72 @@ def test_objectives_are_positive_numbers(cluster: Cluster) -> None:
     assert post(cluster, [5, 6], {"x-llm-d-slo-ttft-ms": "50", "x-llm-d-slo-tpot-ms": "9.5"}).status_code == 200
     for value in ("0", "-1", "nan", "inf", "fast"):
         assert post(cluster, [5, 6], {"x-llm-d-slo-tpot-ms": value}).status_code == 400
+
+
+# ---------------------------------------------------------------- a node as an OpenAI server
+
+
+@pytest.fixture(scope="module")
+def http_node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> NodeProcess:
+    model = copy_without_weights(tmp_path_factory.mktemp("http"))
+    peers = [word for node in cluster.fleet.prefill for word in ("--prefill", node.address)]
+    return cluster.fleet.start_http_node("decode", model, [*NODE, *peers, "--trust-routing-headers"])
+
+
+def test_decode_node_serves_the_openai_protocol_itself(cluster: Cluster, http_node: NodeProcess) -> None:
+    url, tokens = f"http://{http_node.address}", prompt(40 * BLOCK, 200)
+    assert [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]] == [MODEL_NAME]
+    assert httpx.get(f"{url}/health").status_code == 200
+    expected = post(cluster, tokens, {}, max_tokens=6).json()["choices"][0]["token_ids"]
+    for node in cluster.fleet.prefill:
+        answer = post(cluster, tokens, {"x-prefiller-host-port": node.address}, max_tokens=6, url=url)
+        assert answer.json()["choices"][0]["token_ids"] == expected
+        assert unquote(answer.headers["x-pdserve-prefill-node"]) in ("", node.address)
+        tokens = prompt(40 * BLOCK, 201)
+        expected = post(cluster, tokens, {}, max_tokens=6).json()["choices"][0]["token_ids"]
+    assert post(cluster, tokens, {"x-prefiller-host-port": "10.9.9.9:1"}, url=url).status_code == 400
+    body = {"prompt": [5], "kv_transfer_params": {"do_remote_decode": True}}
+    refused = httpx.post(f"{url}/v1/completions", json=body)
+    assert "x-prefiller-host-port" in refused.json()["error"]["message"]
+
+
+def test_http_port_of_a_node_has_its_metrics_with_types(http_node: NodeProcess) -> None:
+    families = {family.name: family for family in scrape(f"http://{http_node.address}/metrics")}
+    assert families["vllm:num_requests_waiting"].type == "gauge"
+    assert families["vllm:prefix_cache_queries_total"].type == "counter"
+    assert families["vllm:request_prefill_time_seconds"].type == "histogram"
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"
+    (config,) = families["vllm:cache_config_info"].samples
+    assert (config.labels["block_size"], config.labels["model_name"]) == (str(BLOCK), MODEL_NAME)
+
+
+def test_router_beside_a_node_starts_again_and_both_drain(cluster: Cluster, http_node: NodeProcess) -> None:
+    parent = psutil.Process(http_node.pid)
+    router = next(child for child in parent.children() if "router" in child.cmdline())
+    router.kill()
+    cluster.fleet.wait_until(
+        lambda: any("router" in child.cmdline() and child.pid != router.pid for child in parent.children()), 20.0
+    )
+    http_node.signal(signal.SIGTERM)
+    http_node.wait_ended(20.0)
+    assert http_node.child.process.returncode == 0
+
+
+@pytest.mark.slow
+def test_elastic_node_serves_itself_and_has_prompts_computed_by_the_others(tmp_path: Path) -> None:
+    model = copy_without_weights(tmp_path)
+    with Fleet() as fleet:
+        other = fleet.start_both(model, tmp_path / "nodes", NODE)
+        node = fleet.start_http_node("serve", model, [*NODE, "--prefill", other.address, "--trust-routing-headers"])
+        fleet.wait_ready()
+        url, headers = f"http://{node.address}", {"x-prefiller-host-port": other.address}
+        fields = {"model": MODEL_NAME, "max_tokens": 4, "ignore_eos": True}
+        for seed in range(4):
+            body = {"prompt": prompt(40 * BLOCK, seed), **fields}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=patience(30.0))
+            assert unquote(answer.headers["x-pdserve-decode-node"]) != other.address
+        assert other.counter("leases_granted") > 0
+        assert other.counter("decode_requests") == 0
 
 
 @pytest.mark.slow

@@ -212,6 +212,7 @@ class Fleet:
         self.prefill: list[NodeProcess] = []
         self.decode: list[NodeProcess] = []
         self.both: list[NodeProcess] = []  # nodes that prefill and decode
+        self.http_nodes: list[NodeProcess] = []  # with an OpenAI server beside them
         self.router: Process | None = None
         self._supervisor = Supervisor()
         self._stopping = threading.Event()
@@ -282,6 +283,14 @@ class Fleet:
         new = listed.with_suffix(".new")
         new.write_text("".join(f"{node.address}\n" for node in self.both))
         os.replace(new, listed)
+        return node
+
+    def start_http_node(self, command: str, model_dir: Path, flags: Sequence[str]) -> NodeProcess:
+        """Start a node with an OpenAI server beside it at ``address``, and wait until both are ready."""
+        argv = [command, str(model_dir), *self._node_flags, "--http", "0", *flags]
+        node = NodeProcess(self, self._spawn(f"http-{command}", "cli", argv), NO_VARIABLES)
+        self.http_nodes.append(node)
+        self.wait_until(lambda: self._is_ready(node.child), START_SECONDS)
         return node
 
     def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:

@@ -154,7 +154,8 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.export(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        text = service.metrics.export() + await service.home_metrics()
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None:
