@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pdserve.config.device import find_gpus, node_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions, node_options_from, node_words
 from pdserve.config.resolve import resolve
+from pdserve.cpus import usable_cpus
 
 LOCAL = "127.0.0.1"  # nodes listen here
 
@@ -47,7 +47,7 @@ class FleetPlan(NamedTuple):
             prefill, decode = [], []
         model = {"model": config.model_dir, "served_model_name": config.served_model_name}
         nodes = [msgspec.structs.replace(node, **model) for node in (*prefill, *decode, *elastic)]
-        nodes = assign_devices(nodes, gpus, len(os.sched_getaffinity(0)))
+        nodes = assign_devices(nodes, gpus, usable_cpus())
         for node in nodes:
             _resolve(node)
         first, last = len(prefill), len(prefill) + len(decode)

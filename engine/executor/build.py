@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
 from engine.executor.rank_messages import Assign
 from engine.executor.rank_processes import Failure, RankChannel, RankProcesses, start_rank
-from engine.executor.rendezvous import RENDEZVOUS_TIMEOUT, JoinedRank, Rendezvous, listen
+from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.triton_hosts import without_triton
 from pdserve.errors import CapacityError
@@ -143,9 +144,11 @@ def _start_ranks(
     joined: dict[int, JoinedRank] = {}
     if placement.listen:
         missing = range(num_local, parallel.num_ranks)
-        with listen(placement.listen) as listener:
+        end = time.monotonic() + placement.rendezvous_timeout
+        progress(f"listening on {placement.listen}", -1.0)
+        with listen(placement.listen, placement.rendezvous_timeout) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
-            joined = Rendezvous(listener, config, missing).gather(RENDEZVOUS_TIMEOUT)
+            joined = Rendezvous(listener, config, missing).gather(max(0.0, end - time.monotonic()))
         hellos = (joined[rank][0] for rank in missing)
         problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
         config = without_triton(config, problems)

@@ -68,7 +68,7 @@ def _join(
     threads = max(1, config.threads // len(local.ranks))
     for rank, device in zip(local.ranks, devices, strict=True):
         status.loading(f"connecting to the leader at {local.leader}", -1.0)
-        with connect_leader(local.leader) as sock:
+        with connect_leader(local.leader, local.timeout) as sock:
             join(sock, make_hello(config, rank, device, threads), config.peer_timing)
             processes.append(spawn_rank(sock))
         _log.info("%s has joined the node at %s", config.parallel.position(rank), local.leader)

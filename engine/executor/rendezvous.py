@@ -9,6 +9,7 @@ leader nor occupy a rank's slot.
 
 from __future__ import annotations
 
+import errno
 import logging
 import selectors
 import socket
@@ -29,7 +30,6 @@ from pdserve.rpc.timeouts import PeerTiming
 
 _log = logging.getLogger(__name__)
 
-RENDEZVOUS_TIMEOUT = 300.0  # seconds that ranks and leader wait for each other, as hosts start at different times
 MAX_PENDING = 64  # connections without a Hello; one more replaces the oldest
 _RETRY_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
@@ -54,17 +54,29 @@ def set_timeouts(sock: socket.socket, timing: PeerTiming) -> None:
 # ---------------------------------------------------------------- the leader
 
 
-def listen(address: str) -> socket.socket:
-    """Listen at ``address``. Raises CapacityError."""
-    host, port = split_address(address)
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where[:2], family=family, backlog=MAX_PENDING)
-    except OSError as exc:
-        raise CapacityError(
-            f"cannot listen on {address} for the ranks of other hosts: {exc.strerror}; "
-            "give --leader an address of this host and a free port"
-        ) from exc
+def listen(address: str, seconds: float = 0.0) -> socket.socket:
+    """Listen at ``address``. Raises CapacityError.
+
+    A name that does not resolve yet, or not to this host, is tried again for so many seconds: the name of a pod is
+    known some time after the pod has started.
+    """
+    (host, port), end = split_address(address), time.monotonic() + seconds
+    warned = False
+    while True:
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(where[:2], family=family, backlog=MAX_PENDING)
+        except OSError as exc:
+            late = isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL
+            if not late or time.monotonic() + _RETRY_SECONDS > end:
+                raise CapacityError(
+                    f"cannot listen on {address} for the ranks of other hosts: {exc.strerror}; "
+                    "give --leader an address of this host and a free port"
+                ) from exc
+            if not warned:
+                _log.warning("%s is no address of this host yet (%s); trying again", address, exc.strerror)
+            warned = True
+        time.sleep(_RETRY_SECONDS)
 
 
 class Rendezvous:
@@ -210,7 +222,7 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
     )
 
 
-def connect_leader(address: str, seconds: float = RENDEZVOUS_TIMEOUT) -> socket.socket:
+def connect_leader(address: str, seconds: float) -> socket.socket:
     """Connect as soon as the leader listens. Raises NodeError when it does not within ``seconds``."""
     host_port, end = split_address(address), time.monotonic() + seconds
     while True:

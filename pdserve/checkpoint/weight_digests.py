@@ -29,6 +29,7 @@ from pdserve.checkpoint.file_states import check_unchanged, open_settled, state_
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.safetensors_header import Tensor, header_of
 from pdserve.checkpoint.weight_files import weight_files
+from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError
 from pdserve.weights.change import FileStates
 
@@ -61,7 +62,7 @@ def checkpoint_digests(model_dir: Path, stop: threading.Event | None = None) -> 
     cache = DigestCache(model_dir)
     found = Digests({}, {})
     num_read = 0
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "digest") as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()), "digest") as pool:
         for path in weight_files(model_dir):
             with open_settled(path) as (fd, state):
                 digests = cache.get(path.name, state)

@@ -6,8 +6,10 @@ import argparse
 from typing import NamedTuple
 
 from pdserve.errors import ConfigError
-from pdserve.flags.value_types import natural, positive_int
+from pdserve.flags.value_types import natural, positive_int, positive_seconds
 from pdserve.rpc.address import split_address
+
+RENDEZVOUS_SECONDS = 1800.0  # for machines to be provisioned, images to be pulled and weights to be digested
 
 
 class LocalRanks(NamedTuple):
@@ -15,6 +17,7 @@ class LocalRanks(NamedTuple):
 
     ranks: range
     leader: str = ""  # host:port where ranks of other hosts connect; empty without any
+    timeout: float = RENDEZVOUS_SECONDS  # seconds that the hosts wait for each other
 
     @property
     def has_leader(self) -> bool:
@@ -29,6 +32,9 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--leader", metavar="HOST:PORT", help="where rank 0 listens for the ranks of other hosts")
     group.add_argument("--rank", type=natural, metavar="R", help="run this one rank on this host")
     group.add_argument("--node-rank", type=natural, metavar="K", help="run group K of the ranks on this host, from 0")
+    waits = f"how long leader and ranks wait for each other at the start (default {RENDEZVOUS_SECONDS:g})"
+    default = RENDEZVOUS_SECONDS
+    group.add_argument("--rendezvous-timeout", type=positive_seconds, metavar="S", default=default, help=waits)
     group.add_argument("--local-ranks", type=positive_int, metavar="G", help="ranks in each such group")
 
 
@@ -51,4 +57,4 @@ def local_ranks_from(args: argparse.Namespace, num_ranks: int) -> LocalRanks:
         raise ConfigError(
             f"rank {ranks.stop - 1} does not exist: this node has pp × tp = {num_ranks} ranks, numbered from 0"
         )
-    return LocalRanks(ranks, leader if len(ranks) < num_ranks else "")
+    return LocalRanks(ranks, leader if len(ranks) < num_ranks else "", args.rendezvous_timeout)

@@ -36,6 +36,7 @@ from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, deci
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.state_slots import TYPICAL_TOKENS, bytes_per_sequence, choose_slots, most_slots
 from pdserve.config.triton_hosts import try_triton
+from pdserve.cpus import usable_cpus
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
@@ -117,7 +118,7 @@ def resolve(
         max_batch_tokens=max_batch_tokens,
         itl_target=_choose_itl_target(options, choices),
         max_waiting=options.max_waiting,
-        threads=options.threads or len(os.sched_getaffinity(0)),
+        threads=options.threads or usable_cpus(),
         peer_timing=PeerTiming(options.peer_timeout),
         costs=_choose_costs(options, choices),
         sim_crash_token=options.sim_crash_token,

@@ -39,8 +39,10 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
     """Open a listening socket; port 0 is any free port. Raises CapacityError that names ``flag``."""
     address = join_address(host, port)
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        family = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][0]
+        dual = host in ("::", "[::]")  # IPv4, too
+        where = (host.strip("[]"), port)
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)  # connections inherit it
         return listener
     except OSError as exc:

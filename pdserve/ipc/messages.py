@@ -72,6 +72,7 @@ class RankPlacement(msgspec.Struct, frozen=True):
 
     devices: tuple[DeviceInfo, ...]  # of the first ranks
     listen: str = ""  # host:port; empty without ranks on other hosts
+    rendezvous_timeout: float = 0.0  # seconds to wait for them
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pdserve.checkpoint.file_states import check_unchanged, open_settled
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
+from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError
 from pdserve.weights.change import FileState
 from runner.loading.stored_dtypes import TORCH_DTYPES
@@ -57,7 +58,7 @@ class FileReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "weights")
+        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()), "weights")
         self._lock = threading.Lock()  # for the staging memory
         self._staging: list[tuple[Tensor, Any]] = []  # pinned memory, and the end of the last copy from it
 

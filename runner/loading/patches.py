@@ -7,7 +7,6 @@ So nothing can fail once the first value is written. A patch that is larger than
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.checkpoint.weight_patch import PatchEntry, WeightPatch, read_patch
+from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError, shown
 from runner.loading.file_slices import opened
 from runner.loading.stored_dtypes import TORCH_DTYPES
@@ -149,7 +149,7 @@ class CheckedPatch:
 
 
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "patch")
+    return ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()), "patch")
 
 
 def _check_entry(entry: PatchEntry, patch: WeightPatch, stored: StoredWeight) -> None:

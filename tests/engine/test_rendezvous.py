@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,12 +65,12 @@ class Gathering:
             self.error = error
 
     def send(self, data: bytes) -> socket.socket:
-        sock = connect_leader(self.address)
+        sock = connect_leader(self.address, 30.0)
         sock.sendall(data)
         return sock
 
     def join(self, hello: Hello) -> socket.socket:
-        sock = connect_leader(self.address)
+        sock = connect_leader(self.address, 30.0)
         try:
             join(sock, hello, TIMING)
         except BaseException:
@@ -154,13 +155,13 @@ class ListenerWithEndingConnections(socket.socket):
         if len(self.connections) == MAX_PENDING:
             self.connections[0].close()
         if len(self.connections) <= MAX_PENDING:
-            self.connections.append(connect_leader(f"127.0.0.1:{self.getsockname()[1]}"))
+            self.connections.append(connect_leader(f"127.0.0.1:{self.getsockname()[1]}", 30.0))
         return accepted
 
 
 def test_a_connection_may_end_at_the_moment_another_replaces_it() -> None:
     with ListenerWithEndingConnections(fileno=socket.create_server(("127.0.0.1", 0)).detach()) as listener:
-        listener.connections = [connect_leader(f"127.0.0.1:{listener.getsockname()[1]}")]
+        listener.connections = [connect_leader(f"127.0.0.1:{listener.getsockname()[1]}", 30.0)]
         with pytest.raises(NodeError, match="have not joined"):
             Rendezvous(listener, config_of(), range(1, 4)).gather(0.2)
         assert len(listener.connections) == MAX_PENDING + 1
@@ -199,7 +200,10 @@ def test_a_missing_leader_is_named() -> None:
 
 
 def test_another_server_at_the_leaders_address_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other, connect_leader(f"127.0.0.1:{other.getsockname()[1]}") as sock:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        connect_leader(f"127.0.0.1:{other.getsockname()[1]}", 30.0) as sock,
+    ):
         caller, _ = other.accept()
         with caller:
             caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -212,3 +216,26 @@ def test_a_leader_port_in_use_is_named() -> None:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(CapacityError, match=address):
             listen(address)
+
+
+def test_leader_waits_until_its_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_name, failures = socket.getaddrinfo, iter(["unknown", "another host"])
+
+    def late(host: str, port: int, **options: Any) -> Any:
+        match next(failures, ""):
+            case "unknown":
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            case "another host":
+                return resolve_name("203.0.113.1", port, **options)
+        return resolve_name("127.0.0.1", port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with listen(f"node-0.pods:{port}", seconds=30.0) as listener:
+        assert listener.getsockname() == ("127.0.0.1", port)
+
+
+def test_name_that_never_resolves_is_an_error() -> None:
+    with pytest.raises(CapacityError, match=r"cannot listen on no-such-host\.invalid:9100"):
+        listen("no-such-host.invalid:9100")
