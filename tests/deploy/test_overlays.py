@@ -7,26 +7,33 @@ import subprocess
 
 import kubernetes_validate
 import pytest
+import yaml
 from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kind, pods
+from queries import check_query
 
+from cli.commands import parser_of
 from cli.doctor.command import make_parser
 from cli.up.flags import make_parser as make_up_parser
-from decode_node.decode_role import add_flags as add_decode_flags
 from decode_node.decode_role import make_role as make_decode
-from elastic_node.elastic_role import add_flags as add_elastic_flags
 from elastic_node.elastic_role import make_role as make_elastic
-from node.command import role_parser
 from node.frontend_flags import FrontendOptions
 from pdserve.config.multi_host import local_ranks_from
 from pdserve.config.node_options import node_options_from
 from pdserve.discovery.sources import check_source
 from pdserve.flags.declaration import options_from
-from prefill_node.prefill_role import add_flags as add_prefill_flags
 from prefill_node.prefill_role import make_role as make_prefill
 from router.options import parse_options
 
 SCHEMAS = "1.33"  # the oldest Kubernetes that the manifests are for: preStop.sleep is on by default since 1.30
-CUSTOM = ("LeaderWorkerSet", "ScaledObject", "PodMonitor", "PrometheusRule")  # whose schemas no package carries
+CUSTOM = (
+    "LeaderWorkerSet",
+    "ScaledObject",
+    "PodMonitor",
+    "PrometheusRule",
+    "InferencePool",
+)  # whose schemas no package carries
+
+EVENT_ENDPOINTS = ("kv-events-endpoint", "kv-events-replay-endpoint")
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
@@ -58,13 +65,8 @@ def check_flags(pod: Pod) -> None:
     elif command == "up":
         node_options_from(make_up_parser().parse_args(words))
     else:
-        add, make = {
-            "prefill": (add_prefill_flags, make_prefill),
-            "decode": (add_decode_flags, make_decode),
-            "serve": (add_elastic_flags, make_elastic),
-        }[command]
-        parser = role_parser(f"pdserve {command}", "")
-        add(parser)
+        make = {"prefill": make_prefill, "decode": make_decode, "serve": make_elastic}[command]
+        parser = parser_of(command)
         args = parser.parse_args(words)
         options = node_options_from(args)
         make(args)
@@ -127,3 +129,36 @@ def test_node_names_carry_their_revision(overlay: str) -> None:
     folder = KUBERNETES / "overlays" / overlay / "nodes"
     checked = subprocess.run([KUBERNETES / "revise", "--check", folder], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_pool_selects_the_nodes_and_their_http_port() -> None:
+    (pool,) = of_kind("gateway", "InferencePool")
+    chosen = [pod for pod in pods("gateway") if pool["spec"]["selector"]["matchLabels"].items() <= pod.labels.items()]
+    assert sorted((pod.role, pod.labels["llm-d.ai/role"]) for pod in chosen) == [
+        ("decode", "decode"),
+        ("prefill", "prefill"),
+    ]
+    (decode,) = [pod for pod in chosen if pod.role == "decode"]
+    assert [{"number": int(port)} for port in decode.flags("http")] == pool["spec"]["targetPorts"]
+    for pod in chosen:
+        ports = {each["containerPort"] for each in pod.container["ports"]}
+        assert {int(pod.flags(name)[0].rpartition(":")[2]) for name in EVENT_ENDPOINTS} <= ports
+
+
+def test_arguments_of_the_kserve_example_are_those_of_the_program() -> None:
+    runtime = next(yaml.safe_load_all((KUBERNETES.parent / "examples" / "kserve.yaml").read_text()))
+    (container,) = runtime["spec"]["containers"]
+    command, *words = container["args"]
+    args = parser_of(command).parse_args(words)
+    assert [{"containerPort": args.http, "protocol": "TCP"}] == container["ports"]
+
+
+def test_query_of_the_keda_example_asks_for_an_exported_series() -> None:
+    scaled = yaml.safe_load((KUBERNETES.parent / "examples" / "keda.yaml").read_text())
+    (trigger,) = scaled["spec"]["triggers"]
+    check_query(trigger["metadata"]["query"])
+
+
+def test_examples_are_yaml() -> None:
+    for path in (KUBERNETES.parent / "examples").iterdir():
+        assert all(each["kind"] for each in yaml.safe_load_all(path.read_text()))
