@@ -61,10 +61,9 @@ def main(program: NodeProgram, argv: Sequence[str] | None) -> int:
     """Run the node, with a router beside it if ``--http`` is given, until a signal. Return the exit status."""
     args = make_parser(program).parse_args(argv)
     if args.http is None:
-        given = [word for action in _router_actions(program.make_parser()) for word in _words(action, args)]
-        if given:
-            return run_command(lambda: _refuse(given[0]))
-        return program.main(argv)
+        flags = {flag for action in _router_actions(program.make_parser()) for flag in action.option_strings}
+        given = [word for word in argv or () if word.partition("=")[0] in flags]
+        return run_command(lambda: _refuse(given[0])) if given else program.main(argv)
     return run_command(lambda: _run(program, args))
 
 
