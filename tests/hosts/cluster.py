@@ -13,6 +13,7 @@ the policies do not allow. Only what this machine lacks is replaced:
     files of Secrets, /etc/pdserve   files written by these tests
     cluster DNS                      /etc/hosts on each host, with the names of headless Services and of pods
     the Service of the routers       a host name for one of the routers
+    --tp, --local-ranks              1: a pod of a LeaderWorkerSet runs one rank
 
 A restarted pod gets another address, as in a cluster.
 """
@@ -25,7 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,7 +60,10 @@ class Cluster:
 
     network: Network
 
-    def __init__(self, overlay: str, folder: Path, checkpoint: Path) -> None:
+    def __init__(self, overlay: str, folder: Path, checkpoint: Path, late: Sequence[str] = ()) -> None:
+        """``late`` are roles whose pods do not start with the others."""
+        self.late = late
+        self.resolves_leaders = True  # to their addresses, as the cluster's DNS does at last
         self.pods: dict[str, RunningPod] = {}
         self.url = ""  # for clients
         self._overlay = overlay
@@ -80,8 +84,8 @@ class Cluster:
             self._write_secrets()
             self._list_pods(stack)
             self._start_services(stack)
-            for name in self.pods:
-                if name != STANDBY:
+            for name, pod in self.pods.items():
+                if name != STANDBY and pod.role not in self.late:
                     self.start(name)
             self._stack = stack.pop_all()
         return self
@@ -97,7 +101,7 @@ class Cluster:
 
     @property
     def running(self) -> list[RunningPod]:
-        return [*self.running_pods("router"), *self.nodes]
+        return [pod for pod in self.pods.values() if pod.program is not None]
 
     @property
     def nodes(self) -> list[RunningPod]:
@@ -247,8 +251,11 @@ class Cluster:
         tls = PeerTls(str(self._secrets / "peers")) if kinds[0].flags("grpc-tls") else None
         for kind in kinds:
             names = ROUTERS if kind.role == "router" else [f"{kind.name}-{index}" for index in range(kind.replicas)]
+            if kind.is_rank:
+                names = [f"{kind.name}-0-{index + 1}" for index in range(kind.replicas)]
             for name in names:
-                forwarded = self._forward_port(stack, "machine", f"{name}:{PORTS[kind.role]}")
+                port = PORTS[kind.role.removesuffix("-ranks")]  # a pod of ranks has none
+                forwarded = self._forward_port(stack, "machine", f"{name}:{port}")
                 metrics = self._forward_port(stack, "prometheus", f"{name}:{METRICS_PORT}")
                 self.pods[name] = RunningPod(kind, name, forwarded, metrics, self._folder / f"{name}.log", tls)
         scheme = "http" if tls is None else "https"
@@ -281,19 +288,27 @@ class Cluster:
             fds = [listener.fileno() for listener, _ in forwards]
             self.network.start(host, [sys.executable, str(HERE / "port_forward.py"), *words], environ, log, fds)
 
+    def resolve_leaders(self) -> None:
+        """Let the names of leaders resolve from now on."""
+        self.resolves_leaders = True
+        self._write_hosts_files()
+
     def _write_hosts_files(self) -> None:
         table = []
         for pod in self.pods.values():
             if pod.name in self.network.names:  # includes pods that are about to start
                 names = [pod.name, *headless_services(self._overlay, pod.kind)]
                 names += [SERVICE] if pod.name == self._service else []
+                if self.resolves_leaders and pod.role in ("prefill", "decode"):
+                    names.append(pod.kind.leader_address)
                 table.append((self.network.address(pod.name), " ".join(names)))
         self.network.write_hosts_files(table)
 
     def _arguments_here(self, arguments: list[str]) -> list[str]:
         """Return a container's arguments with the replacements of the module docstring."""
-        replaced = ("--device=", "--require-transport=")
+        replaced = ("--device=", "--require-transport=", "--tp=", "--local-ranks=")
         words = [word for word in arguments if not word.startswith(replaced)]
+        words += ["--local-ranks=1"] if "--node-rank" in " ".join(words) else []
         return [*self.with_local_secrets(words), *(() if words[0] == "router" else SMALL)]
 
 

@@ -61,6 +61,16 @@ class Pod:
         return self.role in ("prefill", "decode", "both")
 
     @property
+    def is_rank(self) -> bool:
+        """Whether it only adds ranks to the node of another pod."""
+        return self.role.endswith("-ranks")
+
+    @property
+    def leader_address(self) -> str:
+        """The name of the first group's leader, as LeaderWorkerSet makes it."""
+        return f"{self.name}-0.{self.name}.ai"
+
+    @property
     def container(self) -> Manifest:
         (only,) = self.spec["containers"]
         return only  # type: ignore[no-any-return]
@@ -79,7 +89,7 @@ class Pod:
             f"metadata.labels['{REVISION}']": self.labels.get(REVISION, ""),
             "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1" if "ranks" in self.role else "0",
         }
-        values = {"LWS_LEADER_ADDRESS": f"{self.name}-0.{self.name}.ai"}
+        values = {"LWS_LEADER_ADDRESS": self.leader_address}
         for entry in self.container["env"]:
             source = entry.get("valueFrom")
             values[entry["name"]] = entry["value"] if source is None else given[source["fieldRef"]["fieldPath"]]
