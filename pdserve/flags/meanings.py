@@ -49,7 +49,7 @@ MEANINGS = {
     "--hf-token": "the environment variable HF_TOKEN",
     "--disaggregation-mode": "the commands `pdserve prefill` and `pdserve decode`",
     "--disaggregation-transfer-backend": "--kv-connector",
-    "--kv-events-config": "--kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic",
+    "--kv-events-config": "the flags --kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic of nodes",
     "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
 }
 
