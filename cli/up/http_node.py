@@ -100,7 +100,7 @@ class _Pair:
         self._told = ""  # the parent: "listening" or "ready"
 
     def serve(self) -> None:
-        """Raises ConfigError or NodeError if the node ends, or if the router has ended too often."""
+        """Raises ConfigError or NodeError if the node ends, or if the router fails to start or has ended too often."""
         args = self._args
         with StopSignals() as stop, Supervisor() as children:
             node = children.spawn(self._program.name, self._program.module, _node_words(self._program, args))
@@ -120,8 +120,9 @@ class _Pair:
                 if child.state == "failed":
                     children.end(child)
             case Died(child):
-                lived = time.monotonic() - child.ready_at if child.ready_at else 0.0
-                if child is node or not self._restarts.died(time.monotonic(), lived):
+                served = time.monotonic() - child.ready_at if child.ready_at else 0.0
+                failed_start = self._told != "ready"  # a wrong flag or file: it would fail again
+                if child is node or failed_start or not self._restarts.died(time.monotonic(), served):
                     raise death_of(child)
 
     def _advance(self, node: Child, children: Supervisor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -155,6 +157,14 @@ def test_router_beside_a_node_starts_again_and_both_drain(cluster: Cluster, http
     http_node.signal(signal.SIGTERM)
     http_node.wait_ended(20.0)
     assert http_node.child.process.returncode == 0
+
+
+def test_server_that_cannot_start_ends_the_node(cluster: Cluster, tmp_path: Path) -> None:
+    model = copy_without_weights(tmp_path)
+    argv = [sys.executable, "-m", "cli", "decode", str(model), *NODE, "--http", "0", "--api-keys", "/no/such/keys"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patience(60.0))
+    assert done.returncode == 2
+    assert "/no/such/keys" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
