@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -147,13 +149,20 @@ def test_http_port_of_a_node_has_its_metrics_with_types(http_node: NodeProcess) 
     assert (config.labels["block_size"], config.labels["model_name"]) == (str(BLOCK), MODEL_NAME)
 
 
+def router_beside(node: NodeProcess) -> int | None:
+    """Return the process id of the router beside a node; None while there is none."""
+    for child in psutil.Process(node.pid).children():
+        with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if "router" in child.cmdline():
+                return child.pid
+    return None
+
+
 def test_router_beside_a_node_starts_again_and_both_drain(cluster: Cluster, http_node: NodeProcess) -> None:
-    parent = psutil.Process(http_node.pid)
-    router = next(child for child in parent.children() if "router" in child.cmdline())
-    router.kill()
-    cluster.fleet.wait_until(
-        lambda: any("router" in child.cmdline() and child.pid != router.pid for child in parent.children()), 20.0
-    )
+    first = router_beside(http_node)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    cluster.fleet.wait_until(lambda: router_beside(http_node) not in (None, first), 20.0)
     http_node.signal(signal.SIGTERM)
     http_node.wait_ended(20.0)
     assert http_node.child.process.returncode == 0

@@ -107,8 +107,11 @@ def test_cache_is_rebuilt_after_ten_thousand_operations_with_losses(
     kinds = [GroupKind("sliding_window" if window else "full_attention", window) for window in windows]
     publisher, operations = publish(kinds, as_maps=as_maps), Operations(2, windows)
     reader = read(publisher, drops=lambda number: chance.random() < 0.1)
-    reader.replay()
     published = 0
+    while not reader.num_received:  # until the subscription has reached the publisher
+        publisher.clear()
+        published += 1
+        reader.read(timeout=0.05)
     for number in range(10_000):
         operations.next()
         if chance.random() < 0.2 or number == 9_999:

@@ -136,7 +136,7 @@ class EventReader:
 
     def __init__(self, endpoint: str, replays: str, drops: Callable[[int], bool] = lambda number: False) -> None:
         self.copy = CacheCopy()
-        self.num_lost = self.num_replays = 0
+        self.num_received = self.num_lost = self.num_replays = 0
         self._drops = drops
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
@@ -153,6 +153,7 @@ class EventReader:
             timeout = 0.0
             _, encoded, payload = self._live.recv_multipart()
             number = int.from_bytes(encoded, "big")
+            self.num_received += 1
             if self._drops(number):
                 self.num_lost += 1
                 continue
