@@ -154,7 +154,7 @@ def router_beside(node: NodeProcess) -> int | None:
     for child in psutil.Process(node.pid).children():
         with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
             if "router" in child.cmdline():
-                return child.pid
+                return int(child.pid)
     return None
 
 
