@@ -35,7 +35,7 @@ class RunningRequest:
         self._changed = asyncio.Event()
         self._ended = False
         jobs = [Job(Prompt(pack_tokens(prompt)), sampling)]
-        self._generation = RequestGeneration(jobs, options, TOKENIZER, self, metrics)
+        self._generation = RequestGeneration(jobs, options, TOKENIZER, self, metrics.of("m"))
 
     async def start(self) -> None:
         await self._generation.start(self._fleet)
