@@ -242,6 +242,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
     masks: tuple[TokenMask, ...] = ()  # of each masked sequence that samples in this step
     drafts: tuple[Drafts, ...] = ()  # of decodes
+    drafts_ahead: int = 0  # that the model makes for the next step of each sequence that samples
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 
     @property
@@ -270,7 +271,8 @@ class StepOutput(msgspec.Struct, frozen=True):
     """Results of a step: tokens in the plan's order.
 
     ``decode_counts`` has how many of them each decode yields; it is empty if none has drafts, so that each yields one.
-    Prompts yield their ``num_samples``. ``logprobs`` has those of some tokens, by index in ``token_ids``. ``digests``
+    Prompts yield their ``num_samples``. ``drafts`` has those that the model has made, by sequence; they follow the last
+    token that the step yields, of choice 0. ``logprobs`` has those of some tokens, by index in ``token_ids``. ``digests``
     has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by sequence, the
     log-probabilities of the prompt tokens that follow the computed ones. ``pooled`` has the vectors of prompts that
     ended, little-endian float32, by sequence; the tokens of such a node mean nothing.
@@ -279,6 +281,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     step: int
     token_ids: tuple[int, ...] = ()
     decode_counts: tuple[int, ...] = ()
+    drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     logprobs: dict[int, TokenLogprobs] = {}
     digests: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()

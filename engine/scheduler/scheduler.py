@@ -132,6 +132,7 @@ class Scheduler:
             events=self.events,
             totals=self.totals,
             meter=self.meter,
+            drafting=self._drafting,
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
@@ -268,7 +269,8 @@ class Scheduler:
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
         copies = self._kv.take_state_copies(self._num_plans)
-        return builder.plan(finished, self.connector.take_digest_orders(), copies)
+        ahead = self._drafting.ahead(self._live.running.values())
+        return builder.plan(finished, self.connector.take_digest_orders(), copies, ahead)
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""

@@ -136,7 +136,11 @@ class StepBuilder:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
     def plan(
-        self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], state_copies: tuple[tuple[int, int], ...]
+        self,
+        finished: tuple[int, ...],
+        digests: tuple[DigestOrder, ...],
+        state_copies: tuple[tuple[int, int], ...],
+        drafts_ahead: int = 0,
     ) -> StepPlan:
         return StepPlan(
             self._step,
@@ -148,6 +152,7 @@ class StepBuilder:
             digests=digests,
             masks=tuple(self._masks),
             drafts=tuple(self._drafts),
+            drafts_ahead=drafts_ahead,
             state_copies=state_copies,
         )
 

@@ -24,7 +24,7 @@ from pdserve.config.attention_backends import (
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.node_options import ALWAYS, SYNTHETIC_SUFFIX, NodeOptions, check_options
+from pdserve.config.node_options import ALWAYS, MTP, SYNTHETIC_SUFFIX, NodeOptions, check_options
 from pdserve.config.parallel import (
     ParallelConfig,
     choose_parallel_config,
@@ -39,6 +39,7 @@ from pdserve.config.triton_hosts import try_triton
 from pdserve.cpus import usable_cpus
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
+from pdserve.model.families import FAMILIES
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers
@@ -81,6 +82,9 @@ def resolve(
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
+    if options.speculate == MTP:
+        _check_draft_layers(model, pooling)
+        model = model.with_draft_layers(1)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
     kv_dtype = choose_kv_dtype(options, device, model, dtype, choices)
@@ -248,6 +252,24 @@ def _check_state_options(options: NodeOptions, model: ModelConfig) -> None:
             f"{option}: {model.architecture} has recurrent layers, whose state cannot go back behind rejected drafts; "
             "remove the option"
         )
+
+
+def _check_draft_layers(model: ModelConfig, pooling: PoolingConfig | None) -> None:
+    """Raise ConfigError unless a layer of the model can make drafts."""
+    able = [name for name, family in FAMILIES.items() if family.predicts]
+    if pooling is not None:
+        problem = f"a node with task {pooling.task} generates nothing"
+    elif model.impl != NATIVE or model.architecture not in able:
+        problem = f"{model.architecture} has no layer here that predicts further tokens; {', '.join(able)} have one"
+    elif not model.num_nextn_layers:
+        problem = "config.json names no layer that predicts further tokens (num_nextn_predict_layers)"
+    elif any(spec.window for spec in model.attention):
+        problem = "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
+    elif model.rope.rope_type == "dynamic":
+        problem = "rotary frequencies of this model depend on the length of a sequence"
+    else:
+        return
+    raise ConfigError(f"speculate {MTP}: {problem}. Use lookup or off")
 
 
 def _choose_layouts(

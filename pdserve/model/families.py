@@ -132,6 +132,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
     partial_rotary: bool = False  # whether it may rotate only the first part of each head
+    predicts: bool = False  # checkpoints may have layers that predict further tokens, which make drafts
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
     v2_figures_of: str = ""  # the architecture measured there, if it is another one with the same layers
@@ -150,6 +151,17 @@ FAMILIES: dict[str, DecoderFamily] = {
         module="qwen2",
         defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
         windows=windows_by_layer_type_if_used,
+    ),
+    "MiMoForCausalLM": DecoderFamily(
+        module="mimo",
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "num_nextn_predict_layers": 1,
+        },
+        windows=windows_by_layer_type_if_used,
+        predicts=True,
     ),
     "Qwen3ForCausalLM": DecoderFamily(
         module="qwen3",

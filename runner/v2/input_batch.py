@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
 from runner.sequence_rows import StepBatch
 from runner.v2.device_state import DeviceState, StepWords
 from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
+
+if TYPE_CHECKING:
+    from runner.v2.drafts import SampledRows
 
 _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
@@ -34,6 +38,7 @@ class BatchIndices(StepBatch):
     """
 
     metadata: SamplingMetadata | None = None  # from the first step that samples here
+    sampled_rows: SampledRows | None = None  # from the first step that the model drafts behind
 
     @property
     def descriptor(self) -> BatchDescriptor:
@@ -53,6 +58,7 @@ class InputBatch:
     seq_lens: NDArray[np.int32]  # [num_seqs], with this step's tokens
     longest: int  # tokens of the longest sequence, with the token that this step samples
     sent: StepWords
+    num_blocks: NDArray[np.int32]  # [num_seqs], in the block tables of all groups
     masks: GrammarMaskTensors | None = None
 
     @property
@@ -124,6 +130,10 @@ class InputBuffers:
             PAGES_PER_BLOCK=layout.pages_per_block,
             CHUNK=_PAGE_CHUNK,
         )
+
+    def query_lengths(self, num_seqs: int) -> Tensor:
+        """Return the tokens of each sequence of the batch that was built last: [num_seqs] int32."""
+        return self._query_starts[: num_seqs + 1].diff()
 
     def attention_batch(self, batch: InputBatch) -> AttentionBatch:
         """Return the batch that was built last, without padding."""

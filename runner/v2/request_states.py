@@ -84,7 +84,7 @@ class RequestStates(SequenceRows):
             self._state_slots[indices.rows],
         )
         self._writes.apply(sent, self._state)
-        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent)
+        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent, self._num_blocks[indices.rows])
 
     def _write_drafts(self, drafts: Drafts) -> None:
         """Append the tokens that the last decode of a sequence yielded, count them, and write drafts behind them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
 from runner.v2.device_sampler import DeviceSampler
 from runner.v2.device_state import DeviceState, StagedWrites
+from runner.v2.drafts import DeviceDrafts
 from runner.v2.forward import ForwardPass
 from runner.v2.grammar_masks import GrammarMasks
 from runner.v2.input_batch import QUERY_STARTS, SAMPLE_OF_ROW, SLOTS, BatchIndices, InputBatch, InputBuffers
@@ -53,6 +55,9 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
         self._output_copy = AsyncOutputCopy(device, max_num_seqs * (1 + config.max_drafts), self.max_in_flight)
+        self._drafts: DeviceDrafts | None = None
+        if self._drafter is not None:
+            self._drafts = DeviceDrafts(self._drafter, self._state, self._inputs, layout, config.max_model_len)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
         features: list[StepFeature[InputBatch]] = []
         if self._is_last_stage:
@@ -90,18 +95,25 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
         descriptor = None if all_hidden_states else self._forward.graph_for(batch.indices)
         self._inputs.build(batch, descriptor or batch.indices.descriptor, self._state)
-        result = yield from self._forward.run(batch, descriptor, all_hidden_states)
+        result = yield from self._forward.run(batch, descriptor, all_hidden_states or self._drafts is not None)
+        if descriptor is not None and self._drafts is not None:  # a graph has a plan of its own
+            self._attention.plan(self._inputs.attention_batch(batch))
         return result
 
-    def _sample(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> PendingStep:
+    def _sample(self, plan: StepPlan, batch: InputBatch, logits: Tensor, hidden: Tensor) -> PendingStep:
         metadata = self._metadata_of(batch.indices)
         sampled = self._sampler.sample(logits, metadata, batch.longest, batch.masks)
         self._return_tokens(batch.indices, sampled.tokens)
         self._store_samples(batch, sampled.tokens)
+        if self._drafts is not None:
+            drafts = self._drafts.follow(batch, hidden, sampled.tokens, metadata, plan.drafts_ahead)
+            sampled = replace(sampled, drafts=drafts)
         return self._output_copy.start(plan, metadata, sampled)
 
-    def _skip_sampling(self, batch: InputBatch) -> None:
+    def _skip_sampling(self, batch: InputBatch, hidden: Tensor) -> None:
         self._store_samples(batch, self._state.num_tokens)  # not read: no row has a sample
+        if self._drafts is not None:
+            self._drafts.skip(batch, hidden)
 
     def _metadata_of(self, indices: BatchIndices) -> SamplingMetadata:
         """Return the batch's sampling parameters, which stay on the device while the batch stays the same."""

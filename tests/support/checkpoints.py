@@ -7,13 +7,15 @@ runner = runner.build(node_config(directory), lambda stage, fraction: None)
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
@@ -169,6 +171,7 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, {**_LATENT}),
 }
+_MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 
 
 def make_checkpoint(
@@ -205,6 +208,29 @@ def make_checkpoint(
             else:
                 parameter.copy_(1.3 * noise / parameter.shape[-1] ** 0.5)
     model.save_pretrained(path, max_shard_size=max_shard_size, save_original_format=not fused)
+    return path
+
+
+def make_mimo(path: Path, **overrides: Any) -> Path:
+    """Write a random MiMo checkpoint: Qwen2 with a layer that predicts further tokens. transformers has no such family.
+
+    ``overrides`` are those of ``make_checkpoint``.
+    """
+    make_checkpoint(path, "qwen2", **overrides)
+    config = json.loads((path / "config.json").read_text())
+    layers = {"num_hidden_layers": 1, "layer_types": None, "seed": 1 + overrides.get("seed", 0)}
+    other = make_checkpoint(path / "other", "qwen2", **overrides | layers)
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(2)
+    tensors = {f"{name}.weight": 1.0 + 0.2 * torch.randn(hidden, generator=generator) for name in _MIMO_NORMS}
+    tensors["input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    for name, tensor in load_file(other / "model.safetensors").items():
+        if name.startswith("model.layers.0."):
+            tensors[name.removeprefix("model.layers.0.")] = tensor
+    shutil.rmtree(other)
+    add_tensors(path, {f"model.mtp_layers.0.{name}": tensor for name, tensor in tensors.items()})
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -275,6 +301,7 @@ def node_config(
     stage_layers: tuple[int, ...] | None = None,
     kv_scales: tuple[KVScales, ...] = (),
     state_slots: int = 8,
+    draft_layers: int = 0,
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
 
@@ -282,12 +309,12 @@ def node_config(
     the KV cache is FP8.
     """
     decision = Decision(runner=runner, reasons=("test",))
-    model = keep_quantized(load_model_config(model_dir, impl), decision)
+    model = keep_quantized(load_model_config(model_dir, impl), decision).with_draft_layers(draft_layers)
     layout = KVLayout(
         num_blocks=num_blocks,
         block_size=block_size,
         kernel_block_size=kernel_block_size,
-        num_layers=model.kv_cache_groups.block_layers(range(len(model.kv_layers))),
+        num_layers=model.kv_cache_groups.block_layers(range(model.num_kv_layers)),
         groups=model.kv_cache_groups,
         spec=model.kv_cache_spec(FP8_E4M3 if kv_scales else dtype),
     )
