@@ -60,6 +60,7 @@ class Request:
     rules: TokenRules | None = None  # made from its sampling parameters
     paused: bool = False  # its client does not read: no step includes it
     urgent: bool = False  # on P: before the waiting requests of its client
+    kv_layers: int = 0  # on P: layers with a KV cache that the peer has; 0: as here
 
     @property
     def prompt_len(self) -> int:
@@ -120,6 +121,7 @@ class Sequence:
     verifying: bool = False  # a step in flight has such a decode
     draft_source: DraftSource | None = None  # guesses its next tokens
     acceptance: Acceptance | None = None  # of these guesses
+    lacks_draft_kv: bool = False  # a peer without the layer that makes drafts has computed its prompt
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
     def __post_init__(self) -> None:
@@ -206,12 +208,16 @@ class Sequence:
         """
         return self.length == self.prompt_len + 1 or not self.in_flight
 
+    @property
+    def may_draft(self) -> bool:
+        return not (self.request.sampling.disable_spec_decode or self.lacks_draft_kv)
+
     def draft_limit(self, most: int) -> int:
         """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
 
         A masked sequence has those that its masks are for.
         """
-        if self.request.sampling.disable_spec_decode:
+        if not self.may_draft:
             return 0
         if self.constraint is not None and not self.constraint.fixed:
             most = min(most, len(self.constraint.drafts))
@@ -281,6 +287,10 @@ class Sequence:
         assert self.draft_source is not None
         assert self.acceptance is not None
         self.acceptance.probe(self.token_ids, self.draft_source.propose(self.token_ids, most))
+
+    def lack_draft_kv(self) -> None:
+        """Have no drafts: they would not follow from its prompt."""
+        self.lacks_draft_kv = True
 
     def drop_drafts(self) -> None:
         """Have no drafts in the next decode."""

@@ -128,6 +128,7 @@ class DigestOrder(msgspec.Struct, frozen=True):
     num_tokens: int
     groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
     state_slots: tuple[int, ...] = ()
+    num_layers: int = 0  # the first ones, which the digests cover; 0: all
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):

@@ -194,7 +194,7 @@ def train(out: Path, steps: int, rows: int = 8, length: int = 320, settings: Pat
         torch.nn.utils.clip_grad_norm_(model.weights.values(), 1.0)
         optimizer.step()
         if step % 20 == 19:
-            of_both = ", ".join(f"{float(loss):.2f}" for loss in losses)
+            of_both = ", ".join(f"{float(loss.detach()):.2f}" for loss in losses)
             print(f"{time.monotonic() - began:6.1f} s, step {step + 1}: losses {of_both}", flush=True)
     copy_settings(settings, out)
     write_json(out / "config.json", CONFIG)

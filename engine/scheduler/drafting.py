@@ -134,7 +134,7 @@ class Drafting:
 
     def keep(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
         """Keep what the model has predicted behind the tokens of a sequence."""
-        if self._by_model and not sequence.request.sampling.disable_spec_decode:
+        if self._by_model and sequence.may_draft:
             self._acceptance_of(sequence, ModelDrafts)
             assert isinstance(sequence.draft_source, ModelDrafts)
             sequence.draft_source.put(len(sequence.token_ids), drafts)
@@ -164,7 +164,7 @@ class Drafting:
     def propose(self, sequence: Sequence) -> tuple[int, ...]:
         """Return drafts of a sequence whose masks follow from them. The step may use fewer."""
         most = min(self._most, sequence.max_length - len(sequence.token_ids) - 1)
-        if self._make_source is None or most <= 0 or sequence.request.sampling.disable_spec_decode:
+        if self._make_source is None or most <= 0 or not sequence.may_draft:
             return ()
         acceptance = self._acceptance_of(sequence, self._make_source)
         if worth := most if self._always else acceptance.worth(self._least, most):

@@ -18,6 +18,7 @@ from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import MODEL_NAME, Fleet
 
 LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
+MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -148,3 +149,18 @@ def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
         assert accepted(served.fleet.decode[0]) > 20
     for ours, theirs in zip(found, expected, strict=True):
         assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "pp2 mtp")]
+)
+def test_draft_layers_change_no_answer(prefill: str, decode: str, tmp_path: Path) -> None:
+    """P and D need not both have the layer. Where P lacks it, D makes no drafts behind prompts of P."""
+    with Served(MIMO, tmp_path / "m", [prefill], [decode]) as served:
+        check(served.fleet, seed=6)
+        (d,) = served.fleet.decode
+        assert d.counter("handoffs") > 0
+        assert d.counter("handoff_failures") == 0
+        assert (d.counter("spec_decode_num_drafts") > 100) == ("mtp" in prefill and "mtp" in decode)
+        served.wait_idle()

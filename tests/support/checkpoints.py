@@ -187,8 +187,10 @@ def make_checkpoint(
     """Write a random checkpoint of a family of ``FAMILIES`` and return its directory.
 
     ``overrides`` are fields of the family's transformers config. Weights are drawn wider than transformers' initial
-    ones, so that logits differ clearly: an argmax of near-equal logits tests nothing.
+    ones, so that logits differ clearly: an argmax of near-equal logits tests nothing. MiMo is a family here, too.
     """
+    if family == "mimo":
+        return make_mimo(path, seed=seed, dtype=dtype, **overrides)
     config_class, model_class, defaults = CONFIG_CLASSES[family]
     config = config_class(**copy.deepcopy({**_TINY, **defaults, **overrides}))  # it changes rope_parameters in place
     model = model_class(config).to(getattr(torch, dtype))
@@ -250,8 +252,10 @@ def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def reference_model(path: Path, dtype: str = "float32") -> Any:
-    """Return the transformers model of a checkpoint."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    """Return the transformers model of a checkpoint; of MiMo, which the library lacks, that of Qwen2."""
+    is_mimo = json.loads((path / "config.json").read_text())["model_type"] == "mimo"
+    model_class: Any = transformers.Qwen2ForCausalLM if is_mimo else transformers.AutoModelForCausalLM
+    model: Any = model_class.from_pretrained(path, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None  # ``generate`` would forbid EOS until min_new_tokens
     return model.eval()
 
