@@ -121,7 +121,9 @@ def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent
     layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
-    peers: ConnectorFactory = partial(PeerConnectorScheduler, checksum=config.kv_checksum, num_layers=config.model.num_kv_layers)
+    peers: ConnectorFactory = partial(
+        PeerConnectorScheduler, checksum=config.kv_checksum, num_layers=config.model.num_kv_layers
+    )
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,

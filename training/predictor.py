@@ -133,7 +133,7 @@ class PlainMiMo:
 
 
 def plain_acceptance(model: PlainMiMo, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, int]:
-    """Return the drafts and the accepted ones of a loop with one draft per step, behind the first token of an output."""
+    """Return the drafts and the accepted ones of a loop with one draft per step, behind the first output token."""
     tokens = [*prompt, *output]
     drafts = model.drafts(tokens, 1)
     made = accepted = 0

@@ -78,7 +78,9 @@ class LocalRank(NamedTuple):
     @property
     def share(self) -> KVShare | None:
         """The part that this rank announces to peers; None for the whole model, without layers that make drafts."""
-        return self.shares[self.rank] if len(self.shares) > 1 or any(each.draft_layers for each in self.shares) else None
+        return (
+            self.shares[self.rank] if len(self.shares) > 1 or any(each.draft_layers for each in self.shares) else None
+        )
 
     def source_ranks(self, layout: KVLayout, peer: Peer) -> tuple[SourceRank, ...]:
         """Return the ranks of ``peer`` that together hold, each byte once, the part of this rank.

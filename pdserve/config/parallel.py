@@ -54,7 +54,9 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         kv_layers = (*others, last + model.num_draft_layers)
         positions = (self.position(rank) for rank in range(self.num_ranks))
         return tuple(
-            KVShare.of_rank(position.stage, kv_layers, position.shard, self.tp, model.num_kv_heads, model.num_draft_layers)
+            KVShare.of_rank(
+                position.stage, kv_layers, position.shard, self.tp, model.num_kv_heads, model.num_draft_layers
+            )
             for position in positions
         )
 

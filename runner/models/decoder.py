@@ -30,6 +30,7 @@ from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbeddi
 from runner.models.model import Model
 from runner.placement import TensorPlacement
 
+
 class Decoder(Model):
     """The first stage has the embedding, the last stage the final norm and the head.
 

@@ -95,7 +95,9 @@ class RunnerV1(BaseModelRunner[HostBatch]):
             self._stages.tokens_out.send(torch.tensor(next_tokens, dtype=torch.int32, device=self._device))
         output = StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs)
         output = self._verify(plan, output) if batch.has_drafts else output
-        return FinishedStep(output if self._drafter is None else self._draft(self._drafter, plan, batch, hidden, output))
+        if self._drafter is not None:
+            output = self._draft(self._drafter, plan, batch, hidden, output)
+        return FinishedStep(output)
 
     def _verify(self, plan: StepPlan, sampled: StepOutput) -> StepOutput:
         """Return the output without the samples behind rejected drafts, and append the others to their sequences."""

@@ -1,6 +1,6 @@
 """Drafts of the model's own layer are those of a plain loop, and change no answer.
 
-python -m pytest -m slow tests/runner/test_model_drafts.py     a trained model; runner V2, in Triton's interpreter on CPUs
+python -m pytest -m slow tests/runner/test_model_drafts.py     a trained model; V2, in Triton's interpreter on CPUs
 """
 
 from __future__ import annotations

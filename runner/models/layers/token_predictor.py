@@ -40,7 +40,11 @@ class TokenPredictor:
     """The embedding and the head are the model's."""
 
     def __init__(
-        self, context: ModelContext, layer: DecoderLayer, names: PredictorNames, embedding: VocabParallelEmbedding | None
+        self,
+        context: ModelContext,
+        layer: DecoderLayer,
+        names: PredictorNames,
+        embedding: VocabParallelEmbedding | None,
     ) -> None:
         """``embedding`` is the model's, None if another stage has it: then a copy is loaded."""
         size = context.config.hidden_size
@@ -80,10 +84,10 @@ class TokenPredictor:
         return self._norm.add(output, residual)
 
     def weight_shards(self) -> WeightShards:
-        names, whole = self._names, ShardRange.full(2 * self._size)
+        outputs, inputs = ShardRange.full(self._size), ShardRange.full(2 * self._size)
         for name, norm in self._norms():
             yield f"{name}.weight", norm.weight_shard()
-        yield from prefixed(f"{names.projection}.", self._projection.weight_shards(0, ShardRange.full(self._size), whole))
+        yield from prefixed(f"{self._names.projection}.", self._projection.weight_shards(0, outputs, inputs))
         yield from self._layer.weight_shards()
 
     def process_weights_after_loading(self) -> None:
