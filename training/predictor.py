@@ -89,22 +89,24 @@ class PlainMiMo:
         return hidden @ self.weights[head].T
 
     @torch.inference_mode()
-    def drafts(self, tokens: Sequence[int], count: int) -> list[list[int]]:
-        """Return for each token but the last the ``count`` drafts behind the token after it."""
+    def first_drafts(self, tokens: Sequence[int]) -> list[int]:
+        """Return for each token but the last the draft behind the token after it."""
         row = torch.tensor([list(tokens)])
-        hidden, next_tokens = self.hidden(row)[:, :-1], row[:, 1:]
-        first = self.predicted(next_tokens, hidden)
-        found: list[list[int]] = []
-        for end in range(1, len(tokens)):
-            ids, states, last = next_tokens[:, :end], hidden[:, :end], first[:, end - 1 : end]
-            drafts = [int(self.logits(last).argmax())]
-            while len(drafts) < count:
-                ids = torch.cat((ids, torch.tensor([drafts[-1:]])), dim=1)
-                states = torch.cat((states, last), dim=1)
-                last = self.predicted(ids, states)[:, -1:]
-                drafts.append(int(self.logits(last).argmax()))
-            found.append(drafts)
-        return found
+        return self.logits(self.predicted(row[:, 1:], self.hidden(row)[:, :-1]))[0].argmax(-1).tolist()
+
+    @torch.inference_mode()
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return ``count`` drafts behind at least two tokens."""
+        row = torch.tensor([list(tokens)])
+        next_tokens, hidden = row[:, 1:], self.hidden(row)[:, :-1]
+        drafts: list[int] = []
+        while True:
+            last = self.predicted(next_tokens, hidden)[:, -1:]
+            drafts.append(int(self.logits(last).argmax()))
+            if len(drafts) == count:
+                return drafts
+            next_tokens = torch.cat((next_tokens, torch.tensor([drafts[-1:]])), dim=1)
+            hidden = torch.cat((hidden, last), dim=1)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         variance = x.square().mean(-1, keepdim=True)
@@ -135,12 +137,12 @@ class PlainMiMo:
 def plain_acceptance(model: PlainMiMo, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, int]:
     """Return the drafts and the accepted ones of a loop with one draft per step, behind the first output token."""
     tokens = [*prompt, *output]
-    drafts = model.drafts(tokens, 1)
+    drafts = model.first_drafts(tokens)
     made = accepted = 0
     last = len(prompt) - 1  # the last token that is computed; the one after it is known
     while last + 2 < len(tokens):
         made += 1
-        right = drafts[last][0] == tokens[last + 2]
+        right = drafts[last] == tokens[last + 2]
         accepted += right
         last += 1 + right
     return made, accepted

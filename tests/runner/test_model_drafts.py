@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_mimo, node_config
+from checkpoints import add_predictor, make_checkpoint, make_mimo, node_config
 from drafted_node import Answers, DraftedNode
 
 from engine.draft_source import ModelDrafts
@@ -78,9 +78,8 @@ def check(checkpoint: Path, version: str, requests: Sequence[Request], **options
     answers = run(node, requests)
     assert {key: each.token_ids for key, each in answers.items()} == {k: each.token_ids for k, each in expected.items()}
     plain = PlainMiMo.read(checkpoint)
-    assert len(node.made) > 20
-    drafts = [plain.drafts(tokens, 3)[-1] for tokens, _ in node.made]
-    assert [list(drafts) for _, drafts in node.made] == drafts
+    assert len(node.made) > 10
+    assert [list(drafts) for _, drafts in node.made] == [plain.drafts(tokens, 3) for tokens, _ in node.made]
 
 
 def test_drafts_are_those_of_a_plain_loop(checkpoint: Path) -> None:
@@ -104,6 +103,31 @@ def test_answers_stay_the_same_with_few_blocks(checkpoint: Path) -> None:
     assert {key: each.token_ids for key, each in answers.items()} == {k: each.token_ids for k, each in expected.items()}
 
 
+NEXTN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "glm4_moe": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "version"),
+    [
+        ("glm4_moe", "V1"),
+        *(pytest.param(family, "V1", marks=pytest.mark.slow) for family in ("deepseek_v3", "glm4_moe_lite")),
+        pytest.param("deepseek_v3", "V2", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_of_a_layer_behind_the_model_change_no_answer(family: str, version: str, tmp_path: Path) -> None:
+    fields = NEXTN[family]
+    path = add_predictor(make_checkpoint(tmp_path / "m", family, **fields), family, **fields)
+    expected = run(DraftedNode(config_of(path, "V1")()), REQUESTS[:2])
+    node = WatchedNode(config_of(path, version, draft_layers=1)(), 3)
+    answers = run(node, REQUESTS[:2])
+    assert {key: each.token_ids for key, each in answers.items()} == {k: each.token_ids for k, each in expected.items()}
+    assert len(node.made) > 10
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("trained")
@@ -116,13 +140,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_acceptance_is_that_of_a_plain_loop(trained: Path) -> None:
     plain = PlainMiMo.read(trained)
     requests = [
-        (prompt, SamplingParams(60, temperature=0.0, ignore_eos=True)) for prompt in held_out_prompts(trained, 12)
+        (prompt, SamplingParams(60, temperature=0.6, seed=index, ignore_eos=True))
+        for index, prompt in enumerate(held_out_prompts(trained, 12))
     ]
     node = DraftedNode(config_of(trained, "V1", draft_layers=1)(), 1, ModelDrafts)
     answers = run(node, requests)
     loops = [plain_acceptance(plain, prompt, answers[rid, 0].token_ids) for rid, (prompt, _) in enumerate(requests)]
     made, accepted = (sum(each) for each in zip(*loops, strict=True))
-    assert accepted > 0.2 * made, "the model has learned too little to tell"
+    assert accepted > 0.1 * made, "the model has learned too little to tell"
     assert node.num_accepted / node.num_drafts == pytest.approx(accepted / made, abs=0.01)
 
 

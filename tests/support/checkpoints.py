@@ -236,6 +236,27 @@ def make_mimo(path: Path, **overrides: Any) -> Path:
     return path
 
 
+def add_predictor(path: Path, family: str, **fields: Any) -> Path:
+    """Add a random layer that predicts further tokens to a checkpoint of DeepSeek-V3 or GLM, made with these fields."""
+    config = json.loads((path / "config.json").read_text())
+    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    other = make_checkpoint(path / "other", family, seed=1, **fields | {"num_hidden_layers": last + 1})
+    prefix, generator = f"model.layers.{last}.", torch.Generator().manual_seed(2)
+    tensors = {
+        f"{prefix}{name}.weight": 1.0 + 0.2 * torch.randn(hidden, generator=generator)
+        for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    tensors[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    for name in ("embed_tokens", "shared_head.head"):  # copies, which are not read
+        tensors[f"{prefix}{name}.weight"] = torch.zeros(config["vocab_size"], hidden)
+    stored = load_file(other / "model.safetensors")
+    tensors |= {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    shutil.rmtree(other)
+    add_tensors(path, tensors)
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
 def change_weight(directory: Path, tensor: str) -> None:
     """Change one element in the middle of a tensor in place. Header, size and all other bytes stay equal."""
     path = directory / "model.safetensors"

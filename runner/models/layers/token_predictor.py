@@ -36,6 +36,16 @@ class PredictorNames(NamedTuple):
     hidden_first: bool = False  # the projection takes hidden states, then embeddings
 
 
+#: Of DeepSeek-V3 and GLM-4.5, behind the layers of the model. Their copies of embedding and head are not loaded.
+NEXTN_NAMES = PredictorNames(
+    prefix="model.layers.{layer}.",
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    norm="shared_head.norm",
+)
+
+
 class TokenPredictor:
     """The embedding and the head are the model's."""
 
