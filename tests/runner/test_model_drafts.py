@@ -118,14 +118,17 @@ NEXTN: dict[str, dict[str, Any]] = {
         pytest.param("deepseek_v3", "V2", marks=pytest.mark.slow),
     ],
 )
-def test_drafts_of_a_layer_behind_the_model_change_no_answer(family: str, version: str, tmp_path: Path) -> None:
+def test_a_layer_behind_the_model_makes_drafts(family: str, version: str, tmp_path: Path) -> None:
+    """The layer predicts the token that the model predicts at its position, which is the newest one."""
     fields = NEXTN[family]
     path = add_predictor(make_checkpoint(tmp_path / "m", family, **fields), family, **fields)
-    expected = run(DraftedNode(config_of(path, "V1")()), REQUESTS[:2])
-    node = WatchedNode(config_of(path, version, draft_layers=1)(), 3)
-    answers = run(node, REQUESTS[:2])
+    requests = [(prompt_of(length, length), SamplingParams(8, temperature=0.0, ignore_eos=True)) for length in (15, 40)]
+    expected = run(DraftedNode(config_of(path, "V1")()), requests)
+    node = WatchedNode(config_of(path, version, draft_layers=1)(), 2)
+    answers = run(node, requests)
     assert {key: each.token_ids for key, each in answers.items()} == {k: each.token_ids for k, each in expected.items()}
-    assert len(node.made) > 10
+    assert len(node.made) > 6
+    assert all(drafts == (tokens[-1],) * 2 for tokens, drafts in node.made)
 
 
 @pytest.fixture(scope="module")

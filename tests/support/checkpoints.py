@@ -237,20 +237,25 @@ def make_mimo(path: Path, **overrides: Any) -> Path:
 
 
 def add_predictor(path: Path, family: str, **fields: Any) -> Path:
-    """Add a random layer that predicts further tokens to a checkpoint of DeepSeek-V3 or GLM, made with these fields."""
+    """Add a layer that predicts further tokens to a checkpoint of DeepSeek-V3 or GLM, made with these fields.
+
+    Its result is the hidden state that it takes. So it predicts the token that the model predicts there.
+    """
     config = json.loads((path / "config.json").read_text())
     last, hidden = config["num_hidden_layers"], config["hidden_size"]
     other = make_checkpoint(path / "other", family, seed=1, **fields | {"num_hidden_layers": last + 1})
-    prefix, generator = f"model.layers.{last}.", torch.Generator().manual_seed(2)
-    tensors = {
-        f"{prefix}{name}.weight": 1.0 + 0.2 * torch.randn(hidden, generator=generator)
-        for name in ("enorm", "hnorm", "shared_head.norm")
-    }
-    tensors[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    prefix = f"model.layers.{last}."
+    tensors = {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{prefix}eh_proj.weight"] = torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), dim=1)
     for name in ("embed_tokens", "shared_head.head"):  # copies, which are not read
         tensors[f"{prefix}{name}.weight"] = torch.zeros(config["vocab_size"], hidden)
     stored = load_file(other / "model.safetensors")
-    tensors |= {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    outputs = ("o_proj.weight", "down_proj.weight")
+    tensors |= {
+        name: torch.zeros_like(tensor) if name.endswith(outputs) else tensor
+        for name, tensor in stored.items()
+        if name.startswith(prefix)
+    }
     shutil.rmtree(other)
     add_tensors(path, tensors)
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
