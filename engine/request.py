@@ -61,6 +61,7 @@ class Request:
     paused: bool = False  # its client does not read: no step includes it
     urgent: bool = False  # on P: before the waiting requests of its client
     kv_layers: int = 0  # on P: layers with a KV cache that the peer has; 0: as here
+    lacks_draft_kv: bool = False  # a peer without the layer that makes drafts has computed the prompt
 
     @property
     def prompt_len(self) -> int:
@@ -121,7 +122,6 @@ class Sequence:
     verifying: bool = False  # a step in flight has such a decode
     draft_source: DraftSource | None = None  # guesses its next tokens
     acceptance: Acceptance | None = None  # of these guesses
-    lacks_draft_kv: bool = False  # a peer without the layer that makes drafts has computed its prompt
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
     def __post_init__(self) -> None:
@@ -210,7 +210,7 @@ class Sequence:
 
     @property
     def may_draft(self) -> bool:
-        return not (self.request.sampling.disable_spec_decode or self.lacks_draft_kv)
+        return not (self.request.sampling.disable_spec_decode or self.request.lacks_draft_kv)
 
     def draft_limit(self, most: int) -> int:
         """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
@@ -287,10 +287,6 @@ class Sequence:
         assert self.draft_source is not None
         assert self.acceptance is not None
         self.acceptance.probe(self.token_ids, self.draft_source.propose(self.token_ids, most))
-
-    def lack_draft_kv(self) -> None:
-        """Have no drafts: they would not follow from its prompt."""
-        self.lacks_draft_kv = True
 
     def drop_drafts(self) -> None:
         """Have no drafts in the next decode."""

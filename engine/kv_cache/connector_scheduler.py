@@ -264,7 +264,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._place_windows(sequence, pairs)
         blocks = tuple(self._entries(sequence.blocks, pairs))
         if self._layers_of.get(message.epoch, self._num_layers) < self._num_layers:
-            sequence.lack_draft_kv()
+            sequence.request.lacks_draft_kv = True
         local_state = NO_SLOT
         if message.remote_state != NO_SLOT:
             assert sequence.state is not None

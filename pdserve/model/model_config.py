@@ -115,6 +115,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
         attention = self.attention + self.attention[-1:] * count
         return msgspec.structs.replace(self, num_draft_layers=count, attention=attention)
 
+    @property
+    def predictor(self) -> str:
+        """First part of the names of the tensors of the layer that makes drafts; empty if the family has none here."""
+        family = FAMILIES.get(self.architecture) if self.impl == NATIVE else None
+        return "" if family is None else family.predictor.format(layer=self.num_layers)
+
     def kv_cache_spec(self, dtype: str) -> AnyKVCacheSpec:
         """Return what each layer with a KV cache keeps per token."""
         if self.latent is not None:

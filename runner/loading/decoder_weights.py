@@ -50,7 +50,8 @@ class DecoderWeights(ModelWeights):
         for index, layer in enumerate(self._decoder.layers, self._decoder.first_layer):
             yield self._group(f"model.layers.{index}.", layer.weight_shards, layer.process_weights_after_loading)
         if (predictor := self._decoder.predictor) is not None:
-            yield self._group(predictor.prefix, predictor.weight_shards, predictor.process_weights_after_loading)
+            prefix = self._decoder.config.predictor
+            yield self._group(prefix, predictor.weight_shards, predictor.process_weights_after_loading)
 
     def find(self, model_dir: Path, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
         """Return the weights with a name per expert, and the names that the model asks for.

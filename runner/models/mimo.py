@@ -9,7 +9,6 @@ from runner.models.qwen2 import Qwen2ForCausalLM
 class MiMoForCausalLM(Qwen2ForCausalLM):
     unused_tensors = ("model.mtp_layers.",)
     predictor_names = PredictorNames(
-        prefix="model.mtp_layers.0.",
         embedding_norm="token_layernorm",
         hidden_norm="hidden_layernorm",
         projection="input_proj",

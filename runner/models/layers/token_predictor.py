@@ -26,9 +26,11 @@ from runner.models.quantization.unquantized import UnquantizedLinearMethod
 
 
 class PredictorNames(NamedTuple):
-    """The names of its own tensors in a checkpoint. Those of its layer are as in other layers."""
+    """The names of its own tensors in a checkpoint. Those of its layer are as in other layers.
 
-    prefix: str  # before all of them; {layer} is the number of layers of the model
+    All begin with ``ModelConfig.predictor``.
+    """
+
     embedding_norm: str
     hidden_norm: str
     projection: str
@@ -38,7 +40,6 @@ class PredictorNames(NamedTuple):
 
 #: Of DeepSeek-V3 and GLM-4.5, behind the layers of the model. Their copies of embedding and head are not loaded.
 NEXTN_NAMES = PredictorNames(
-    prefix="model.layers.{layer}.",
     embedding_norm="enorm",
     hidden_norm="hnorm",
     projection="eh_proj",
@@ -61,7 +62,6 @@ class TokenPredictor:
         self._parallel = context.parallel
         self._layer, self._names = layer, names
         self._size = size
-        self.prefix = names.prefix.format(layer=context.config.num_layers)
         self.own_embedding = VocabParallelEmbedding(context) if embedding is None else None
         self._embedding = self.own_embedding or embedding
         self._embedding_norm, self._hidden_norm, self._norm = (RMSNorm(context) for _ in range(3))
