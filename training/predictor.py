@@ -125,7 +125,8 @@ class PlainMiMo:
         return x + (F.silu(gate) * up) @ w[f"{prefix}mlp.down_proj.weight"].T
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+        return heads
 
     def _rotated(self, x: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float32), self._frequencies)
@@ -192,7 +193,7 @@ def train(out: Path, steps: int, rows: int = 8, length: int = 320, settings: Pat
             for states, targets in ((hidden[:, :-1], tokens[:, 1:]), (predicted, tokens[:, 2:]))
         ]
         optimizer.zero_grad()
-        (losses[0] + _PREDICTOR_LOSS * losses[1]).backward()  # type: ignore[no-untyped-call]
+        (losses[0] + _PREDICTOR_LOSS * losses[1]).backward()
         torch.nn.utils.clip_grad_norm_(model.weights.values(), 1.0)
         optimizer.step()
         if step % 20 == 19:

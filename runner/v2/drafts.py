@@ -31,8 +31,9 @@ class SampledRows(NamedTuple):
         num_drafts = np.where(sequences < indices.num_decodes, indices.lengths[sequences] - 1, 0)
         # Decodes come first, with a sample for each token.
         drafted = np.flatnonzero(np.isin(indices.sampling, indices.drafted))
-        arrays = [sequences, indices.logits_tokens[first], num_drafts, drafted]
-        return cls(*copy_to_device([each.astype(np.int64) for each in arrays], device), int(num_drafts.max(initial=0)))
+        arrays = (sequences, indices.logits_tokens[first], num_drafts, drafted)
+        tensors = copy_to_device([np.asarray(each, dtype=np.int64) for each in arrays], device)
+        return cls(tensors[0], tensors[1], tensors[2], tensors[3], int(num_drafts.max(initial=0)))
 
 
 @dataclass(frozen=True)
