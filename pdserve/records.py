@@ -272,17 +272,16 @@ class StepOutput(msgspec.Struct, frozen=True):
     """Results of a step: tokens in the plan's order.
 
     ``decode_counts`` has how many of them each decode yields; it is empty if none has drafts, so that each yields one.
-    Prompts yield their ``num_samples``. ``drafts`` has those that the model has made, by sequence; they follow the last
-    token that the step yields, of choice 0. ``logprobs`` has those of some tokens, by index in ``token_ids``.
-    ``digests`` has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by
-    sequence, the log-probabilities of the prompt tokens that follow the computed ones. ``pooled`` has the vectors of
-    prompts that ended, little-endian float32, by sequence; the tokens of such a node mean nothing.
+    Prompts yield their ``num_samples``. ``logprobs`` has those of some tokens, by index in ``token_ids``. ``digests``
+    has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by sequence, the
+    log-probabilities of the prompt tokens that follow the computed ones. ``pooled`` has the vectors of prompts that
+    ended, little-endian float32, by sequence; the tokens of such a node mean nothing.
     """
 
     step: int
     token_ids: tuple[int, ...] = ()
     decode_counts: tuple[int, ...] = ()
-    drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()  # by sequence, made by the model behind its last token
     logprobs: dict[int, TokenLogprobs] = {}
     digests: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()

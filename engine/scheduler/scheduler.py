@@ -269,8 +269,8 @@ class Scheduler:
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
         copies = self._kv.take_state_copies(self._num_plans)
-        ahead = self._drafting.ahead(self._live.running.values())
-        return builder.plan(finished, self.connector.take_digest_orders(), copies, ahead)
+        builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
+        return builder.plan(finished, self.connector.take_digest_orders(), copies)
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""

@@ -45,6 +45,7 @@ class StepBuilder:
         """
         self.budget: ChunkBudget | None = None
         self.crowding: int | None = None  # client whose prompts are limited; set before the first prompt is added
+        self.drafts_ahead = 0
         self._step = step
         self._tokens_left = max_tokens
         self._full_step = full_step
@@ -136,11 +137,7 @@ class StepBuilder:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
     def plan(
-        self,
-        finished: tuple[int, ...],
-        digests: tuple[DigestOrder, ...],
-        state_copies: tuple[tuple[int, int], ...],
-        drafts_ahead: int = 0,
+        self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], state_copies: tuple[tuple[int, int], ...]
     ) -> StepPlan:
         return StepPlan(
             self._step,
@@ -152,7 +149,7 @@ class StepBuilder:
             digests=digests,
             masks=tuple(self._masks),
             drafts=tuple(self._drafts),
-            drafts_ahead=drafts_ahead,
+            drafts_ahead=self.drafts_ahead,
             state_copies=state_copies,
         )
 

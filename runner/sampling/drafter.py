@@ -1,4 +1,4 @@
-"""Drafts by the model itself, made behind the step that samples (docs/speculation.md).
+"""Drafts by the model itself, made behind the step that samples; the engine's DraftSource is ``ModelDrafts``.
 
 The predictor (runner/models/layers/token_predictor.py) takes all tokens of each step, one position later, so that it
 has keys and values for every position. Further drafts are a row per sequence each:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.kv import KVLayout
 from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
+from runner.v2.device_sampler import SamplerOutput
 from runner.v2.device_state import DeviceState
 from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch, InputBuffers
 from runner.v2.sampling_metadata import SamplingMetadata, copy_to_device
@@ -38,7 +39,9 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceDrafts:
-    drafter: Drafter
+    """Follows the tokens of each step if the model makes drafts, else does nothing."""
+
+    drafter: Drafter | None
     state: DeviceState
     inputs: InputBuffers
     layout: KVLayout
@@ -46,13 +49,16 @@ class DeviceDrafts:
 
     def skip(self, batch: InputBatch, hidden: Tensor) -> None:
         """Follow the tokens of a step in which nothing samples. They have been counted in the state."""
-        self.drafter.store(self._tokens(batch, hidden))
+        if self.drafter is not None:
+            self.drafter.store(self._tokens(batch, hidden))
 
     def follow(
-        self, batch: InputBatch, hidden: Tensor, sampled: Tensor, metadata: SamplingMetadata, count: int
-    ) -> Tensor | None:
-        """Follow the tokens of a step. Return ``count`` drafts of each sequence that samples: [rows, count] int32."""
-        rows = self._rows(batch.indices)
+        self, batch: InputBatch, hidden: Tensor, output: SamplerOutput, metadata: SamplingMetadata, count: int
+    ) -> SamplerOutput:
+        """Follow the tokens of a step. Return the output with ``count`` drafts of each sequence that samples."""
+        if self.drafter is None:
+            return output
+        rows, sampled = self._rows(batch.indices), output.tokens
         last = rows.first + self._num_accepted(batch.indices, rows, sampled)
         if len(rows.drafted):  # other samples are in the state
             slots = metadata.slot[rows.drafted].long()
@@ -60,9 +66,10 @@ class DeviceDrafts:
             self.state.token_ids.index_put_((slots, at.long()), sampled[rows.drafted])
         tokens = self._tokens(batch, hidden)
         if count:
-            return self.drafter.draft(tokens, self._draft_rows(batch, rows, last, count), count)
+            drafts = self.drafter.draft(tokens, self._draft_rows(batch, rows, last, count), count)
+            return replace(output, drafts=drafts)
         self.drafter.store(tokens)
-        return None
+        return output
 
     def _rows(self, indices: BatchIndices) -> SampledRows:
         if indices.sampled_rows is None:

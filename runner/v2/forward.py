@@ -39,7 +39,7 @@ class ForwardPass:
         # A graph starts with ``_start`` if there is a stage before. It leaves logits for decode steps on the last
         # stage, else hidden states; both if the model drafts.
         self._start = torch.zeros(0 if self._position.is_first else most, hidden_size, dtype=dtype, device=device)
-        self._keeps_hidden = bool(config.model.num_draft_layers)
+        self._keeps_hidden = config.model.num_draft_layers > 0 and self._position.is_last
         self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
         self._logits = torch.empty(rows, vocab_size, dtype=dtype, device=device)
 
@@ -74,6 +74,8 @@ class ForwardPass:
             ),
             self._inputs.input_ids[: indices.num_tokens],
         )
+        if descriptor is not None and self._keeps_hidden:  # drafts need a plan of this step; a graph has its own
+            self._backend.plan(self._inputs.attention_batch(batch))
         if not self._position.is_last or not len(indices.sampling):
             return hidden, None
         has_logits = descriptor is not None and descriptor.is_decode

@@ -14,7 +14,7 @@ from pdserve.kv import KVLayout
 from pdserve.state import NO_SLOT
 from runner.batch import AttentionBatch
 from runner.graph_sizes import BatchDescriptor
-from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
+from runner.kernels.step import build_inputs_kernel, build_page_table_kernel, take_samples_kernel
 from runner.sequence_rows import StepBatch
 from runner.v2.device_state import DeviceState, StepWords
 from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
@@ -65,6 +65,21 @@ class InputBatch:
     def logits_tokens(self) -> Tensor:
         """The tokens whose logits are sampled, as indices into the tokens of the step; on the device."""
         return self.sent.array(LOGITS_TOKENS, len(self.indices.logits_tokens))
+
+    def store_samples(self, state: DeviceState, tokens: Tensor) -> None:
+        """Count the step's tokens in the device's state, and append its samples to their sequences."""
+        at = self.sent.arrays_at
+        take_samples_kernel[(self.indices.num_seqs,)](
+            self.sent.words,
+            at[SLOTS],
+            at[QUERY_STARTS],
+            at[SAMPLE_OF_ROW],
+            tokens,
+            state.token_ids,
+            state.num_computed,
+            state.num_tokens,
+            state.token_ids.stride(0),
+        )
 
 
 class InputBuffers:

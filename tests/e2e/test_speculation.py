@@ -162,6 +162,5 @@ def test_draft_layers_change_no_answer(prefill: str, decode: str, tmp_path: Path
         (d,) = served.fleet.decode
         assert d.counter("handoffs") > 0
         assert d.counter("handoff_failures") == 0
-        before = d.counter("spec_decode_num_drafts")
-        assert (before > 0) == (decode != "1")  # D computes prompts that it has cached
+        assert (d.counter("spec_decode_num_drafts") > 100) == ("mtp" in prefill and "mtp" in decode)
         served.wait_idle()
