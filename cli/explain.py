@@ -14,7 +14,7 @@ from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import node_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
-from pdserve.config.parallel import active_parameters, num_parameters, weight_bytes
+from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
@@ -106,6 +106,7 @@ def as_text(config: NodeConfig) -> str:
         *_window_rows(config),
         ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
         ("", _legend(config)),
+        *_draft_rows(config),
         *_state_rows(config),
         *(_rank_rows(config) if config.parallel.num_ranks > 1 else ()),
     ]
@@ -156,6 +157,18 @@ def _state_rows(config: NodeConfig) -> list[tuple[str, str]]:
     estimated = ", estimated" if config.measure_kv_memory else ""
     size = f"{states.slot_bytes} bytes per sequence, {states.total_bytes / 2**20:.0f} MiB in all"
     return [("state", f"{states.num_slots} slots × {states.num_layers} recurrent layers{estimated}"), ("", size)]
+
+
+def _draft_rows(config: NodeConfig) -> list[tuple[str, str]]:
+    """Say what the layer that makes drafts takes on a rank of the last stage."""
+    model, last = config.model, config.parallel.position(config.parallel.num_ranks - 1)
+    if not model.num_draft_layers:
+        return []
+    without = msgspec.structs.replace(model, num_draft_layers=0)
+    weights, others = (weight_bytes(each, last, config.dtype) for each in (model, without))
+    per_token = shard_of(model, last).kv_cache_spec(config.kv_layout.dtype).page_bytes(1)
+    size = f"{(weights - others) / 2**20:.0f} MiB of these weights, {per_token} bytes of KV per token"
+    return [("drafts", f"by a layer of the model: {size}, up to {config.max_drafts} per step")]
 
 
 def _ranks(config: NodeConfig) -> list[NodeConfig]:

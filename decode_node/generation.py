@@ -112,8 +112,8 @@ class NodeGeneration:
         self._abandon_handoff = abandon
         self._submit(Mode.HANDOFF)
 
-    def prefill_request(self, cached_tokens: int, span: Span) -> pb.PrefillRequest:
-        """Return the message that has P compute the KV after the first ``cached_tokens`` tokens."""
+    def prefill_request(self, cached_tokens: int, span: Span, kv_layers: int) -> pb.PrefillRequest:
+        """Return the message that has P compute the KV after the first ``cached_tokens`` tokens, for so many layers."""
         request, remaining = self.message, self.remaining
         return pb.PrefillRequest(
             request_id=request.request_id,
@@ -128,6 +128,7 @@ class NodeGeneration:
             client=request.client,
             urgent=bool(self.resume),
             cached_only=request.pull,
+            kv_layers=kv_layers,
         )
 
     def emit_peer_token(

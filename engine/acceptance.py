@@ -19,19 +19,27 @@ class Acceptance:
     step verifies are compared with the tokens that follow.
     """
 
-    def __init__(self, most: int, of_all: Acceptance | None = None) -> None:
-        """``most``: drafts in one step. A sequence begins with the acceptance ``of_all``."""
+    def __init__(self, most: int, of_all: Acceptance | None = None, *, sure: bool = False) -> None:
+        """``most``: drafts in one step. A sequence begins with the acceptance ``of_all``.
+
+        A ``sure`` source has drafts whenever it is asked.
+        """
         self._most = most
         self._of_all = of_all
+        self._sure = sure
         self._keep = _KEEP_OF_ALL if of_all is None else _KEEP
         self.rate: float = _FIRST_RATE if of_all is None else of_all.rate  # of right drafts, if those before were right
         self.hits: float = _FIRST_HITS if of_all is None else of_all.hits  # share of steps in which a source has drafts
+        if sure:
+            self.hits = 1.0
         self._most_gain = self.gain(most)
         self._probe: tuple[int, tuple[int, ...]] = (0, ())  # number of tokens before the drafts, drafts
         self._next_probe = 0  # number of tokens
 
     def proposed(self, drafts: tuple[int, ...]) -> None:
         """Count whether there are drafts."""
+        if self._sure:
+            return
         self.hits = self._keep * self.hits + (1.0 - self._keep) * bool(drafts)
         if self._of_all is not None:
             self._of_all.proposed(drafts)

@@ -14,3 +14,18 @@ class DraftSource(Protocol):
 
         ``most`` is at least 1. Each call has the tokens of the call before, and further ones.
         """
+
+
+class ModelDrafts:
+    """A DraftSource with what the model has predicted behind the last step of a sequence."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0  # that the drafts follow
+        self._drafts: tuple[int, ...] = ()
+
+    def put(self, num_tokens: int, drafts: tuple[int, ...]) -> None:
+        """Keep the drafts that follow the first ``num_tokens`` tokens."""
+        self._num_tokens, self._drafts = num_tokens, drafts
+
+    def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
+        return self._drafts[:most] if len(token_ids) == self._num_tokens else ()

@@ -17,6 +17,7 @@ import time
 from functools import partial
 
 from engine.channel import Channel, ChannelClosed
+from engine.draft_source import ModelDrafts
 from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.executor.idle_step import measure_idle_step
@@ -30,7 +31,7 @@ from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.node_options import LOOKUP
+from pdserve.config.node_options import LOOKUP, MTP
 from pdserve.errors import PdserveError
 from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
@@ -105,19 +106,24 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
         sock.send(framed(heartbeat))
 
 
+_DRAFT_SOURCES: dict[str, type[PromptLookup | ModelDrafts]] = {LOOKUP: PromptLookup, MTP: ModelDrafts}
+
+
 def _draft_options(config: NodeConfig) -> DraftOptions:
     most, always = config.max_drafts, config.always_draft
     if config.costs is None and config.synthetic_acceptance is not None:
         rate = acceptance_rate(config.synthetic_acceptance, most)
         return DraftOptions(most, SyntheticDrafts, always, rate)
-    return DraftOptions(most, PromptLookup if config.speculate == LOOKUP else None, always)
+    return DraftOptions(most, _DRAFT_SOURCES.get(config.speculate), always)
 
 
 def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
     layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
-    peers: ConnectorFactory = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
+    peers: ConnectorFactory = partial(
+        PeerConnectorScheduler, checksum=config.kv_checksum, num_layers=config.model.num_kv_layers
+    )
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,

@@ -60,6 +60,8 @@ class Request:
     rules: TokenRules | None = None  # made from its sampling parameters
     paused: bool = False  # its client does not read: no step includes it
     urgent: bool = False  # on P: before the waiting requests of its client
+    kv_layers: int = 0  # on P: layers with a KV cache that the peer has; 0: as here
+    lacks_draft_kv: bool = False  # a peer without the layer that makes drafts has computed the prompt
 
     @property
     def prompt_len(self) -> int:
@@ -206,12 +208,16 @@ class Sequence:
         """
         return self.length == self.prompt_len + 1 or not self.in_flight
 
+    @property
+    def may_draft(self) -> bool:
+        return not (self.request.sampling.disable_spec_decode or self.request.lacks_draft_kv)
+
     def draft_limit(self, most: int) -> int:
         """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
 
         A masked sequence has those that its masks are for.
         """
-        if self.request.sampling.disable_spec_decode:
+        if not self.may_draft:
             return 0
         if self.constraint is not None and not self.constraint.fixed:
             most = min(most, len(self.constraint.drafts))

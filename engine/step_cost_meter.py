@@ -175,11 +175,19 @@ class StepCostMeter:
         self._num_outliers = 0  # less the steps that were as expected
 
     def add_step(
-        self, decodes: int, prompt_tokens: int, seconds: float, context: float = 0.0, drafts: int = 0
+        self,
+        decodes: int,
+        prompt_tokens: int,
+        seconds: float,
+        context: float = 0.0,
+        drafts: int = 0,
+        *,
+        ahead: bool = False,
     ) -> float:
         """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences, with ``drafts`` in all.
 
-        Return the seconds that the prompts added to it.
+        Return the seconds that the prompts added to it. In a step ``ahead`` the model has made drafts for the next one:
+        a part of what drafts cost.
         """
         self._undrafted = 0 if drafts else self._undrafted + 1
         if drafts and not prompt_tokens:
@@ -191,6 +199,8 @@ class StepCostMeter:
             return 0.0
         if drafts:
             seconds = max(0.0, seconds - self.drafts.at(drafts))
+        if ahead and self._decodes and not prompt_tokens:
+            return 0.0
         if not prompt_tokens:
             self._decodes.add(decodes, self._credible(self._decodes.line.at(decodes), seconds))
             return 0.0

@@ -223,6 +223,7 @@ class KVShare(msgspec.Struct, frozen=True):
     num_heads: int
     total_layers: int  # of the model
     total_heads: int  # KV heads of the model
+    draft_layers: int = 0  # of ``total_layers``, the last ones, whose KV only drafts need: a peer may lack them
 
     def __post_init__(self) -> None:
         layers = ("layers", self.first_layer, self.num_layers, self.total_layers)
@@ -230,6 +231,8 @@ class KVShare(msgspec.Struct, frozen=True):
         for what, first, count, total in (layers, heads):
             if not (0 <= first < first + count <= total):
                 raise ConfigError(f"{count} {what} from {first} on are no part of a model with {total} {what}")
+        if not 0 <= self.draft_layers < self.total_layers:
+            raise ConfigError(f"{self.draft_layers} of {self.total_layers} layers make drafts; one at least must not")
 
     @classmethod
     def whole(cls, layout: KVLayout) -> KVShare:
@@ -241,9 +244,24 @@ class KVShare(msgspec.Struct, frozen=True):
     def layers(self) -> range:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
+    @property
+    def model_layers(self) -> int:
+        """Layers of the model whose KV every node needs."""
+        return self.total_layers - self.draft_layers
+
     @classmethod
-    def of_rank(cls, stage: int, stage_layers: Sequence[int], shard: int, num_shards: int, total_heads: int) -> KVShare:
-        """Return the share of one tensor shard of one pipeline stage; ``stage_layers`` has the layers of each stage.
+    def of_rank(
+        cls,
+        stage: int,
+        stage_layers: Sequence[int],
+        shard: int,
+        num_shards: int,
+        total_heads: int,
+        draft_layers: int = 0,
+    ) -> KVShare:
+        """Return the share of one tensor shard of one pipeline stage.
+
+        ``stage_layers`` has the layers of each stage; the last stage's include ``draft_layers``.
 
         Raises ConfigError unless the shards can split or repeat the heads evenly.
         """
@@ -258,7 +276,7 @@ class KVShare(msgspec.Struct, frozen=True):
         shards_per_head = max(1, num_shards // total_heads)
         layers = (sum(stage_layers[:stage]), stage_layers[stage])
         heads = (shard // shards_per_head * num_heads, num_heads)
-        return cls(*layers, *heads, sum(stage_layers), total_heads)
+        return cls(*layers, *heads, sum(stage_layers), total_heads, draft_layers)
 
 
 def divisors(number: int) -> list[int]:

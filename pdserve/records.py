@@ -128,6 +128,7 @@ class DigestOrder(msgspec.Struct, frozen=True):
     num_tokens: int
     groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
     state_slots: tuple[int, ...] = ()
+    num_layers: int = 0  # the first ones, which the digests cover; 0: all
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):
@@ -242,6 +243,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
     masks: tuple[TokenMask, ...] = ()  # of each masked sequence that samples in this step
     drafts: tuple[Drafts, ...] = ()  # of decodes
+    drafts_ahead: int = 0  # that the model makes for the next step of each sequence that samples
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 
     @property
@@ -279,6 +281,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     step: int
     token_ids: tuple[int, ...] = ()
     decode_counts: tuple[int, ...] = ()
+    drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()  # by sequence, made by the model behind its last token
     logprobs: dict[int, TokenLogprobs] = {}
     digests: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()

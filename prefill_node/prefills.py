@@ -90,6 +90,7 @@ class Prefill(Lease):
                 token_ids=token_ids,
                 cache_salt=request.cache_salt,
                 skip_tokens=request.skip_tokens,
+                kv_layers=request.kv_layers,
             )
             self._prefills.engine.send(pull)
             return
@@ -104,6 +105,7 @@ class Prefill(Lease):
             decode_ahead=decode_ahead,
             client=request.client,
             urgent=request.urgent,
+            kv_layers=request.kv_layers,
         )
         self._prefills.engine.send(submit)
 

@@ -29,6 +29,7 @@ from runner.loading.weight_changes import WeightChanger
 from runner.pending_step import FinishedStep, step_without_samples
 from runner.pinned_memory import reserve_pinned_memory
 from runner.pooling import PromptPooling
+from runner.sampling.drafter import Drafter
 from runner.sampling.prompt_logprobs import PromptScoring
 from runner.sequence_rows import SequenceRows
 from runner.state_cache import StateCache, StateSlotCopies
@@ -104,17 +105,17 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     def _execute(self, plan: StepPlan, batch: BatchT, all_hidden_states: bool) -> Pausing[tuple[Tensor, Tensor | None]]:
         """Run the forward pass, with pauses between layers.
 
-        Return hidden states, of all tokens if ``all_hidden_states``, and logits [sampling rows, vocab_size]; None for
-        logits on other stages than the last, and if no sequence samples.
+        Return hidden states, of all tokens if ``all_hidden_states`` or if there is a ``_drafter``, and logits [sampling
+        rows, vocab_size]; None for logits on other stages than the last, and if no sequence samples.
         """
 
     @abstractmethod
-    def _sample(self, plan: StepPlan, batch: BatchT, logits: Tensor) -> PendingStep:
-        """Draw tokens and update the state of sequences."""
+    def _sample(self, plan: StepPlan, batch: BatchT, logits: Tensor, hidden: Tensor) -> PendingStep:
+        """Draw tokens, update the state of sequences, and let ``_drafter`` follow the tokens if there is one."""
 
     @abstractmethod
-    def _skip_sampling(self, batch: BatchT) -> None:
-        """Update the state of sequences after a step in which this rank samples nothing."""
+    def _skip_sampling(self, batch: BatchT, hidden: Tensor) -> None:
+        """Do the same after a step in which this rank samples nothing."""
 
     def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
         """Capture CUDA graphs, if the runner uses any."""
@@ -207,8 +208,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         for part in parts:
             part.after_forward(batch, hidden)
         if logits is not None:
-            return self._sample(plan, batch, logits)
-        self._skip_sampling(batch)
+            return self._sample(plan, batch, logits, hidden)
+        self._skip_sampling(batch, hidden)
         return step_without_samples(plan.step, self._device)
 
     # ------------------------------------------------------------ memory
@@ -233,6 +234,9 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             config.max_model_len + config.max_batch_tokens,
             self._states,
         )
+        self._drafter: Drafter | None = None
+        if self._is_last_stage and config.model.num_draft_layers:
+            self._drafter = Drafter(self._model.decoder, self._attention, layout.kernel_block_size)
         self._digests = BlockDigests(self._cache, self._states)
         # Digests are those of slots as they are behind the step's copies.
         copies = [] if self._states is None else [StateSlotCopies(self._states)]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import islice
+from itertools import groupby, islice
 
 import msgspec
 import numpy as np
@@ -56,6 +56,8 @@ class KVDigester:
         multipliers = torch.from_numpy(_multipliers(layout, share, self._row_words).view(np.int64)).to(memory.device)
         # [groups, pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
         self._multipliers = multipliers
+        self._of_layers: dict[int, Tensor] = {}  # the same, with zeros for layers of the model from a number on
+        self._layout, self._share = layout, share
         self._page_size = layout.kernel_block_size
         self._block_size = layout.block_size
         self._uses_triton = memory.device.type == "cuda" and find_spec("triton") is not None
@@ -63,15 +65,28 @@ class KVDigester:
     def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
         """Return the digests of all blocks of the orders. Shape [blocks] int64, device. Does not synchronise.
 
-        There is at least one block.
+        There is at least one block, and all orders cover the same layers.
         """
+        every = self._multipliers_of(orders[0].num_layers)
         work = torch.tensor([row for order in orders for row in self._blocks_with_tokens(order)])  # [blocks, 3]
         if not self._uses_triton:
-            return self._compute_with_torch(*work.unbind(1))
+            return self._compute_with_torch(every, *work.unbind(1))
         from runner.kernels.block_digest import block_digests  # on demand: V1 runs without Triton
 
         work = work.pin_memory().to(self._words.device, non_blocking=True)
-        return block_digests(self._words, work, self._multipliers, self._page_size, self._row_words)
+        return block_digests(self._words, work, every, self._page_size, self._row_words)
+
+    def _multipliers_of(self, num_layers: int) -> Tensor:
+        """Return the multipliers of the first layers of the model; 0: of all."""
+        if not num_layers or num_layers >= self._share.layers.stop:
+            return self._multipliers
+        if num_layers not in self._of_layers:
+            found = self._multipliers.clone()
+            places = zip(self._share.layers, self._layout.groups.places(self._share.layers), strict=True)
+            for group, index in (place for layer, place in places if layer >= num_layers):
+                found[group, :, :, index] = 0
+            self._of_layers[num_layers] = found
+        return self._of_layers[num_layers]
 
     def _blocks_with_tokens(self, order: DigestOrder) -> Iterator[tuple[int, int, int]]:
         """Yield each block with the number of its tokens that count, and its group."""
@@ -81,15 +96,15 @@ class KVDigester:
         for index, (block, group) in enumerate(zip(order.block_ids, groups, strict=True)):
             yield block, rest if last[group] == index else self._block_size, group
 
-    def _compute_with_torch(self, blocks: Tensor, num_tokens: Tensor, groups: Tensor) -> Tensor:
+    def _compute_with_torch(self, every: Tensor, blocks: Tensor, num_tokens: Tensor, groups: Tensor) -> Tensor:
         device = self._words.device
         digests = torch.empty_like(blocks, device=device)
-        for group, multipliers in enumerate(self._multipliers):
+        for group, multipliers in enumerate(every):
             full = ((num_tokens == self._block_size) & (groups == group)).nonzero().flatten()
             for some in full.split(max(1, _CHUNK_WORDS[device.type] // self._words.shape[1])):
                 digests[some.to(device)] = self._weigh(blocks[some], multipliers)
         for index in (num_tokens < self._block_size).nonzero().flatten().tolist():
-            multipliers = self._first_tokens(self._multipliers[groups[index]], int(num_tokens[index]))
+            multipliers = self._first_tokens(every[groups[index]], int(num_tokens[index]))
             digests[index] = self._weigh(blocks[index : index + 1], multipliers)[0]
         return digests
 
@@ -187,7 +202,10 @@ class BlockDigests(StepFeature[object]):
     def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
         """Return the digests of the blocks of all orders, then of the slots of all. Shape [digests] int64, device."""
         slots = [slot for order in orders for slot in order.state_slots]
-        found = [self._digester.compute(orders)] if any(order.block_ids for order in orders) else []
+        of_blocks = [order for order in orders if order.block_ids]
+        found = [
+            self._digester.compute(list(same)) for _, same in groupby(of_blocks, key=lambda order: order.num_layers)
+        ]
         found += [self._state_digester.compute(slots)] if slots else []
         return torch.cat(found)
 

@@ -121,13 +121,16 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     tokens = tuple(ScheduledSequence.decode(seq) for seq in seqs)
     everything = b"\xff" * TokenMask.num_bytes(config.model.vocab_size)
     masks = tuple(TokenMask(seq, everything) for seq in seqs) if sampling.grammar else ()
-    runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()
+    ahead = config.max_drafts if config.model.num_draft_layers else 0
+    runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks, drafts_ahead=ahead)).result()
     for _ in range(2):
-        runner.launch(StepPlan(-1, scheduled=tokens, num_decodes=len(tokens), masks=masks)).result()
+        plan = StepPlan(-1, scheduled=tokens, num_decodes=len(tokens), masks=masks, drafts_ahead=ahead)
+        runner.launch(plan).result()
     if num_drafts := config.max_drafts:
         drafted = tuple(ScheduledSequence.decode(seq, num_drafts) for seq in seqs)
         drafts = tuple(Drafts(seq, (0,) * num_drafts) for seq in seqs)
-        runner.launch(StepPlan(-1, scheduled=drafted, num_decodes=len(seqs), drafts=drafts)).result()
+        plan = StepPlan(-1, scheduled=drafted, num_decodes=len(seqs), drafts=drafts, drafts_ahead=ahead)
+        runner.launch(plan).result()
     has_states = runner.state_layout is not None
     digests = (DigestOrder((0,), 1, state_slots=(0,) if has_states else ()),) if config.kv_checksum else ()
     copies = ((0, 1),) if has_states else ()

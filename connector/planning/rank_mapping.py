@@ -77,8 +77,10 @@ class LocalRank(NamedTuple):
 
     @property
     def share(self) -> KVShare | None:
-        """The part that this rank announces to peers; None for the whole model."""
-        return self.shares[self.rank] if len(self.shares) > 1 else None
+        """The part that this rank announces to peers; None for the whole model, without layers that make drafts."""
+        return (
+            self.shares[self.rank] if len(self.shares) > 1 or any(each.draft_layers for each in self.shares) else None
+        )
 
     def source_ranks(self, layout: KVLayout, peer: Peer) -> tuple[SourceRank, ...]:
         """Return the ranks of ``peer`` that together hold, each byte once, the part of this rank.
@@ -118,7 +120,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
     fields: list[tuple[str, object, object]] = [
         *((name, here_spec.get(name), there_spec.get(name)) for name in here_spec | there_spec),
         ("block_size", layout.block_size, theirs.layout.block_size),
-        ("num_layers", share.total_layers, part.total_layers),
+        ("num_layers", share.model_layers, part.model_layers),
         ("kv_groups", layout.groups, theirs.layout.groups),
     ]
     if layout.spec.packed:  # its blocks cannot be split
@@ -185,10 +187,14 @@ def _overlap(one: KVShare, other: KVShare) -> bool:
 
 
 def _check_cover(ours: KVShare, needed: Sequence[KVShare], peer: Peer) -> None:
-    """Raise PeerError unless exactly one of the needed shares holds each layer and head of ours."""
+    """Raise PeerError unless exactly one of the needed shares holds each layer and head of ours.
+
+    Layers that make drafts may be missing: their KV changes no token.
+    """
     held = np.zeros((ours.total_layers, ours.total_heads), np.int64)
     for share in needed:
         held[_layers(share), _heads(share)] += 1
+    held[ours.model_layers :] += held[ours.model_layers :] == 0
     for layer, head in np.argwhere(held[_layers(ours), _heads(ours)] != 1)[:1]:
         layer, head = layer + ours.first_layer, head + ours.first_head
         raise PeerError(

@@ -206,9 +206,13 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         states: StateSlots | None = None,
         *,
         checksum: bool = False,
+        num_layers: int = 0,
     ) -> None:
+        """``num_layers``: with a KV cache, those that make drafts included; 0: all peers have as many."""
         super().__init__(pool, events, block_size, states)
         self._checksum = checksum
+        self._num_layers = num_layers
+        self._layers_of: dict[str, int] = {}  # that a connected peer has, by epoch
         self._digests = DigestOrders()
         self._cost = LineFit(_KEEP)
         self._handoffs = LineFit(_KEEP, flat=True)  # seconds from the peer's last chunk to confirmed KV
@@ -233,9 +237,11 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     def connect(self, peer: Peer) -> None:
         self._connect.append(peer)
+        self._layers_of[peer.epoch] = max((rank.part.total_layers for rank in peer.ranks), default=0)
 
     def disconnect(self, epoch: str) -> None:
         self._disconnect.append(epoch)
+        self._layers_of.pop(epoch, None)
 
     def load(self, sequence: Sequence) -> None:
         self._loads[sequence.rid] = _Load(sequence, sequence.num_computed // self._block_size)
@@ -257,6 +263,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             return
         self._place_windows(sequence, pairs)
         blocks = tuple(self._entries(sequence.blocks, pairs))
+        if self._layers_of.get(message.epoch, self._num_layers) < self._num_layers:
+            sequence.request.lacks_draft_kv = True
         local_state = NO_SLOT
         if message.remote_state != NO_SLOT:
             assert sequence.state is not None
@@ -409,7 +417,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             if self._checksum and read.load is not None and not result.error:
                 groups, num_tokens = read.order.groups, read.message.num_tokens
                 states = self._states_of(read.order.local_state)
-                self._digests.add(blocks, groups, num_tokens, partial(self._compare, read), states)
+                common = self._common_layers(self._layers_of.get(read.order.epoch, 0))
+                self._digests.add(blocks, groups, num_tokens, partial(self._compare, read), states, num_layers=common)
 
     def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
@@ -448,7 +457,14 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             ends = sequence.state is not None and num_tokens == sequence.prompt_len
             states = self._states_of(sequence.state.lease_slot if sequence.state is not None and ends else NO_SLOT)
             if blocks:
-                self._digests.add_to_step(blocks, self._groups_of(pairs), num_tokens, lease.digests.extend, states)
+                self._digests.add_to_step(
+                    blocks,
+                    self._groups_of(pairs),
+                    num_tokens,
+                    lease.digests.extend,
+                    states,
+                    num_layers=self._common_layers(sequence.request.kv_layers),
+                )
 
     def take_last_chunks(self) -> Collection[int]:
         last, self._last_chunks = self._last_chunks, []
@@ -497,7 +513,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
         if self._checksum and lease.blocks:
             states = self._states_of(lease.state_slot)
-            self._digests.add(tuple(lease.blocks), self._groups_of(pairs), num_tokens, announce, states)
+            common = self._common_layers(message.kv_layers)
+            self._digests.add(
+                tuple(lease.blocks), self._groups_of(pairs), num_tokens, announce, states, num_layers=common
+            )
         else:
             announce(())
 
@@ -507,6 +526,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             self._pool.drop(lease.blocks, Use.LEASED)
             if self._states is not None and lease.state_slot != NO_SLOT:
                 self._states.pool.drop((lease.state_slot,), Use.LEASED)
+
+    def _common_layers(self, of_peer: int) -> int:
+        """Return how many layers this node and a peer have, both with the KV of layers that make drafts if possible."""
+        return min(self._num_layers, of_peer) if self._num_layers and of_peer else 0
 
     def _lease(self, sequence: Sequence) -> _Lease:
         skipped = sequence.request.skip_tokens // self._block_size

@@ -39,9 +39,14 @@ class DigestOrders:
         num_tokens: int,
         take: TakeDigests,
         state_slots: tuple[int, ...] = (),
+        *,
+        num_layers: int = 0,
     ) -> None:
-        """Order digests of blocks that the next step fills, and of the recurrent state that it leaves in a slot."""
-        self._of_step.append(DigestOrder(blocks, num_tokens, groups, state_slots))
+        """Order digests of blocks that the next step fills, and of the recurrent state that it leaves in a slot.
+
+        They cover the first ``num_layers`` layers; 0: all.
+        """
+        self._of_step.append(DigestOrder(blocks, num_tokens, groups, state_slots, num_layers))
         self._of_step_takers.append(take)
 
     def add(
@@ -51,10 +56,12 @@ class DigestOrders:
         num_tokens: int,
         take: TakeDigests,
         state_slots: tuple[int, ...] = (),
+        *,
+        num_layers: int = 0,
     ) -> None:
         """Order digests beside steps."""
         number = next(self._numbers)
-        self._beside.append((number, DigestOrder(blocks, num_tokens, groups, state_slots)))
+        self._beside.append((number, DigestOrder(blocks, num_tokens, groups, state_slots, num_layers)))
         self._beside_takers[number] = take
 
     def take_of_step(self) -> tuple[DigestOrder, ...]:

@@ -107,10 +107,13 @@ class KVCacheManager:
             return True
         return self._grow_to([(each, self._logical(each.length), 0) for each in short])
 
-    def grow_for_drafts(self, sequences: Iterable[Sequence]) -> None:
-        """Allocate blocks for the drafts of each sequence, while blocks are free; a step needs no drafts."""
+    def grow_for_drafts(self, sequences: Iterable[Sequence], behind: int = 0) -> None:
+        """Allocate blocks for the drafts of each sequence, while blocks are free; a step needs no drafts.
+
+        ``behind``: further tokens, of drafts that the model makes in this step.
+        """
         for sequence in sequences:
-            end = self._logical(sequence.length + sequence.num_drafts)
+            end = self._logical(sequence.length + sequence.num_drafts + behind)
             if end * self._block_size > sequence.capacity and not self._grow_to([(sequence, end, end)]):
                 return
 

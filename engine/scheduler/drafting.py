@@ -1,14 +1,16 @@
 """Drafts: guesses of next tokens, which a decode verifies beside its newest token (docs/speculation.md).
 
-They come from a ``DraftSource`` of the engine, or the runner makes them. A source reads the tokens so far, so the
-engine waits for them:
+They come from a ``DraftSource`` of the engine, or a simulated runner makes them. A source reads the tokens so far, or
+what the model has predicted behind the last step, so the engine waits for them:
 
     step        t d1 d2 d3        t: the newest token
     applied     s1 s2 s3          d1 and d2 were right
     next step   s3 e1 e2 e3       planned now, and not while the step was in flight
 
-While no drafts are worth that, steps are planned while others are in flight, as without drafts. A runner that drafts
+While no drafts are worth that, steps are planned while others are in flight, as without drafts. A simulated runner
 knows the tokens itself; then the next step is planned while this one is in flight.
+
+The model predicts only behind steps whose plan asks for it (``StepPlan.drafts_ahead``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.acceptance import Acceptance
-from engine.draft_source import DraftSource
+from engine.draft_source import DraftSource, ModelDrafts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Sequence
 from engine.scheduler.step_builder import StepBuilder
@@ -32,10 +34,11 @@ from pdserve.records import Drafts, ScheduledSequence
 _MANY = 1 << 30
 _GROWTH = 4  # times the drafts that were measured in one step
 _GAP_SHARE = 0.05  # weight of the latest gap
+_ASK_EVERY = 64  # steps after which the model predicts again, to find out whether its drafts would be right
 
 
 class DraftOptions(NamedTuple):
-    """Each sequence gets a source of drafts; without sources the runner drafts."""
+    """Each sequence gets a source of drafts; without sources a simulated runner drafts."""
 
     most: int  # drafts of a decode; 0: none
     make_source: Callable[[], DraftSource] | None = None
@@ -65,8 +68,11 @@ class Drafting:
         self._kv = kv
         self._meter = meter
         self._stages = stages
+        self._by_model = self._make_source is ModelDrafts
+        self._ahead = 0  # drafts that the model makes behind the latest step
+        self._unasked = 0  # steps since it made some
         self._gap = _HostGap(totals)
-        self._of_all = Acceptance(self._most)
+        self._of_all = Acceptance(self._most, sure=self._by_model)
         if self._synthetic is not None:
             self._of_all.rate = self._synthetic
         self._least = 1.0  # probability of a draft that is worth its time
@@ -83,7 +89,7 @@ class Drafting:
         decodes = [each for each in running if each.decodes_here]
         if any(each.verifying and not each.blocked for each in running):
             return True
-        if not any(each.in_flight for each in decodes):
+        if not any(each.in_flight for each in decodes) or (self._by_model and not self._ahead):
             return False
         if self._always:
             return any(map(self._waits, decodes))
@@ -108,10 +114,30 @@ class Drafting:
                 sequence.want_drafts(0 if sequence.constraint is not None else sequence.draft_limit(self._most))
         else:
             self._draft(sequences, self._make_source)
-        self._kv.grow_for_drafts(sequences)
+        self._kv.grow_for_drafts(sequences, self._most - 1 if self._by_model else 0)
         builder.add_decodes(sequences, self._launch)
         builder.count_drafts(self._num_drafts, self._drafts)
         self._num_drafts, self._drafts = 0, []
+
+    def ahead(self, running: Collection[Sequence]) -> int:
+        """Return how many drafts the model makes behind the step that is planned, for the one after it."""
+        if not self._by_model:
+            return 0
+        able = [each for each in running if each.length > each.prompt_len and each.draft_limit(1) > 0]
+        expected = [(each.acceptance or self._of_all).expected for each in able]
+        pays = self._pays(len(able), sum(expected), self._most * len(able), self._gap.seconds)
+        self._unasked += 1
+        asks = bool(able) and (self._always or pays or self._unasked >= _ASK_EVERY)
+        self._ahead = self._most if asks else 0
+        self._unasked = 0 if asks else self._unasked
+        return self._ahead
+
+    def keep(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Keep what the model has predicted behind the tokens of a sequence."""
+        if self._by_model and sequence.may_draft:
+            self._acceptance_of(sequence, ModelDrafts)
+            assert isinstance(sequence.draft_source, ModelDrafts)
+            sequence.draft_source.put(len(sequence.token_ids), drafts)
 
     def _draft(self, sequences: Collection[Sequence], make_source: Callable[[], DraftSource]) -> None:
         """Let these decodes verify drafts if that is worth its time, else probe some."""
@@ -138,7 +164,7 @@ class Drafting:
     def propose(self, sequence: Sequence) -> tuple[int, ...]:
         """Return drafts of a sequence whose masks follow from them. The step may use fewer."""
         most = min(self._most, sequence.max_length - len(sequence.token_ids) - 1)
-        if self._make_source is None or most <= 0 or sequence.request.sampling.disable_spec_decode:
+        if self._make_source is None or most <= 0 or not sequence.may_draft:
             return ()
         acceptance = self._acceptance_of(sequence, self._make_source)
         if worth := most if self._always else acceptance.worth(self._least, most):
@@ -154,7 +180,7 @@ class Drafting:
     def _acceptance_of(self, sequence: Sequence, make_source: Callable[[], DraftSource]) -> Acceptance:
         """Return the acceptance of a sequence, which has a source from now on."""
         if sequence.acceptance is None:
-            sequence.begin_drafts(make_source, Acceptance(self._most, self._of_all))
+            sequence.begin_drafts(make_source, Acceptance(self._most, self._of_all, sure=self._by_model))
         assert sequence.acceptance is not None
         return sequence.acceptance
 

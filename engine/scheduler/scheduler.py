@@ -132,6 +132,7 @@ class Scheduler:
             events=self.events,
             totals=self.totals,
             meter=self.meter,
+            drafting=self._drafting,
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
@@ -268,6 +269,7 @@ class Scheduler:
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
         copies = self._kv.take_state_copies(self._num_plans)
+        builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
         return builder.plan(finished, self.connector.take_digest_orders(), copies)
 
     def prepare(self) -> None:

@@ -45,6 +45,7 @@ class StepBuilder:
         """
         self.budget: ChunkBudget | None = None
         self.crowding: int | None = None  # client whose prompts are limited; set before the first prompt is added
+        self.drafts_ahead = 0
         self._step = step
         self._tokens_left = max_tokens
         self._full_step = full_step
@@ -148,6 +149,7 @@ class StepBuilder:
             digests=digests,
             masks=tuple(self._masks),
             drafts=tuple(self._drafts),
+            drafts_ahead=self.drafts_ahead,
             state_copies=state_copies,
         )
 

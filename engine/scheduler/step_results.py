@@ -8,6 +8,7 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
+from engine.scheduler.drafting import Drafting
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import SampledTokens, StepSequences, StepsInFlight
 from engine.step_cost_meter import StepCostMeter, StepWork
@@ -29,6 +30,7 @@ class StepResults:
         events: Batch,
         totals: Totals,
         meter: StepCostMeter,
+        drafting: Drafting,
     ) -> None:
         self._in_flight = in_flight
         self._live = live
@@ -38,6 +40,7 @@ class StepResults:
         self._events = events
         self._totals = totals
         self._meter = meter
+        self._drafting = drafting
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float) -> None:
         """Apply the results of a step that took ``seconds``."""
@@ -70,13 +73,18 @@ class StepResults:
                 decodes += 1
             if not sequence.computed(num_tokens) or self._settle(sequence):
                 self._apply_prompt(sequence, sampled)
+        if output.drafts:
+            of_seq = {sequence.seq: sequence for sequence in (*step.decodes, *step.prompts)}
+            for seq, made in output.drafts:
+                self._drafting.keep(of_seq[seq], made)
         drafts = plan.num_drafts if output.decode_counts else 0
-        self._measure(StepWork(decodes, prompt_tokens, context / max(prompt_tokens, 1), drafts), seconds)
+        work = StepWork(decodes, prompt_tokens, context / max(prompt_tokens, 1), drafts)
+        self._measure(work, seconds, ahead=plan.drafts_ahead > 0)
 
-    def _measure(self, work: StepWork, seconds: float) -> None:
+    def _measure(self, work: StepWork, seconds: float, ahead: bool) -> None:
         totals = self._totals
         decodes, prompt_tokens, context, drafts = work
-        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context, drafts)
+        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context, drafts, ahead=ahead)
         if decodes and prompt_tokens:
             totals.mixed_steps += 1
             totals.mixed_step_seconds += seconds

@@ -7,7 +7,7 @@ import msgspec
 from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
-from pdserve.kv import KVLayout, KVScales, KVShare
+from pdserve.kv import UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import PoolingConfig
 from pdserve.rpc.timeouts import PeerTiming
@@ -92,12 +92,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:
-        """The scales of this rank's layers; empty unless the cache is FP8."""
-        return self.kv_scales[self.share.first_layer : self.share.layers.stop]
+        """The scales of this rank's layers; empty unless the cache is FP8. Checkpoints have none of draft layers."""
+        scales = self.kv_scales and self.kv_scales + (UNSCALED,) * self.model.num_draft_layers
+        return scales[self.share.first_layer : self.share.layers.stop]
 
     def whole_layout(self, layout: KVLayout) -> KVLayout:
         """Return a rank's layout extended to all layers and heads, which describes the node."""
-        return layout.resized(range(len(self.model.kv_layers)), self.model.num_kv_heads)
+        return layout.resized(range(self.model.num_kv_layers), self.model.num_kv_heads)
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """Return the configuration of the same node for rank ``rank`` on ``device``."""

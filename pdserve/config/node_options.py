@@ -31,9 +31,9 @@ KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are th
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
-OFF, LOOKUP = "off", "lookup"
+OFF, AUTO, LOOKUP, MTP = "off", "auto", "lookup", "mtp"
 ALWAYS = "always"
-SPECULATE = (OFF, LOOKUP)
+SPECULATE = (OFF, AUTO, LOOKUP, MTP)
 SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # of a model's name
 MAX_DRAFTS = 16  # of a sequence in one step
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
@@ -173,8 +173,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     speculate: Annotated[
         str,
         Flag(
-            "off, or lookup: a decode step verifies drafts, tokens that followed the same text before; the answers "
-            "stay the same",
+            "where drafts come from that decode steps verify; the answers stay the same. lookup: tokens that followed "
+            "the same text before; mtp: the model's own layer that predicts further tokens; auto: mtp where the "
+            "checkpoint has such a layer, else lookup",
             metavar="SOURCE",
             choices=SPECULATE,
             group="speculation",

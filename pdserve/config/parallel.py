@@ -46,11 +46,17 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         return RankPosition(self, *divmod(rank, self.tp))
 
     def shares(self, model: ModelConfig) -> tuple[KVShare, ...]:
-        """Return each rank's part of the KV of ``model``. Layers count among those that have a KV cache."""
-        kv_layers = self.kv_layers(model)
+        """Return each rank's part of the KV of ``model``. Layers count among those that have a KV cache.
+
+        The last stage has the layers that make drafts.
+        """
+        *others, last = self.kv_layers(model)
+        kv_layers = (*others, last + model.num_draft_layers)
         positions = (self.position(rank) for rank in range(self.num_ranks))
         return tuple(
-            KVShare.of_rank(position.stage, kv_layers, position.shard, self.tp, model.num_kv_heads)
+            KVShare.of_rank(
+                position.stage, kv_layers, position.shard, self.tp, model.num_kv_heads, model.num_draft_layers
+            )
             for position in positions
         )
 
@@ -66,7 +72,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         )
 
     def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
-        """Return the number of layers with a KV cache of each stage."""
+        """Return the number of layers with a KV cache of each stage, without those that make drafts."""
         return tuple(model.kv_layers_in(self.position(stage * self.tp).layers) for stage in range(self.pp))
 
 
@@ -174,22 +180,24 @@ def _check_experts(model: ModelConfig, tp: int, ep: int) -> None:
 def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
     """Return a rank's part as a model: its layers, its heads, its part of the MLP. The vocabulary stays full."""
     tp, layers = position.parallel.tp, position.layers
+    num_drafting = model.num_draft_layers if position.is_last else 0
     return msgspec.structs.replace(
         model,
         num_layers=len(layers),
+        num_draft_layers=num_drafting,
         num_heads=model.num_heads // tp,
         num_kv_heads=max(1, model.num_kv_heads // tp),
         intermediate_size=model.intermediate_size // tp,
         moe=None if model.moe is None else _shard_of_experts(model.moe, position),
-        attention=_attention_of(model, layers),
+        attention=_attention_of(model, layers, num_drafting),
         recurrent=model.recurrent[layers.start : layers.stop],
         state=None if model.state is None else model.state.split(tp),
     )
 
 
-def _attention_of(model: ModelConfig, layers: range) -> tuple[AttentionSpec, ...]:
+def _attention_of(model: ModelConfig, layers: range, num_drafting: int) -> tuple[AttentionSpec, ...]:
     first = model.kv_layers_in(range(layers.start))
-    return model.attention[first : first + model.kv_layers_in(layers)]
+    return model.attention[first : first + model.kv_layers_in(layers) + num_drafting]
 
 
 def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
@@ -238,10 +246,13 @@ def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
 def _parameters(model: ModelConfig, position: RankPosition, active: bool = False) -> tuple[int, int, int]:
     """Count the weights of linear layers, of the ``active`` or all experts, and of tables and routers."""
     mine = shard_of(model, position)
-    layers = position.layers
+    layers = [*position.layers, *range(model.num_layers, model.num_layers + mine.num_draft_layers)]
     mixers = _mixer_parameters(mine)
     num_tables = position.is_first + position.is_last
+    if mine.num_draft_layers and not position.is_first:
+        num_tables += 1  # the embedding
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
+    tables += mine.num_draft_layers * 2 * mine.hidden_size**2  # projections of embeddings and hidden states
     dense, moe = 3 * mine.hidden_size * mine.intermediate_size, mine.moe
     if moe is None or model.moe is None:
         return mixers + len(layers) * dense, 0, tables
@@ -256,7 +267,7 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
 
 def _mixer_parameters(mine: ModelConfig) -> int:
     """Count the weights of linear layers in attention, and in gated delta nets, of a rank's part of a model."""
-    kv_layers = len(mine.kv_layers)
+    kv_layers = mine.num_kv_layers
     if mine.latent is not None:
         return kv_layers * mine.latent.num_weights(mine.hidden_size, mine.num_heads)
     heads = (3 if mine.has_output_gate else 2) * mine.num_heads + 2 * mine.num_kv_heads
@@ -265,4 +276,4 @@ def _mixer_parameters(mine: ModelConfig) -> int:
         return attention
     values = state.value_heads * state.value_dim
     outputs = state.channels + values + 2 * state.value_heads  # queries, keys, values, gates; betas and decays
-    return attention + (mine.num_layers - kv_layers) * mine.hidden_size * (outputs + values)
+    return attention + (mine.num_layers - len(mine.kv_layers)) * mine.hidden_size * (outputs + values)

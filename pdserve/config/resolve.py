@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from pdserve.config.attention_backends import (
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.node_options import ALWAYS, SYNTHETIC_SUFFIX, NodeOptions, check_options
+from pdserve.config.node_options import ALWAYS, AUTO, LOOKUP, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options
 from pdserve.config.parallel import (
     ParallelConfig,
     choose_parallel_config,
@@ -39,6 +40,7 @@ from pdserve.config.triton_hosts import try_triton
 from pdserve.cpus import usable_cpus
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
+from pdserve.model.families import FAMILIES
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers
@@ -81,11 +83,12 @@ def resolve(
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
+    speculate, model = _choose_speculation(options, model, model_dir, pooling, choices)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
     kv_dtype = choose_kv_dtype(options, device, model, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
-    _check_state_options(options, model)
+    _check_state_options(options, model, speculate)
     layout, states = _choose_layouts(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
     max_batch_tokens = _choose_batch_tokens(options, device, parallel, choices)
     if weights is not None and weights.quantized:
@@ -123,9 +126,9 @@ def resolve(
         costs=_choose_costs(options, choices),
         sim_crash_token=options.sim_crash_token,
         synthetic_acceptance=options.synthetic_acceptance,
-        speculate=options.speculate,
+        speculate=speculate,
         always_draft=options.speculate_when == ALWAYS,
-        max_drafts=options.max_drafts,
+        max_drafts=0 if options.speculate == AUTO and speculate == OFF else options.max_drafts,
         compat_fields=_compat_fields(compat_model, options, layout, dtype, kv_scales)
         | {"task": GENERATE if pooling is None else pooling.task},
         choices=tuple(choices),
@@ -235,19 +238,58 @@ def _choose_costs(options: NodeOptions, choices: list[str]) -> SimulatedCosts | 
     return costs
 
 
-def _check_state_options(options: NodeOptions, model: ModelConfig) -> None:
+def _check_state_options(options: NodeOptions, model: ModelConfig, speculate: str) -> None:
     if model.state is None and options.state_slots is not None:
         raise ConfigError(
             f"state_slots {options.state_slots}: {model.architecture} has no recurrent layers; remove the option"
         )
-    if model.state is not None and options.max_drafts:
-        option = f"speculate {options.speculate}"
+    if model.state is not None and (speculate != OFF or options.synthetic_acceptance is not None):
+        option = f"speculate {speculate}"
         if options.synthetic_acceptance is not None:
             option = f"synthetic_acceptance {options.synthetic_acceptance:g}"
         raise ConfigError(
             f"{option}: {model.architecture} has recurrent layers, whose state cannot go back behind rejected drafts; "
             "remove the option"
         )
+
+
+def _choose_speculation(
+    options: NodeOptions, model: ModelConfig, model_dir: Path, pooling: PoolingConfig | None, choices: list[str]
+) -> tuple[str, ModelConfig]:
+    """Return where drafts come from, and the model with the layer that makes them, if any does."""
+    if options.speculate not in (AUTO, MTP):
+        return options.speculate, model
+    problem = _draft_layer_problem(options, model, model_dir, pooling)
+    if options.speculate == AUTO:
+        chosen = LOOKUP if problem else MTP
+        if pooling is not None or model.state is not None:
+            chosen = OFF
+        choices.append(f"speculate={chosen}: {problem or 'the checkpoint has a layer that predicts further tokens'}")
+        return chosen, model.with_draft_layers(int(chosen == MTP))
+    if problem:
+        raise ConfigError(f"speculate {MTP}: {problem}. Use lookup or off")
+    return MTP, model.with_draft_layers(1)
+
+
+def _draft_layer_problem(
+    options: NodeOptions, model: ModelConfig, model_dir: Path, pooling: PoolingConfig | None
+) -> str:
+    """Say why no layer of the model can make drafts; empty if one can."""
+    if pooling is not None:
+        return f"a node with task {pooling.task} generates nothing"
+    if not model.predictor:
+        able = ", ".join(name for name, family in FAMILIES.items() if family.predictor)
+        return f"{model.architecture} has no layer here that predicts further tokens; {able} may have one"
+    if not model.num_nextn_layers:
+        return "config.json names no layer that predicts further tokens (num_nextn_predict_layers)"
+    if any(spec.window for spec in model.attention):
+        return "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
+    if model.rope.rope_type == "dynamic":
+        return "rotary frequencies of this model depend on the length of a sequence"
+    stored = chain.from_iterable(read_headers(model_dir).values()) if options.reads_weights else (model.predictor,)
+    if not any(name.startswith(model.predictor) for name in stored):
+        return f"the checkpoint has no tensors {model.predictor}…, although config.json names such a layer"
+    return ""
 
 
 def _choose_layouts(

@@ -98,6 +98,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     client: int = 0  # opaque; waiting requests are served fairly between clients
     paused: bool = False  # in no step until Resume
     urgent: bool = False  # LEASE: before the waiting requests of its client; a running stream waits for it
+    kv_layers: int = 0  # LEASE: layers with a KV cache that the peer has, with those that make drafts; 0: as here
 
 
 class LeaseCached(msgspec.Struct, frozen=True, tag=True):
@@ -107,6 +108,7 @@ class LeaseCached(msgspec.Struct, frozen=True, tag=True):
     token_ids: bytes  # little-endian uint32
     cache_salt: str
     skip_tokens: int  # leading tokens whose KV the peer has; only later blocks are leased
+    kv_layers: int = 0  # as in Submit
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):

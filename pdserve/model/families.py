@@ -132,6 +132,9 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
     partial_rotary: bool = False  # whether it may rotate only the first part of each head
+    # First part of the names of a layer that predicts further tokens, which makes drafts; "": checkpoints have none, or
+    # it does not run here. {layer} is the number of layers of the model.
+    predictor: str = ""
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
     v2_figures_of: str = ""  # the architecture measured there, if it is another one with the same layers
@@ -150,6 +153,17 @@ FAMILIES: dict[str, DecoderFamily] = {
         module="qwen2",
         defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
         windows=windows_by_layer_type_if_used,
+    ),
+    "MiMoForCausalLM": DecoderFamily(
+        module="mimo",
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "num_nextn_predict_layers": 1,
+        },
+        windows=windows_by_layer_type_if_used,
+        predictor="model.mtp_layers.0.",
     ),
     "Qwen3ForCausalLM": DecoderFamily(
         module="qwen3",
@@ -221,6 +235,7 @@ FAMILIES: dict[str, DecoderFamily] = {
             "partial_rotary_factor": 0.5,
         },
         partial_rotary=True,
+        predictor="model.layers.{layer}.",
         moe=glm4_moe,
         v2_figures=_EXPERTS_ON_H200,
     ),
@@ -324,6 +339,7 @@ FAMILIES: dict[str, DecoderFamily] = {
             "num_nextn_predict_layers": 1,
         },
         has_latents=True,
+        predictor="model.layers.{layer}.",
         moe=deepseek_v3,
         v2_figures=_STATES_AND_LATENTS_ON_H100,
         v2_figures_of="DeepseekV2ForCausalLM",
@@ -345,6 +361,7 @@ FAMILIES: dict[str, DecoderFamily] = {
             "routed_scaling_factor": 1.8,
         },
         has_latents=True,
+        predictor="model.layers.{layer}.",
         moe=glm4_moe_lite,
         v2_figures=_STATES_AND_LATENTS_ON_H100,
         v2_figures_of="DeepseekV2ForCausalLM",

@@ -78,7 +78,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     moe: MoEConfig | None = None  # None: dense, or not native
     latent: LatentConfig | None = None  # None: the KV cache has keys and values of heads
     use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
-    num_nextn_layers: int = 0  # layers behind the last that predict further tokens; they are not loaded
+    num_nextn_layers: int = 0  # layers behind the last that predict further tokens
+    num_draft_layers: int = 0  # of these, the first ones that are loaded, to make drafts; see ``with_draft_layers``
     multimodal: str = ""  # architecture of the checkpoint of which this is the text model; "": it is all of it
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
@@ -104,8 +105,24 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """Return what each recurrent layer keeps per sequence on a node that serves in ``dtype``."""
         return None if self.state is None else msgspec.structs.replace(self.state, dtype=dtype)
 
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with a KV cache: ``kv_layers``, and behind them those that make drafts."""
+        return len(self.kv_layers) + self.num_draft_layers
+
+    def with_draft_layers(self, count: int) -> ModelConfig:
+        """Return the model with the first ``count`` layers that predict further tokens; they attend as the last one."""
+        attention = self.attention + self.attention[-1:] * count
+        return msgspec.structs.replace(self, num_draft_layers=count, attention=attention)
+
+    @property
+    def predictor(self) -> str:
+        """First part of the names of the tensors of the layer that makes drafts; empty if the family has none here."""
+        family = FAMILIES.get(self.architecture) if self.impl == NATIVE else None
+        return "" if family is None else family.predictor.format(layer=self.num_layers)
+
     def kv_cache_spec(self, dtype: str) -> AnyKVCacheSpec:
-        """Return what each layer of ``kv_layers`` keeps per token."""
+        """Return what each layer with a KV cache keeps per token."""
         if self.latent is not None:
             return LatentSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
         return FullAttentionSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)

@@ -1372,12 +1372,15 @@ class KVShare(_message.Message):
     NUM_HEADS_FIELD_NUMBER: _builtins.int
     TOTAL_LAYERS_FIELD_NUMBER: _builtins.int
     TOTAL_HEADS_FIELD_NUMBER: _builtins.int
+    DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
     first_layer: _builtins.int
     num_layers: _builtins.int
     first_head: _builtins.int
     num_heads: _builtins.int
     total_layers: _builtins.int
     total_heads: _builtins.int
+    draft_layers: _builtins.int
+    """of total_layers, the last ones, whose KV only drafts need"""
     def __init__(
         self,
         *,
@@ -1387,10 +1390,11 @@ class KVShare(_message.Message):
         num_heads: _builtins.int = ...,
         total_layers: _builtins.int = ...,
         total_heads: _builtins.int = ...,
+        draft_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers", "total_heads", b"total_heads", "total_layers", b"total_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_layers", b"draft_layers", "first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers", "total_heads", b"total_heads", "total_layers", b"total_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1452,6 +1456,7 @@ class PrefillRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     URGENT_FIELD_NUMBER: _builtins.int
     CACHED_ONLY_FIELD_NUMBER: _builtins.int
+    KV_LAYERS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number of the prompt, used once on a stream"""
     request_id: _builtins.str
@@ -1475,6 +1480,8 @@ class PrefillRequest(_message.Message):
     urgent: _builtins.bool
     """P computes it before the waiting prompts of its client: a running stream waits for it"""
     cached_only: _builtins.bool
+    kv_layers: _builtins.int
+    """that D has, with those that make drafts: digests cover what both nodes have"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -1494,10 +1501,11 @@ class PrefillRequest(_message.Message):
         client: _builtins.int = ...,
         urgent: _builtins.bool = ...,
         cached_only: _builtins.bool = ...,
+        kv_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "kv_layers", b"kv_layers", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

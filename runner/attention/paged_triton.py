@@ -59,6 +59,7 @@ class PagedTritonAttention(AttentionBackend):
         if graph:  # replayed with other lengths: up to the longest if all are as long, else any
             is_mixed = bool(lengths.min() < lengths.max())
             has_few, has_several, has_chunks = True, has_several or is_mixed, has_chunks or is_mixed
+        self._decode.plan()
         self._current = _Step(batch.by_group, has_few, has_several, has_chunks)
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:

@@ -21,6 +21,7 @@ from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.stored_weights import StoredWeights
 from runner.loading.weights import OpenWeights, check_weights, fill_random, fill_shard
 from runner.models.decoder import Decoder
+from runner.models.layers.vocabulary import VocabParallelEmbedding
 from runner.models.layers.weight_shard import WeightGroup, WeightShard, WeightShards, prefixed
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -48,6 +49,9 @@ class DecoderWeights(ModelWeights):
         yield self._group("", self._vocabulary_shards, self._process_head)
         for index, layer in enumerate(self._decoder.layers, self._decoder.first_layer):
             yield self._group(f"model.layers.{index}.", layer.weight_shards, layer.process_weights_after_loading)
+        if (predictor := self._decoder.predictor) is not None:
+            prefix = self._decoder.config.predictor
+            yield self._group(prefix, predictor.weight_shards, predictor.process_weights_after_loading)
 
     def find(self, model_dir: Path, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
         """Return the weights with a name per expert, and the names that the model asks for.
@@ -88,6 +92,14 @@ class DecoderWeights(ModelWeights):
             yield _HEAD, decoder.head.weight_shard()
         elif decoder.head is not None and decoder.embedding is None:
             yield _EMBEDDING, decoder.head.weight_shard()
+        copy = self._copied_embedding
+        if copy is not None and not decoder.config.tie_word_embeddings:
+            yield _EMBEDDING, copy.weight_shard()
+
+    @property
+    def _copied_embedding(self) -> VocabParallelEmbedding | None:
+        """The embedding that a predictor of tokens has for itself."""
+        return None if self._decoder.predictor is None else self._decoder.predictor.own_embedding
 
     def _process_head(self) -> None:
         decoder = self._decoder
@@ -97,6 +109,8 @@ class DecoderWeights(ModelWeights):
             return
         if decoder.config.tie_word_embeddings and decoder.embedding is not None:
             decoder.head.tie(decoder.embedding)
+        elif decoder.config.tie_word_embeddings and self._copied_embedding is not None:
+            decoder.head.copy_to(self._copied_embedding)
         decoder.head.process_weights_after_loading()
 
     # ------------------------------------------------------------ values

@@ -7,7 +7,7 @@ made, and ``checkpoint_name`` where its tensors have other names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,117 +16,19 @@ from pdserve.config.parallel import shard_of
 from pdserve.model.model_config import ModelConfig
 from pdserve.pausing import Pausing
 from runner.attention import AttentionBackend
-from runner.batch import Activations, RotaryCosSin
+from runner.batch import Activations
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
-from runner.models.layers.gated_delta_net import GatedDeltaNet
+from runner.models.layers.decoder_layer import DecoderLayer, Mixer, RMSNorm
 from runner.models.layers.latent_attention import LatentAttention
 from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
-from runner.models.layers.norm_weight import NormWeight
 from runner.models.layers.rotary import RotaryEmbedding
+from runner.models.layers.token_predictor import PredictorNames, TokenPredictor
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from runner.models.layers.weight_shard import WeightShards, prefixed
 from runner.models.model import Model
 from runner.placement import TensorPlacement
-
-Mixer = Attention | LatentAttention | GatedDeltaNet  # what mixes the tokens of a layer
-
-
-class RMSNorm:
-    def __init__(self, context: ModelContext) -> None:
-        config = context.config
-        self._norm = NormWeight(config.hidden_size, context.placement, config.centered_norms)
-        self.weight = self._norm.weight
-        self.weight_shard = self._norm.weight_shard
-        self.process_weights_after_loading = self._norm.process_weights_after_loading
-        self._ops = context.ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the sum of x over the tensor shards to ``residual`` in place, and norm the result."""
-        return self._ops.add_rms_norm(x, residual, self.weight)
-
-
-class InputNorm:
-    """The RMS norm before a product, quantized if the product takes FP8."""
-
-    def __init__(self, context: ModelContext, quantized_group: Callable[[int], int]) -> None:
-        """``quantized_group`` is the method of the product's LinearMethod."""
-        self._norm, self._ops, self._quantized_group = RMSNorm(context), context.ops, quantized_group
-        self.weight = self._norm.weight
-        self.weight_shard = self._norm.weight_shard
-        self.process_weights_after_loading = self._norm.process_weights_after_loading
-
-    def __call__(self, x: Tensor) -> Activations:
-        group = self._quantized_group(len(x))
-        return self._ops.quantized_rms_norm(x, None, self.weight, group) if group else self._norm(x)
-
-    def add(self, x: Tensor, residual: Tensor) -> Activations:
-        """Add the sum of x over the tensor shards to ``residual`` in place, and norm the result."""
-        group = self._quantized_group(len(x))
-        if group:
-            return self._ops.quantized_rms_norm(x, residual, self.weight, group)
-        return self._norm.add(x, residual)
-
-
-class NormedMLP:
-    """The MLP, or the mixture of experts, of the normed residual."""
-
-    def __init__(self, context: ModelContext, block: MLPBlock) -> None:
-        self._norm = InputNorm(context, block.quantized_group)
-        self.block = block
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the sum of x over the tensor shards to ``residual`` in place, and compute the MLP of the result."""
-        return self.block.apply(self._norm.add(x, residual))
-
-    def weight_shards(self) -> WeightShards:
-        yield "post_attention_layernorm.weight", self._norm.weight_shard()
-        yield from prefixed("mlp.", self.block.weight_shards())
-
-    def process_weights_after_loading(self) -> None:
-        self._norm.process_weights_after_loading()
-        self.block.process_weights_after_loading()
-
-
-class DecoderLayer:
-    def __init__(self, context: ModelContext, attention: Mixer, mlp: MLPBlock) -> None:
-        self.input_norm = InputNorm(context, attention.quantized_group)
-        self.attention = attention
-        self.mlp = NormedMLP(context, mlp)
-
-    def __call__(
-        self,
-        x: Activations,
-        residual: Tensor,
-        rotary: RotaryCosSin,
-        backend: AttentionBackend,
-        output_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return this shard's part of the layer's output, and the residual without it.
-
-        x is the normed residual, quantized or not; all are [tokens, hidden_size]. The attention output is added to the
-        residual in place. The caller adds the result in the norm that follows.
-        ``output_tokens`` [kept] selects tokens after attention: then the results are [kept, hidden_size].
-        """
-        attended = self.attention(x, rotary, backend)
-        if output_tokens is not None:
-            attended, residual = attended.index_select(0, output_tokens), residual.index_select(0, output_tokens)
-        return self.mlp.add(self.attention.project(attended), residual), residual
-
-    def weight_shards(self) -> WeightShards:
-        yield "input_layernorm.weight", self.input_norm.weight_shard()
-        yield from prefixed(f"{self.attention.name}.", self.attention.weight_shards())
-        yield from self.mlp.weight_shards()
-
-    def process_weights_after_loading(self) -> None:
-        self.input_norm.process_weights_after_loading()
-        self.attention.process_weights_after_loading()
-        self.mlp.process_weights_after_loading()
 
 
 class Decoder(Model):
@@ -136,6 +38,7 @@ class Decoder(Model):
     """
 
     unused_tensors: tuple[str, ...] = ()  # first parts of the names of tensors that are not loaded
+    predictor_names: PredictorNames | None = None  # of checkpoints that have a layer that predicts further tokens
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
         """``config`` is that of the whole model."""
@@ -149,6 +52,7 @@ class Decoder(Model):
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self.norm = RMSNorm(self.context) if position.is_last else None
         self.head = ParallelLMHead(self.context) if position.is_last else None
+        self.predictor = self._make_predictor() if config.num_draft_layers and position.is_last else None
         self.rotary = RotaryEmbedding(
             config.rope, config.rope_head_dim, config.max_position_embeddings, placement.device
         )
@@ -172,6 +76,12 @@ class Decoder(Model):
     def make_mixer(self, layer: int) -> Mixer:
         """Create what mixes tokens in a layer; ``layer`` counts from 0 on this rank."""
         return self.make_attention(layer)
+
+    def _make_predictor(self) -> TokenPredictor:
+        assert self.predictor_names is not None, f"{self.config.architecture} has no layer that predicts further tokens"
+        attention = self.make_attention(self.config.kv_layers_in(self.context.position.layers))
+        layer = DecoderLayer(self.context, attention, self.make_mlp(self.config.num_layers))
+        return TokenPredictor(self.context, layer, self.predictor_names, self.embedding)
 
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that Llama calls ``name``."""
@@ -204,6 +114,17 @@ class Decoder(Model):
         if self.norm is None:
             return residual.add_(self._parallel.all_reduce(output))
         return self.norm.add(output, residual)
+
+    def predict(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        backend: AttentionBackend,
+        output_tokens: Tensor | None = None,
+    ) -> Tensor:
+        assert self.predictor is not None
+        return self.predictor(token_ids, hidden, positions, self.rotary(positions, None), backend, output_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.head is not None

@@ -56,6 +56,20 @@ class Model(ABC):
         """Return the result of ``forward``."""
         return complete(self.forward(inputs, positions, lengths, backend, output_tokens))
 
+    def predict(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        backend: AttentionBackend,
+        output_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """Predict one token further, on the last stage of a model with draft layers; see TokenPredictor.
+
+        The layer's keys and values are those of the last layer of ``backend``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} predicts no further tokens")
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab_size] from rows of hidden states [rows, hidden_size], on the last stage."""

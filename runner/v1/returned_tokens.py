@@ -7,12 +7,11 @@ from torch import Tensor
 from pdserve.records import StepPlan
 from runner.distributed.pipeline_stages import TensorReceiver
 from runner.distributed.token_return import ReturnedTokens
-from runner.sequence_rows import StepBatch
 from runner.step_parts import StepPart
-from runner.v1.sequences import SequenceTable
+from runner.v1.sequences import HostBatch, SequenceTable
 
 
-class HostReturnedTokens(ReturnedTokens[StepBatch], StepPart[StepBatch]):
+class HostReturnedTokens(ReturnedTokens[HostBatch], StepPart[HostBatch]):
     """Writes tokens into the SequenceTable before the first step that needs them. The host waits for them.
 
     It is the part of every step with a batch.
@@ -22,16 +21,16 @@ class HostReturnedTokens(ReturnedTokens[StepBatch], StepPart[StepBatch]):
         super().__init__(receiver)
         self._sequences = sequences
 
-    def part(self, plan: StepPlan) -> StepPart[StepBatch] | None:
+    def part(self, plan: StepPlan) -> StepPart[HostBatch] | None:
         return self if plan.scheduled else None
 
-    def before_forward(self, batch: StepBatch) -> None:
+    def before_forward(self, batch: HostBatch) -> None:
         for message in self.due(batch.scheduled):
             with self.receiver.take() as tokens:
                 token_ids = tokens.cpu().numpy()[message.wanted]
             rows, positions = message.rows[message.wanted], message.positions[message.wanted]
             self._sequences.token_ids[rows, positions] = token_ids
 
-    def after_forward(self, batch: StepBatch, hidden: Tensor) -> None:
+    def after_forward(self, batch: HostBatch, hidden: Tensor) -> None:
         rows = batch.rows[batch.continued]  # what decodes with drafts yield comes with their next plan
         self.expect(batch.continued_sequences, rows, self._sequences.num_tokens[rows])

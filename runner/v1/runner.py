@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,15 +19,15 @@ from runner.base import BaseModelRunner, Progress
 from runner.batch import AttentionBatch
 from runner.distributed.parallel_state import ParallelState
 from runner.pending_step import FinishedStep
+from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
 from runner.sampling.sampler import HostSamplingRow, Sampler
 from runner.sampling.verification import without_rejected
-from runner.sequence_rows import StepBatch
 from runner.step_parts import StepFeature
 from runner.v1.returned_tokens import HostReturnedTokens
-from runner.v1.sequences import SequenceTable
+from runner.v1.sequences import HostBatch, SequenceTable
 
 
-class RunnerV1(BaseModelRunner[StepBatch]):
+class RunnerV1(BaseModelRunner[HostBatch]):
     """Keeps the state of sequences on the host, and copies a step's inputs to the device. Needs plain torch only."""
 
     _sequences: SequenceTable
@@ -38,23 +39,25 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         self._pools = config.pooling is not None  # vectors of prompts instead of tokens
         super().__init__(config, parallel, progress, config.parallel.pp, reader)
 
-    def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[StepBatch]]:
+    def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[HostBatch]]:
+        self._max_model_len = config.max_model_len
         self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
         self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, layout)
         receiver = self._stages.tokens_in
         return () if receiver is None else (HostReturnedTokens(receiver, self._sequences),)
 
-    def _prepare(self, plan: StepPlan) -> StepBatch:
+    def _prepare(self, plan: StepPlan) -> HostBatch:
         for drafts in plan.drafts:
             if not self._is_last_stage:  # which has counted them
                 self._sequences.count_yielded(drafts.seq, drafts.yielded)
             self._sequences.put_drafts(drafts.seq, drafts.token_ids)
-        return StepBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
+        return HostBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
 
     def _execute(
-        self, plan: StepPlan, batch: StepBatch, all_hidden_states: bool
+        self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
         logits_tokens = batch.logits_tokens
+        all_hidden_states = all_hidden_states or self._drafter is not None
         hidden = yield from self._forward(batch, None if all_hidden_states else logits_tokens)
         self._count_computed(batch)
         if self._pools or not (self._is_last_stage and batch.sampled):
@@ -62,7 +65,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         last_hidden = hidden[self._to_device(logits_tokens)] if all_hidden_states else hidden
         return hidden, self._model.decoder.logits(last_hidden)
 
-    def _count_computed(self, batch: StepBatch) -> None:
+    def _count_computed(self, batch: HostBatch) -> None:
         """Count the tokens of a step as computed. Of decodes with drafts, ``count_yielded`` counts those that stay."""
         lengths = batch.lengths
         if batch.has_drafts:
@@ -70,7 +73,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
             lengths[batch.drafted] = 0
         self._sequences.num_computed[batch.rows] += lengths
 
-    def _sample(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> PendingStep:
+    def _sample(self, plan: StepPlan, batch: HostBatch, logits: Tensor, hidden: Tensor) -> PendingStep:
         table = self._sequences
         masks = {(mask.seq, mask.drafts_before): mask.words for mask in plan.masks}
         before = batch.drafts_before.tolist() if batch.has_drafts else [0] * len(batch.sampled)
@@ -91,7 +94,10 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         if self._stages.tokens_out is not None and next_tokens:
             self._stages.tokens_out.send(torch.tensor(next_tokens, dtype=torch.int32, device=self._device))
         output = StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs)
-        return FinishedStep(self._verify(plan, output) if batch.has_drafts else output)
+        output = self._verify(plan, output) if batch.has_drafts else output
+        if self._drafter is not None:
+            output = self._draft(self._drafter, plan, batch, hidden, output)
+        return FinishedStep(output)
 
     def _verify(self, plan: StepPlan, sampled: StepOutput) -> StepOutput:
         """Return the output without the samples behind rejected drafts, and append the others to their sequences."""
@@ -103,10 +109,45 @@ class RunnerV1(BaseModelRunner[StepBatch]):
             at += count
         return output
 
-    def _skip_sampling(self, batch: StepBatch) -> None:
-        self._sequences.num_tokens[batch.rows[batch.continued]] += 1  # the last stage samples them
+    def _draft(
+        self, drafter: Drafter, plan: StepPlan, batch: HostBatch, hidden: Tensor, output: StepOutput
+    ) -> StepOutput:
+        """Let the model predict what follows the tokens of a step, which have been counted."""
+        table, tokens = self._sequences, self._predicted_tokens(batch, hidden)
+        if not plan.drafts_ahead:
+            drafter.store(tokens)
+            return output
+        sampled = np.unique(batch.sampling)
+        last = batch.query_starts[1:] - 1
+        if output.decode_counts:
+            last[: batch.num_decodes] = batch.query_starts[: batch.num_decodes] + np.array(output.decode_counts) - 1
+        rows, seq_lens = batch.rows[sampled], batch.positions[last[sampled]] + 1
+        limits = np.minimum(table.num_pages[rows] * self._page_size, self._max_model_len)
+        max_pages = int((np.minimum(seq_lens + plan.drafts_ahead, limits).max() - 1) // self._page_size) + 1
+        drafts = drafter.draft(
+            tokens,
+            DraftRows(
+                last=self._to_device(last[sampled]),
+                page_table=torch.from_numpy(table.pages[0][rows, :max_pages]).to(self._device),
+                limits=limits,
+                device_limits=self._to_device(limits),
+                seq_lens=seq_lens,
+            ),
+            plan.drafts_ahead,
+        )
+        seqs = [plan.scheduled[index].seq for index in sampled.tolist()]
+        return msgspec.structs.replace(output, drafts=tuple(zip(seqs, map(tuple, drafts.tolist()), strict=True)))
 
-    def _forward(self, batch: StepBatch, wanted: NDArray[np.int32] | None) -> Pausing[Tensor]:
+    def _skip_sampling(self, batch: HostBatch, hidden: Tensor) -> None:
+        self._sequences.num_tokens[batch.rows[batch.continued]] += 1  # the last stage samples them
+        if self._drafter is not None:
+            self._drafter.store(self._predicted_tokens(batch, hidden))
+
+    def _predicted_tokens(self, batch: HostBatch, hidden: Tensor) -> PredictedTokens:
+        next_ids = self._sequences.token_ids[np.repeat(batch.rows, batch.lengths), batch.positions + 1]
+        return PredictedTokens(self._to_device(next_ids), hidden, self._to_device(batch.positions))
+
+    def _forward(self, batch: HostBatch, wanted: NDArray[np.int32] | None) -> Pausing[Tensor]:
         """Compute the next ``lengths`` tokens of each sequence.
 
         Return the hidden states of the tokens ``wanted``, of all tokens if None or on other stages than the last.
@@ -121,6 +162,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         max_pages = int(seq_lens.max() - 1) // self._page_size + 1
         seq_lens = seq_lens.astype(np.int32)
         pages = [each[token_rows, positions // self._page_size].astype(np.int64) for each in table.pages]
+        batch.positions = positions
         self._attention.plan(
             AttentionBatch.of_groups(
                 query_starts,
@@ -142,7 +184,7 @@ class RunnerV1(BaseModelRunner[StepBatch]):
         )
         return hidden
 
-    def _rope_lengths(self, batch: StepBatch, positions: NDArray[np.int64]) -> Tensor | None:
+    def _rope_lengths(self, batch: HostBatch, positions: NDArray[np.int64]) -> Tensor | None:
         """Return for each token the sequence length that its rotary frequencies depend on, None if they do not."""
         if not self._model.decoder.depends_on_length:
             return None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.kv import KVLayout
 from pdserve.records import NewSequence
-from runner.sequence_rows import SequenceRows
+from runner.sequence_rows import SequenceRows, StepBatch
+
+
+@dataclass
+class HostBatch(StepBatch):
+    positions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [tokens], once it has run
 
 
 class SequenceTable(SequenceRows):

@@ -34,8 +34,15 @@ class AsyncOutput:
         logprobs: dict[int, TokenLogprobs] = {}  # by sample
         if self.copied.logprobs is not None:
             logprobs = dict(zip(num_top, token_logprobs(self.copied.logprobs, num_top.values()), strict=True))
-        output = StepOutput(self.plan.step, token_ids=tuple(self.copied.tokens.tolist()), logprobs=logprobs)
+        token_ids = tuple(self.copied.tokens.tolist())
+        output = StepOutput(self.plan.step, token_ids=token_ids, drafts=self._drafts(), logprobs=logprobs)
         return without_rejected(self.plan, output) if self.plan.drafts and self.plan.num_drafts else output
+
+    def _drafts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        if self.copied.drafts is None:
+            return ()
+        sampled = [item.seq for item in self.plan.scheduled if item.num_samples]
+        return tuple(zip(sampled, map(tuple, self.copied.drafts.tolist()), strict=True))
 
 
 class _PinnedBuffer:

@@ -26,14 +26,16 @@ class SamplerOutput:
 
     tokens: Tensor  # [samples] int32
     logprobs: LogprobTable | None = None
+    drafts: Tensor | None = None  # [sequences that sample, drafts] int32, made by the model
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SamplerOutput:
         """Return the output with ``change`` applied to every tensor."""
         tokens = change(self.tokens)
+        drafts = None if self.drafts is None else change(self.drafts)
         if self.logprobs is None:
-            return SamplerOutput(tokens)
+            return SamplerOutput(tokens, drafts=drafts)
         chosen, top_ids, top_logprobs = self.logprobs
-        return SamplerOutput(tokens, (change(chosen), change(top_ids), change(top_logprobs)))
+        return SamplerOutput(tokens, (change(chosen), change(top_ids), change(top_logprobs)), drafts)
 
 
 class DeviceSampler:

@@ -37,8 +37,9 @@ class ForwardPass:
         most = self.sizes.most_tokens if config.cuda_graphs else 0
         rows = self.sizes.most_decode_tokens if config.cuda_graphs and self._position.is_last else 0
         # A graph starts with ``_start`` if there is a stage before. It leaves logits for decode steps on the last
-        # stage, else hidden states.
+        # stage, else hidden states; both if the model drafts.
         self._start = torch.zeros(0 if self._position.is_first else most, hidden_size, dtype=dtype, device=device)
+        self._keeps_hidden = config.model.num_draft_layers > 0 and self._position.is_last
         self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
         self._logits = torch.empty(rows, vocab_size, dtype=dtype, device=device)
 
@@ -60,7 +61,7 @@ class ForwardPass:
         """Return hidden states, and logits [sampling rows, vocab_size] on the last stage if any row samples.
 
         The inputs have been built, padded to ``descriptor`` if given. Hidden states are those of all tokens if
-        ``all_hidden_states``, for which ``descriptor`` must be None.
+        ``all_hidden_states``, for which ``descriptor`` must be None unless the model drafts.
         """
         indices = batch.indices
         selects = self._position.is_last and not indices.every_token_samples
@@ -73,6 +74,8 @@ class ForwardPass:
             ),
             self._inputs.input_ids[: indices.num_tokens],
         )
+        if descriptor is not None and self._keeps_hidden:  # drafts need a plan of this step; a graph has its own
+            self._backend.plan(self._inputs.attention_batch(batch))
         if not self._position.is_last or not len(indices.sampling):
             return hidden, None
         has_logits = descriptor is not None and descriptor.is_decode
@@ -101,5 +104,5 @@ class ForwardPass:
         hidden = complete(self._layers(start[:tokens], None))
         if descriptor.is_decode and self._position.is_last:
             self._model.decoder.write_logits(hidden, self._logits[:tokens])
-        else:
+        if self._keeps_hidden or not (descriptor.is_decode and self._position.is_last):
             self._hidden[:tokens].copy_(hidden)

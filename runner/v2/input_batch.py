@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +14,13 @@ from pdserve.kv import KVLayout
 from pdserve.state import NO_SLOT
 from runner.batch import AttentionBatch
 from runner.graph_sizes import BatchDescriptor
-from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
+from runner.kernels.step import build_inputs_kernel, build_page_table_kernel, take_samples_kernel
 from runner.sequence_rows import StepBatch
 from runner.v2.device_state import DeviceState, StepWords
 from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
+
+if TYPE_CHECKING:
+    from runner.v2.drafts import SampledRows
 
 _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
@@ -34,6 +38,7 @@ class BatchIndices(StepBatch):
     """
 
     metadata: SamplingMetadata | None = None  # from the first step that samples here
+    sampled_rows: SampledRows | None = None  # from the first step that the model drafts behind
 
     @property
     def descriptor(self) -> BatchDescriptor:
@@ -53,12 +58,28 @@ class InputBatch:
     seq_lens: NDArray[np.int32]  # [num_seqs], with this step's tokens
     longest: int  # tokens of the longest sequence, with the token that this step samples
     sent: StepWords
+    num_blocks: NDArray[np.int32]  # [num_seqs], in the block tables of all groups
     masks: GrammarMaskTensors | None = None
 
     @property
     def logits_tokens(self) -> Tensor:
         """The tokens whose logits are sampled, as indices into the tokens of the step; on the device."""
         return self.sent.array(LOGITS_TOKENS, len(self.indices.logits_tokens))
+
+    def store_samples(self, state: DeviceState, tokens: Tensor) -> None:
+        """Count the step's tokens in the device's state, and append its samples to their sequences."""
+        at = self.sent.arrays_at
+        take_samples_kernel[(self.indices.num_seqs,)](
+            self.sent.words,
+            at[SLOTS],
+            at[QUERY_STARTS],
+            at[SAMPLE_OF_ROW],
+            tokens,
+            state.token_ids,
+            state.num_computed,
+            state.num_tokens,
+            state.token_ids.stride(0),
+        )
 
 
 class InputBuffers:
@@ -124,6 +145,10 @@ class InputBuffers:
             PAGES_PER_BLOCK=layout.pages_per_block,
             CHUNK=_PAGE_CHUNK,
         )
+
+    def query_lengths(self, num_seqs: int) -> Tensor:
+        """Return the tokens of each sequence of the batch that was built last: [num_seqs] int32."""
+        return self._query_starts[: num_seqs + 1].diff()
 
     def attention_batch(self, batch: InputBatch) -> AttentionBatch:
         """Return the batch that was built last, without padding."""

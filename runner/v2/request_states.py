@@ -11,6 +11,7 @@ from pdserve.records import Drafts, NewSequence, StepPlan
 from runner.sequence_rows import SequenceRows
 from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.input_batch import HAS_DRAFTS, BatchIndices, InputBatch
+from runner.v2.sampling_metadata import DeviceSamplingRow
 
 
 class RequestStates(SequenceRows):
@@ -84,7 +85,17 @@ class RequestStates(SequenceRows):
             self._state_slots[indices.rows],
         )
         self._writes.apply(sent, self._state)
-        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent)
+        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent, self._num_blocks[indices.rows])
+
+    def sampling_rows(self, indices: BatchIndices) -> list[DeviceSamplingRow]:
+        """Return each token that a batch samples."""
+        rows: list[DeviceSamplingRow] = []
+        every = zip(indices.sampling_rows.tolist(), indices.sampled, indices.drafts_before.tolist(), strict=True)
+        for row, (slot, sequence, before) in enumerate(every):
+            record = self.record(slot)
+            choices = sequence.sampled_choices(record.choice)
+            rows += [DeviceSamplingRow(row, slot, record.sampling, c, record.prompt_len, before) for c in choices]
+        return rows
 
     def _write_drafts(self, drafts: Drafts) -> None:
         """Append the tokens that the last decode of a sequence yielded, count them, and write drafts behind them."""

@@ -14,18 +14,18 @@ from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepPlan
 from runner.base import BaseModelRunner, Progress
 from runner.distributed.parallel_state import ParallelState
-from runner.kernels.step import take_samples_kernel
 from runner.loading.process_memory import process_memory
 from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
 from runner.v2.device_sampler import DeviceSampler
 from runner.v2.device_state import DeviceState, StagedWrites
+from runner.v2.drafts import DeviceDrafts
 from runner.v2.forward import ForwardPass
 from runner.v2.grammar_masks import GrammarMasks
-from runner.v2.input_batch import QUERY_STARTS, SAMPLE_OF_ROW, SLOTS, BatchIndices, InputBatch, InputBuffers
+from runner.v2.input_batch import BatchIndices, InputBatch, InputBuffers
 from runner.v2.request_states import RequestStates
 from runner.v2.returned_tokens import DeviceReturnedTokens
-from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder, SamplingMetadata, copy_to_device
+from runner.v2.sampling_metadata import MetadataBuilder, SamplingMetadata, copy_to_device
 
 
 class RunnerV2(BaseModelRunner[InputBatch]):
@@ -53,6 +53,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
         self._output_copy = AsyncOutputCopy(device, max_num_seqs * (1 + config.max_drafts), self.max_in_flight)
+        self._drafts = DeviceDrafts(self._drafter, self._state, self._inputs, layout, config.max_model_len)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
         features: list[StepFeature[InputBatch]] = []
         if self._is_last_stage:
@@ -90,45 +91,26 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
         descriptor = None if all_hidden_states else self._forward.graph_for(batch.indices)
         self._inputs.build(batch, descriptor or batch.indices.descriptor, self._state)
-        result = yield from self._forward.run(batch, descriptor, all_hidden_states)
+        result = yield from self._forward.run(batch, descriptor, all_hidden_states or self._drafter is not None)
         return result
 
-    def _sample(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> PendingStep:
+    def _sample(self, plan: StepPlan, batch: InputBatch, logits: Tensor, hidden: Tensor) -> PendingStep:
         metadata = self._metadata_of(batch.indices)
         sampled = self._sampler.sample(logits, metadata, batch.longest, batch.masks)
         self._return_tokens(batch.indices, sampled.tokens)
-        self._store_samples(batch, sampled.tokens)
+        batch.store_samples(self._state, sampled.tokens)
+        sampled = self._drafts.follow(batch, hidden, sampled, metadata, plan.drafts_ahead)
         return self._output_copy.start(plan, metadata, sampled)
 
-    def _skip_sampling(self, batch: InputBatch) -> None:
-        self._store_samples(batch, self._state.num_tokens)  # not read: no row has a sample
+    def _skip_sampling(self, batch: InputBatch, hidden: Tensor) -> None:
+        batch.store_samples(self._state, self._state.num_tokens)  # not read: no row has a sample
+        self._drafts.skip(batch, hidden)
 
     def _metadata_of(self, indices: BatchIndices) -> SamplingMetadata:
         """Return the batch's sampling parameters, which stay on the device while the batch stays the same."""
         if indices.metadata is None:
-            rows: list[DeviceSamplingRow] = []
-            every = zip(indices.sampling_rows.tolist(), indices.sampled, indices.drafts_before.tolist(), strict=True)
-            for row, (slot, sequence, before) in enumerate(every):
-                record = self._sequences.record(slot)
-                choices = sequence.sampled_choices(record.choice)
-                rows += [DeviceSamplingRow(row, slot, record.sampling, c, record.prompt_len, before) for c in choices]
-            indices.metadata = self._metadata.build(rows)
+            indices.metadata = self._metadata.build(self._sequences.sampling_rows(indices))
         return indices.metadata
-
-    def _store_samples(self, batch: InputBatch, tokens: Tensor) -> None:
-        """Count the step's tokens in the device's state, and append its samples to their sequences."""
-        state, at = self._state, batch.sent.arrays_at
-        take_samples_kernel[(batch.indices.num_seqs,)](
-            batch.sent.words,
-            at[SLOTS],
-            at[QUERY_STARTS],
-            at[SAMPLE_OF_ROW],
-            tokens,
-            state.token_ids,
-            state.num_computed,
-            state.num_tokens,
-            state.token_ids.stride(0),
-        )
 
     def _return_tokens(self, indices: BatchIndices, tokens: Tensor) -> None:
         """Send the first stage the token that continues each sequence that samples."""

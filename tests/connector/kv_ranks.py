@@ -48,10 +48,17 @@ class Node(NamedTuple):
         return tuple(self.rank(number) for number in range(len(self.layouts)))
 
 
-def node(model: Model, stage_layers: Sequence[int], num_shards: int, page: int, num_blocks: Sequence[int]) -> Node:
+def node(
+    model: Model,
+    stage_layers: Sequence[int],
+    num_shards: int,
+    page: int,
+    num_blocks: Sequence[int],
+    draft_layers: int = 0,
+) -> Node:
     """``num_blocks`` has one entry per rank and repeats if it is too short."""
     shares = [
-        KVShare.of_rank(stage, stage_layers, shard, num_shards, model.num_heads)
+        KVShare.of_rank(stage, stage_layers, shard, num_shards, model.num_heads, draft_layers)
         for stage in range(len(stage_layers))
         for shard in range(num_shards)
     ]

@@ -17,7 +17,11 @@ import pytest
 from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import MODEL_NAME, Fleet
 
+from training.batches import Generator
+from training.predictor import PlainMiMo, plain_acceptance, train
+
 LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
+MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -148,3 +152,46 @@ def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
         assert accepted(served.fleet.decode[0]) > 20
     for ours, theirs in zip(found, expected, strict=True):
         assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "pp2 mtp")]
+)
+def test_draft_layers_change_no_answer(prefill: str, decode: str, tmp_path: Path) -> None:
+    """P and D need not both have the layer. Where P lacks it, D makes no drafts behind prompts of P."""
+    with Served(MIMO, tmp_path / "m", [prefill], [decode]) as served:
+        check(served.fleet, seed=6)
+        (d,) = served.fleet.decode
+        assert d.counter("handoffs") > 0
+        assert d.counter("handoff_failures") == 0
+        assert (d.counter("spec_decode_num_drafts") > 100) == ("mtp" in prefill and "mtp" in decode)
+        served.wait_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """A trained model drafts with the KV of P's layer."""
+    directory = tmp_path / "trained"
+    train(directory, steps=120)
+    tokens = Generator(directory / "tokenizer.json", 990_002, evaluating=True).batch([(12, 320)]).tokens
+    prompts = [row[:96].tolist() for row in tokens.reshape(12, 320)]
+    flags = ("--speculate", "auto", "--speculate-when", "always", "--num-drafts", "1", "--threads", "1")
+    with Fleet() as fleet:
+        fleet.start_prefill(directory, flags)
+        fleet.start_decode(directory, (*flags, "--handoff-min-tokens", "0"))
+        fleet.start_router(directory)
+        fleet.wait_ready()
+        bodies = [
+            {"prompt": prompt, "max_tokens": 80, "temperature": 0.6, "seed": seed, "ignore_eos": True}
+            for seed, prompt in enumerate(prompts)
+        ]
+        outputs = [choices[0]["token_ids"] for choices in answers(fleet, bodies)]
+        (node,) = fleet.decode
+        assert node.counter("handoffs") == len(prompts)
+        found = accepted(node) / node.counter("spec_decode_num_draft_tokens")
+    plain = PlainMiMo.read(directory)
+    made, right = map(sum, zip(*map(plain_acceptance, [plain] * len(prompts), prompts, outputs), strict=True))
+    assert right > 0.1 * made, "the model has learned too little to tell"
+    assert found == pytest.approx(right / made, abs=0.01)

@@ -39,7 +39,13 @@ def random_kv(layout: KVLayout, seed: int) -> LogicalKV:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def digests(kv: LogicalKV, layout: KVLayout, share: KVShare | None = None, num_tokens: int | None = None) -> list[int]:
+def digests(
+    kv: LogicalKV,
+    layout: KVLayout,
+    share: KVShare | None = None,
+    num_tokens: int | None = None,
+    num_layers: int = 0,
+) -> list[int]:
     """Return the digests of all blocks, computed by the rank that holds ``share`` in the pages of ``layout``."""
     share = share or KVShare.whole(layout)
     held = kv[
@@ -52,7 +58,7 @@ def digests(kv: LogicalKV, layout: KVLayout, share: KVShare | None = None, num_t
     layout = layout.resized(share.layers, share.num_heads)
     cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
     blocks = tuple(range(len(kv)))
-    order = DigestOrder(blocks, len(kv) * BLOCK if num_tokens is None else num_tokens)
+    order = DigestOrder(blocks, len(kv) * BLOCK if num_tokens is None else num_tokens, num_layers=num_layers)
     digester = KVDigester(cache.to(DEVICE), layout, share)
     return [digest % WRAP for digest in digester.compute([order]).tolist()]
 
@@ -177,6 +183,18 @@ def test_digests_of_groups_do_not_depend_on_stages_or_padding(stages: tuple[int,
     assert grouped_digests(kv, stages, order) == expected
     kv[1, 2, 0, 0, BLOCK - 4] ^= 1  # layer 2 of a block of its group
     assert [a != b for a, b in zip(grouped_digests(kv, stages, order), expected, strict=True)] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("num_tokens", [2 * BLOCK, 2 * BLOCK - 3])
+def test_digests_of_the_first_layers_are_those_of_a_node_without_the_others(num_tokens: int) -> None:
+    layout = make_layout(2)
+    kv = random_kv(layout, 5)
+    fewer = msgspec.structs.replace(layout, num_layers=LAYERS - 1)
+    expected = digests(kv[:, :-1], fewer, num_tokens=num_tokens)
+    assert digests(kv, layout, num_tokens=num_tokens, num_layers=LAYERS - 1) == expected
+    assert digests(kv, layout, num_tokens=num_tokens, num_layers=LAYERS) != expected
+    rank = KVShare(0, LAYERS - 1, 0, HEADS, LAYERS, HEADS)
+    assert digests(kv, layout, rank, num_tokens=num_tokens, num_layers=LAYERS - 1) == expected
 
 
 def test_digests_follow_the_orders_and_do_not_depend_on_chunks() -> None:

@@ -7,13 +7,15 @@ runner = runner.build(node_config(directory), lambda stage, fraction: None)
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
@@ -169,6 +171,7 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, {**_LATENT}),
 }
+_MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 
 
 def make_checkpoint(
@@ -184,8 +187,10 @@ def make_checkpoint(
     """Write a random checkpoint of a family of ``FAMILIES`` and return its directory.
 
     ``overrides`` are fields of the family's transformers config. Weights are drawn wider than transformers' initial
-    ones, so that logits differ clearly: an argmax of near-equal logits tests nothing.
+    ones, so that logits differ clearly: an argmax of near-equal logits tests nothing. MiMo is a family here, too.
     """
+    if family == "mimo":
+        return make_mimo(path, seed=seed, dtype=dtype, **overrides)
     config_class, model_class, defaults = CONFIG_CLASSES[family]
     config = config_class(**copy.deepcopy({**_TINY, **defaults, **overrides}))  # it changes rope_parameters in place
     model = model_class(config).to(getattr(torch, dtype))
@@ -208,6 +213,55 @@ def make_checkpoint(
     return path
 
 
+def make_mimo(path: Path, **overrides: Any) -> Path:
+    """Write a random MiMo checkpoint: Qwen2 with a layer that predicts further tokens. transformers has no such family.
+
+    ``overrides`` are those of ``make_checkpoint``.
+    """
+    make_checkpoint(path, "qwen2", **overrides)
+    config = json.loads((path / "config.json").read_text())
+    layers = {"num_hidden_layers": 1, "layer_types": None, "seed": 1 + overrides.get("seed", 0)}
+    other = make_checkpoint(path / "other", "qwen2", **overrides | layers)
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(2)
+    tensors = {f"{name}.weight": 1.0 + 0.2 * torch.randn(hidden, generator=generator) for name in _MIMO_NORMS}
+    tensors["input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    for name, tensor in load_file(other / "model.safetensors").items():
+        if name.startswith("model.layers.0."):
+            tensors[name.removeprefix("model.layers.0.")] = tensor
+    shutil.rmtree(other)
+    add_tensors(path, {f"model.mtp_layers.0.{name}": tensor for name, tensor in tensors.items()})
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def add_predictor(path: Path, family: str, **fields: Any) -> Path:
+    """Add a layer that predicts further tokens to a checkpoint of DeepSeek-V3 or GLM, made with these fields.
+
+    Its result is the hidden state that it takes. So it predicts the token that the model predicts there.
+    """
+    config = json.loads((path / "config.json").read_text())
+    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    other = make_checkpoint(path / "other", family, seed=1, **fields | {"num_hidden_layers": last + 1})
+    prefix = f"model.layers.{last}."
+    tensors = {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{prefix}eh_proj.weight"] = torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), dim=1)
+    for name in ("embed_tokens", "shared_head.head"):  # copies, which are not read
+        tensors[f"{prefix}{name}.weight"] = torch.zeros(config["vocab_size"], hidden)
+    stored = load_file(other / "model.safetensors")
+    outputs = ("o_proj.weight", "down_proj.weight")
+    tensors |= {
+        name: torch.zeros_like(tensor) if name.endswith(outputs) else tensor
+        for name, tensor in stored.items()
+        if name.startswith(prefix)
+    }
+    shutil.rmtree(other)
+    add_tensors(path, tensors)
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
 def change_weight(directory: Path, tensor: str) -> None:
     """Change one element in the middle of a tensor in place. Header, size and all other bytes stay equal."""
     path = directory / "model.safetensors"
@@ -224,8 +278,10 @@ def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def reference_model(path: Path, dtype: str = "float32") -> Any:
-    """Return the transformers model of a checkpoint."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    """Return the transformers model of a checkpoint; of MiMo, which the library lacks, that of Qwen2."""
+    is_mimo = json.loads((path / "config.json").read_text())["model_type"] == "mimo"
+    model_class: Any = transformers.Qwen2ForCausalLM if is_mimo else transformers.AutoModelForCausalLM
+    model: Any = model_class.from_pretrained(path, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None  # ``generate`` would forbid EOS until min_new_tokens
     return model.eval()
 
@@ -275,6 +331,7 @@ def node_config(
     stage_layers: tuple[int, ...] | None = None,
     kv_scales: tuple[KVScales, ...] = (),
     state_slots: int = 8,
+    draft_layers: int = 0,
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
 
@@ -282,12 +339,12 @@ def node_config(
     the KV cache is FP8.
     """
     decision = Decision(runner=runner, reasons=("test",))
-    model = keep_quantized(load_model_config(model_dir, impl), decision)
+    model = keep_quantized(load_model_config(model_dir, impl), decision).with_draft_layers(draft_layers)
     layout = KVLayout(
         num_blocks=num_blocks,
         block_size=block_size,
         kernel_block_size=kernel_block_size,
-        num_layers=model.kv_cache_groups.block_layers(range(len(model.kv_layers))),
+        num_layers=model.kv_cache_groups.block_layers(range(model.num_kv_layers)),
         groups=model.kv_cache_groups,
         spec=model.kv_cache_spec(FP8_E4M3 if kv_scales else dtype),
     )

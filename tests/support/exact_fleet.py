@@ -21,6 +21,7 @@ KINDS = {  # of nodes
     "1": (),
     "tp2": ("--tp", "2"),
     "pp2": ("--pp", "2"),
+    "mtp": ("--speculate", "mtp", "--speculate-when", "always"),
     "lookup": ("--speculate", "lookup", "--speculate-when", "always"),
 }
 

@@ -367,6 +367,10 @@ class SplitDecode:
         self._weights = torch.empty(elements, dtype=torch.float32, device=device)
         self._done = torch.zeros(max_seqs, self._kv_heads, dtype=torch.int32, device=device)
 
+    def plan(self) -> None:
+        """Begin a step."""
+        self._cuts.clear()
+
     def __call__(
         self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, several: bool,
         sinks: Tensor | None = None, q_rope: Tensor | None = None,
@@ -377,10 +381,11 @@ class SplitDecode:
         head_dim + rope_dim]: keys are whole rows, values their first part.
 
         Covers sequences with one token, and if ``several`` also those with up to ``AttentionTiles.few``. ``cache`` is
-        the layer's view, ``sinks`` [num_heads]. The first layer with a window cuts the sequences for the later ones.
+        the layer's view, ``sinks`` [num_heads]. The first layer with a window cuts the sequences for the later ones, or
+        the first one of them that a step has.
         """
         window = self._windows[layer]
-        if layer == self._windows.index(window):
+        if layer == self._windows.index(window) or window not in self._cuts:
             has_singles = bool((np.diff(batch.query_starts) == 1).any())
             self._cuts[window] = [self._singles] if not several else self._mixed if has_singles else [self._all]
             for cut in self._cuts[window]:

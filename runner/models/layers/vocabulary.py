@@ -78,6 +78,10 @@ class ParallelLMHead:
             self._linear.restore_weights()
             self._linear.weight.copy_(weight)
 
+    def copy_to(self, embedding: VocabParallelEmbedding) -> None:
+        """Copy the filled weight to the embedding of a model that ties both."""
+        embedding.weight.copy_(self._linear.weight)
+
     def process_weights_after_loading(self) -> None:
         self._linear.process_weights_after_loading()
 

@@ -1,0 +1,83 @@
+"""Drafts by the model itself, made behind the step that samples; the engine's DraftSource is ``ModelDrafts``.
+
+The predictor (runner/models/layers/token_predictor.py) takes all tokens of each step, one position later, so that it
+has keys and values for every position. Further drafts are a row per sequence each:
+
+    step     t0 t1 t2 ─► samples t3       predictor at positions 0 1 2: t1 t2 t3 ─► d4
+    behind                                predictor at position 3: d4 ─► d5, at position 4: d5 ─► d6
+
+The next step of the sequence overwrites what the predictor stored for drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runner.attention import AttentionBackend
+from runner.batch import AttentionBatch
+from runner.models.model import Model
+
+
+@dataclass(frozen=True)
+class PredictedTokens:
+    """The inputs of the predictor for the tokens of a step."""
+
+    next_ids: Tensor  # [tokens], device: the token behind each; any one behind rejected drafts
+    hidden: Tensor  # [tokens, hidden_size], device
+    positions: Tensor  # [tokens], device
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The sequences that have sampled, with a row each."""
+
+    last: Tensor  # [rows] int64, device: the last token without rejected drafts, among those of the step
+    page_table: Tensor  # [rows, max_pages] int32, device: pages from position 0
+    limits: NDArray[np.int64]  # [rows], host: tokens that have a page
+    device_limits: Tensor  # [rows] int64, device: the same
+    seq_lens: NDArray[np.int64]  # [rows], host: tokens in the cache with the last one; at least, if the device knows
+
+
+class Drafter:
+    def __init__(self, model: Model, backend: AttentionBackend, page_size: int) -> None:
+        self._model, self._backend, self._page_size = model, backend, page_size
+
+    def store(self, tokens: PredictedTokens) -> None:
+        """Store keys and values of a step without drafts behind it. ``backend`` has planned the step."""
+        nothing = tokens.positions[:0]
+        self._model.predict(tokens.next_ids, tokens.hidden, tokens.positions, self._backend, nothing)
+
+    def draft(self, tokens: PredictedTokens, rows: DraftRows, count: int) -> Tensor:
+        """Do ``store``, and return the next ``count`` drafts of each row: [rows, count] int32, device.
+
+        They are the most likely tokens. Host and device do not wait for each other.
+        """
+        result = self._model.predict(tokens.next_ids, tokens.hidden, tokens.positions, self._backend, rows.last)
+        position = tokens.positions.index_select(0, rows.last)
+        drafts = [self._model.logits(result).argmax(-1)]
+        for number in range(1, count):
+            held = torch.minimum(position + number, rows.device_limits - 1)
+            self._backend.plan(self._batch(rows, held, position + number < rows.device_limits, number))
+            result = self._model.predict(drafts[-1], result, held, self._backend)
+            drafts.append(self._model.logits(result).argmax(-1))
+        return torch.stack(drafts, dim=1).int()
+
+    def _batch(self, rows: DraftRows, positions: Tensor, stored: Tensor, number: int) -> AttentionBatch:
+        """Return a step of one token per row. Tokens that are not ``stored`` see what is at their position."""
+        count, page_size = len(rows.seq_lens), self._page_size
+        pages = rows.page_table.gather(1, (positions // page_size)[:, None])[:, 0]
+        slots = torch.where(stored, pages.long() * page_size + positions % page_size, -1)
+        starts = np.arange(count + 1, dtype=np.int32)
+        return AttentionBatch.of_groups(
+            starts,
+            np.minimum(rows.seq_lens + number, rows.limits).astype(np.int32),
+            device_query_starts=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
+            device_seq_lens=(positions + 1).int(),
+            page_tables=[rows.page_table],
+            slots=[slots],
+        )

@@ -1,0 +1,161 @@
+"""Drafts of the model's own layer are those of a plain loop, and change no answer.
+
+python -m pytest -m slow tests/runner/test_model_drafts.py     a trained model; V2, in Triton's interpreter on CPUs
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import add_predictor, make_checkpoint, make_mimo, node_config
+from drafted_node import Answers, DraftedNode
+
+from engine.draft_source import ModelDrafts
+from pdserve.records import StepOutput, StepPlan
+from pdserve.sampling_params import SamplingParams
+from training.predictor import PlainMiMo, plain_acceptance, train
+
+VOCAB = 128
+Request = tuple[list[int], SamplingParams]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mimo(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+def config_of(checkpoint: Path, version: str, **options: Any) -> Any:
+    of_v2: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
+    return functools.partial(node_config, checkpoint, runner=version, **of_v2, **options)
+
+
+def run(node: DraftedNode, requests: Sequence[Request]) -> Answers:
+    for rid, (prompt, sampling) in enumerate(requests):
+        node.submit(rid, prompt, sampling)
+    node.run()
+    node.close()
+    return node.answers
+
+
+class WatchedNode(DraftedNode):
+    """Notes what the model has predicted behind how many tokens of which sequence."""
+
+    def __init__(self, config: Any, max_drafts: int) -> None:
+        super().__init__(config, max_drafts, ModelDrafts)
+        self.made: list[tuple[list[int], tuple[int, ...]]] = []  # tokens, drafts
+
+    def _apply(self, result: Any) -> None:
+        super()._apply(result)
+        if result is not None:
+            self._note(result[0], result[1].step)
+
+    def _note(self, plan: StepPlan, output: StepOutput) -> None:
+        running = self.scheduler._live.running
+        self.made += [(list(running[seq].token_ids), drafts) for seq, drafts in output.drafts if seq in running]
+
+
+REQUESTS = [
+    (prompt_of(length, length), SamplingParams(most, temperature=temperature, seed=length, ignore_eos=True))
+    for length, most, temperature in ((1, 30, 0.0), (15, 20, 0.8), (16, 33, 0.0), (70, 20, 1.0))
+]
+
+
+def check(checkpoint: Path, version: str, requests: Sequence[Request], **options: Any) -> None:
+    expected = run(DraftedNode(config_of(checkpoint, "V1")()), requests)
+    node = WatchedNode(config_of(checkpoint, version, draft_layers=1)(**options), 3)
+    answers = run(node, requests)
+    assert {key: each.token_ids for key, each in answers.items()} == {k: each.token_ids for k, each in expected.items()}
+    plain = PlainMiMo.read(checkpoint)
+    assert len(node.made) > 10
+    assert [list(drafts) for _, drafts in node.made] == [plain.drafts(tokens, 3) for tokens, _ in node.made]
+
+
+def test_drafts_are_those_of_a_plain_loop(checkpoint: Path) -> None:
+    """With chunks of prompts beside decodes, and drafts that cross blocks. They are hardly ever right."""
+    check(checkpoint, "V1", REQUESTS, max_batch_tokens=40, max_num_seqs=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_v2_drafts_are_those_of_a_plain_loop(checkpoint: Path) -> None:
+    requests = [(prompt, SamplingParams(12, seed=3, ignore_eos=True)) for prompt, _ in REQUESTS[1:3]]
+    check(checkpoint, "V2", requests, max_batch_tokens=24, max_num_seqs=3)
+
+
+def test_answers_stay_the_same_with_few_blocks(checkpoint: Path) -> None:
+    """Sequences are preempted, and lack blocks for drafts."""
+    expected = run(DraftedNode(config_of(checkpoint, "V1")()), REQUESTS)
+    node = DraftedNode(config_of(checkpoint, "V1", draft_layers=1)(num_blocks=9, max_num_seqs=4), 3, ModelDrafts)
+    answers = run(node, REQUESTS)
+    assert node.scheduler.totals.preemptions > 0
+    assert {key: each.token_ids for key, each in answers.items()} == {k: each.token_ids for k, each in expected.items()}
+
+
+NEXTN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "glm4_moe": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "version"),
+    [
+        ("glm4_moe", "V1"),
+        *(pytest.param(family, "V1", marks=pytest.mark.slow) for family in ("deepseek_v3", "glm4_moe_lite")),
+        pytest.param("deepseek_v3", "V2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_behind_the_model_makes_drafts(family: str, version: str, tmp_path: Path) -> None:
+    """The layer predicts the token that the model predicts at its position, which is the newest one."""
+    fields = NEXTN[family]
+    path = add_predictor(make_checkpoint(tmp_path / "m", family, **fields), family, **fields)
+    requests = [(prompt_of(length, length), SamplingParams(8, temperature=0.0, ignore_eos=True)) for length in (15, 40)]
+    expected = run(DraftedNode(config_of(path, "V1")()), requests)
+    node = WatchedNode(config_of(path, version, draft_layers=1)(), 2)
+    answers = run(node, requests)
+    assert {key: each.token_ids for key, each in answers.items()} == {k: each.token_ids for k, each in expected.items()}
+    assert len(node.made) > 6
+    assert all(drafts == (tokens[-1],) * 2 for tokens, drafts in node.made)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("trained")
+    train(directory, steps=120)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_acceptance_is_that_of_a_plain_loop(trained: Path) -> None:
+    plain = PlainMiMo.read(trained)
+    requests = [
+        (prompt, SamplingParams(60, temperature=0.6, seed=index, ignore_eos=True))
+        for index, prompt in enumerate(held_out_prompts(trained, 12))
+    ]
+    node = DraftedNode(config_of(trained, "V1", draft_layers=1)(), 1, ModelDrafts)
+    answers = run(node, requests)
+    loops = [plain_acceptance(plain, prompt, answers[rid, 0].token_ids) for rid, (prompt, _) in enumerate(requests)]
+    made, accepted = (sum(each) for each in zip(*loops, strict=True))
+    assert accepted > 0.1 * made, "the model has learned too little to tell"
+    assert node.num_accepted / node.num_drafts == pytest.approx(accepted / made, abs=0.01)
+
+
+def held_out_prompts(directory: Path, count: int) -> list[list[int]]:
+    from training.batches import Generator
+
+    batch = Generator(directory / "tokenizer.json", 990_001, evaluating=True).batch([(count, 320)])
+    return [row[:64].tolist() for row in batch.tokens.reshape(count, 320)]
