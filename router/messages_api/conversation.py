@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from pdserve.errors import RequestError, shown
+from pdserve.errors import RequestError
 from router.messages_api.params import (
     ContentBlockParam,
     DocumentBlockParam,
@@ -27,7 +27,7 @@ from router.messages_api.params import (
     ToolResultBlockParam,
     ToolUseBlockParam,
 )
-from router.text.chat.conversation import Conversation, Message
+from router.text.chat.conversation import Conversation
 
 Block = TypeVar("Block")
 
@@ -35,9 +35,9 @@ Block = TypeVar("Block")
 _REQUEST_HASH = "x-anthropic-billing-header:"
 
 
-def chat_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[MessageParam]) -> list[Message]:
-    """Convert a conversation. Raises RequestError for blocks that are no text, and for an open tool_use at the end."""
-    chat = _Chat()
+def read_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[MessageParam]) -> MessagesChat:
+    """Convert messages. Raises RequestError for blocks that a role may not have, and for open calls at its end."""
+    chat = MessagesChat()
     chat.add_system(system, "system")
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
@@ -52,25 +52,29 @@ def chat_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[M
         raise RequestError("messages is empty; give at least one message", "messages")
     if chat.has_open_calls:
         raise RequestError("the last message has a tool_use; add a message with its tool_result", "messages")
-    found = chat.joined()
-    if found[-1]["role"] == "assistant" and not found[-1].get("content"):
+    last = chat.messages[-1]
+    if last["role"] == "assistant" and not any(last.get("content", ())):
         raise RequestError("the last message has no text to continue; end with a message of the user", "messages")
-    return found
+    return chat
 
 
-class _Chat(Conversation):
-    """Adds the content blocks of messages."""
+class MessagesChat(Conversation):
+    """Adds the content blocks of messages. ``unseen``: kinds of blocks of which the model reads only a placeholder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unseen: list[str] = []
 
     def add_system(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
-        texts = (_without_hash(_text(block, at)) for block, at in _blocks(content, where))
+        texts = (_without_hash(self._text(block, at)) for block, at in _blocks(content, where))
         self.add_instructions("\n".join(text for text in texts if text))
 
     def add_user_blocks(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
         for block, at in _blocks(content, where):
             if isinstance(block, ToolResultBlockParam):
-                self.add_result(block.tool_use_id, _result(block, at))
+                self.add_result(block.tool_use_id, self._result(block, at))
             else:
-                self.add_user(_text(block, at))
+                self.add_user(self._text(block, at))
 
     def add_assistant_blocks(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
         message = self.begin_assistant()
@@ -83,9 +87,36 @@ class _Chat(Conversation):
                 case ToolUseBlockParam():
                     self.add_call(block.id, block.name, block.input)
                 case _:
-                    self.add_content(_text(block, at))
+                    self.add_content(self._text(block, at))
         if "tool_calls" not in message:
             message.setdefault("content", [])  # templates expect either
+
+    def _result(self, block: ToolResultBlockParam, where: str) -> str:
+        return "\n".join(self._text(part, at) for part, at in _blocks(block.content or "", f"{where}.content"))
+
+    def _text(self, block: ContentBlockParam | TextualBlockParam, where: str) -> str:
+        match block:
+            case TextBlockParam():
+                return block.text
+            case SearchResultBlockParam():
+                parts = (self._text(part, at) for part, at in _blocks(block.content, f"{where}.content"))
+                return "\n".join([block.title, block.source, *parts])
+            case ToolReferenceBlockParam():
+                return block.tool_name
+            case DocumentBlockParam(source={"type": "text", "data": str() as data}):
+                return data
+            case DocumentBlockParam():
+                return self._placeholder("document")
+            case ImageBlockParam():
+                return self._placeholder("image")
+            case _:
+                tag = type(block).__struct_config__.tag
+                raise RequestError(f"{where} has type {tag!r}, which its role may not have; use 'text'", "messages")
+
+    def _placeholder(self, kind: str) -> str:
+        """Stand in for a block that is no text: an error would end the session, whose later turns repeat the block."""
+        self.unseen.append(kind)
+        return f"[{kind}: this model reads text only]"
 
 
 def _blocks(content: str | Sequence[Block], where: str) -> Iterator[tuple[Block | TextBlockParam, str]]:
@@ -100,28 +131,3 @@ def _blocks(content: str | Sequence[Block], where: str) -> Iterator[tuple[Block 
 
 def _without_hash(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(_REQUEST_HASH) else text
-
-
-def _result(block: ToolResultBlockParam, where: str) -> str:
-    return "\n".join(_text(part, at) for part, at in _blocks(block.content or "", f"{where}.content"))
-
-
-def _text(block: ContentBlockParam | TextualBlockParam, where: str) -> str:
-    match block:
-        case TextBlockParam():
-            return block.text
-        case SearchResultBlockParam():
-            parts = (_text(part, at) for part, at in _blocks(block.content, f"{where}.content"))
-            return "\n".join([block.title, block.source, *parts])
-        case ToolReferenceBlockParam():
-            return block.tool_name
-        case DocumentBlockParam(source={"type": "text", "data": str() as data}):
-            return data
-        case DocumentBlockParam():
-            kind = shown(block.source.get("type"))
-            raise RequestError(f"{where} is a document of type {kind}; only 'text' is supported", "messages")
-        case ImageBlockParam():
-            raise RequestError(f"{where} is an image; images are not supported, leave it out", "messages")
-        case _:
-            tag = type(block).__struct_config__.tag
-            raise RequestError(f"{where} has type {tag!r}, which its role may not have; use 'text'", "messages")
