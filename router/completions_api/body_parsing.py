@@ -34,11 +34,21 @@ _TOKEN_IDS = (
 MAX_STOP_CHARS = 4096  # per stop string
 _MAX_PROBLEM = 130  # characters of msgspec's words, which may quote a value
 
-# Fields of OpenAI, and session_id of vLLM and SGLang, without effect here.
-_IGNORED = frozenset(
-    {*("metadata", "moderation", "prediction", "safety_identifier", "service_tier", "store", "verbosity")}
-    | {*("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id")}
-)
+# Fields without effect here, and why. Agents send them with every turn, and other servers ignore them.
+_IGNORED = {
+    **dict.fromkeys(("metadata", "client_metadata"), "labels for logs of a provider"),
+    **dict.fromkeys(("moderation", "safety_identifier"), "checks of OpenAI"),
+    **dict.fromkeys(("service_tier", "store"), "contracts with OpenAI"),
+    **dict.fromkeys(("prediction", "verbosity"), "hints that no model here reads"),
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), "prefixes are cached anyway"
+    ),
+    **dict.fromkeys(("cache_control", "session_id"), "prefixes are cached anyway"),
+    "context_management": "OpenAI's and Anthropic's compaction; nothing is dropped here",
+    **dict.fromkeys(("anthropic_beta", "anthropic_version"), "headers of Anthropic that proxies put into bodies"),
+    **dict.fromkeys(("plugins", "provider", "route", "transforms", "usage"), "OpenRouter's choice among providers"),
+}
+_METADATA = "_metadata"  # the end of names that are labels, too: litellm_metadata, request_metadata …
 # Fields of OpenAI, vLLM and SGLang that are not supported, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": ({},),
@@ -124,7 +134,7 @@ def other_fields() -> dict[str, dict[str, Any]]:
 def convert(fields: dict[str, Any], kind: type[Body], token_ids: Container[str] = _TOKEN_IDS) -> Body:
     """Build a typed body; null means absent. ``token_ids`` names such fields. Raises RequestError with the field."""
     known = kind.__struct_fields__
-    fields = {k: value for k, value in fields.items() if value is not None and (k in known or k not in _IGNORED)}
+    fields = {k: value for k, value in fields.items() if value is not None and (k in known or not _is_ignored(k))}
     _check_shape({name: value for name, value in fields.items() if name not in token_ids})
     _check_lengths(fields)
     for name, value in fields.items():
@@ -151,6 +161,10 @@ def convert(fields: dict[str, Any], kind: type[Body], token_ids: Container[str] 
         return msgspec.convert({k: v for k, v in fields.items() if k in known}, kind)
     except msgspec.ValidationError as exc:
         raise _validation_error(str(exc)) from exc
+
+
+def _is_ignored(name: str) -> bool:
+    return name in _IGNORED or name.endswith(_METADATA)
 
 
 def _check_shape(fields: Mapping[str, Any]) -> None:

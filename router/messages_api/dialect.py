@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from router.completions_api.chat_dialect import prepare_chat
+from router.completions_api.field_names import named_as
 from router.dialect.dialect import GenerateDialect, Prepared
 from router.dialect.operation import COMPUTES, Operation
 from router.dialect.responses import Response
 from router.generation.job import GenerationOptions
 from router.messages_api.errors import MESSAGES_ERRORS, MessagesErrorResponse
 from router.messages_api.message_writers import FullMessage, StreamedMessage
-from router.messages_api.request import EXTENSIONS, MessagesBody, MessagesRequest, parse_messages
+from router.messages_api.request import EXTENSIONS, FIELD_NAMES, MessagesBody, MessagesRequest, parse_messages
 from router.messages_api.response_objects import Message
 from router.service import ServedModel
 
@@ -34,7 +35,8 @@ class MessagesDialect(GenerateDialect[MessagesBody]):
 
     async def prepare(self, body: MessagesBody, model: ServedModel, max_logprobs: int) -> Prepared:
         # Agents ask all models to think.
-        return await prepare_chat(body, model, max_logprobs, always_parsed=True, thinking_is_optional=True)
+        with named_as(FIELD_NAMES):
+            return await prepare_chat(body, model, max_logprobs, always_parsed=True, thinking_is_optional=True)
 
     def respond(
         self, body: MessagesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions

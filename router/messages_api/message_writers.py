@@ -13,6 +13,7 @@ from io import StringIO
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
@@ -60,6 +61,7 @@ class MessageResponse(Response):
         self._model = model
         self._request_id = request_id
         self._max_tokens = body.request.max_tokens
+        self._warnings = body.warnings
         self._parser = ChoiceParser(parsing)
         self._new_call_id = parsing.new_call_id
 
@@ -80,6 +82,7 @@ class MessageResponse(Response):
             stop_reason=reason,
             stop_sequence=stop,
             usage=MessageUsage.of(self.generation.usage),
+            warnings=self._warnings or UNSET,
         )
 
     def _stop(self) -> tuple[StopReason, str | None]:

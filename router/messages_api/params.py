@@ -29,11 +29,11 @@ class ToolUseBlockParam(Struct, tag="tool_use", frozen=True):
 
 
 class ImageBlockParam(Struct, tag="image", frozen=True):
-    """Refused: the models read text only."""
+    """The model reads a placeholder."""
 
 
 class DocumentBlockParam(Struct, tag="document", frozen=True):
-    """``source`` must hold plain text: type ``text`` with ``data``."""
+    """The model reads plain text (``source`` of type ``text`` with ``data``), and a placeholder for others."""
 
     source: dict[str, Any]
 
@@ -84,16 +84,21 @@ class MessageParam(Struct, frozen=True):
 
 class ToolParam(Struct, frozen=True):
     name: str
-    input_schema: dict[str, Any] | None = None  # tools of Anthropic's own have none; they are refused
+    input_schema: dict[str, Any] | None = None  # tools of Anthropic's own have none; they are left out
     description: str | None = None
     strict: bool | None = None
     type: str | None = None
+
+    @property
+    def of_anthropic(self) -> bool:
+        """Whether the tool is one that Anthropic defines, such as web search."""
+        return self.type not in (None, "custom")
 
 
 class ToolChoiceParam(Struct, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = False
 
 
 class ThinkingParam(Struct, frozen=True):

@@ -10,9 +10,10 @@ from msgspec import Meta
 from pdserve.errors import RequestError, shown
 from pdserve.sampling_params import BodyParams
 from router.completions_api.body_parsing import convert, parse_json
+from router.completions_api.field_names import field_names, named_as
 from router.completions_api.generate_body import Defaulted
 from router.completions_api.request_bodies import ChatBody, check_chat
-from router.messages_api.conversation import chat_messages
+from router.messages_api.conversation import MessagesChat, read_messages
 from router.messages_api.params import (
     MessageParam,
     MetadataParam,
@@ -30,6 +31,16 @@ EXTENSIONS = frozenset(
     | {"skip_special_tokens", "cache_salt", "priority", "structured_outputs", "chat_template_kwargs", "documents"}
 )
 NoEffect = Annotated[Any, Meta(description="Accepted without effect.")]
+#: Fields of a chat, and their names here.
+FIELD_NAMES = field_names(
+    (r"\.function\.parameters\b", ".input_schema"),
+    (r"\.function\b", ""),
+    (r"\bmax_completion_tokens\b", "max_tokens"),
+    (r"\bresponse_format\b", "output_config.format"),
+    (r"\breasoning_effort\b", "output_config.effort"),
+    (r"\bthinking_token_budget\b", "thinking.budget_tokens"),
+    (r"^stop$", "stop_sequences"),
+)
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -43,6 +54,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     tool_choice: ToolChoiceParam = ToolChoiceParam("auto")
     thinking: ThinkingParam = ThinkingParam("adaptive")  # as the chat template does it
     output_config: OutputConfigParam = OutputConfigParam()
+    mcp_servers: Annotated[list[Any], Meta(description="Left out: their tools run at Anthropic.")] = []
     cache_control: NoEffect = None
     context_management: NoEffect = None
     speed: NoEffect = None
@@ -67,6 +79,7 @@ class MessagesBody(ChatBody, kw_only=True, frozen=True):
     """The chat, with the original request."""
 
     request: MessagesRequest
+    warnings: list[str]  # what of the request the model does not get
 
     @property
     def lowers_max_tokens(self) -> bool:
@@ -90,9 +103,12 @@ def parse_messages(data: bytes) -> MessagesBody:
         "include_reasoning": request.thinking.display != "omitted",
         "response_format": _response_format(request.output_config),
     }
-    chat = convert({**extensions, **sampling, **_prompt_fields(request, extensions)}, ChatBody)
-    body = MessagesBody(request=request, **{name: getattr(chat, name) for name in ChatBody.__struct_fields__})
-    check_chat(body)
+    conversation = read_messages(request.system, request.messages)
+    with named_as(FIELD_NAMES):
+        chat = convert({**extensions, **sampling, **_prompt_fields(request, conversation, extensions)}, ChatBody)
+        chat_fields = {name: getattr(chat, name) for name in ChatBody.__struct_fields__}
+        body = MessagesBody(request=request, warnings=_warnings(request, conversation), **chat_fields)
+        check_chat(body)
     return body
 
 
@@ -100,32 +116,47 @@ def parse_count_tokens(data: bytes) -> ChatBody:
     """Translate a body of /v1/messages/count_tokens to a chat. Raises RequestError."""
     fields = parse_json(data)
     extensions = {name: fields.pop(name) for name in EXTENSIONS.intersection(fields)}
-    return convert({**extensions, **_prompt_fields(convert(fields, CountTokensRequest), extensions)}, ChatBody)
+    request = convert(fields, CountTokensRequest)
+    conversation = read_messages(request.system, request.messages)
+    with named_as(FIELD_NAMES):
+        return convert({**extensions, **_prompt_fields(request, conversation, extensions)}, ChatBody)
 
 
-def _prompt_fields(request: CountTokensRequest, extensions: dict[str, Any]) -> dict[str, Any]:
+def _prompt_fields(
+    request: CountTokensRequest, conversation: MessagesChat, extensions: dict[str, Any]
+) -> dict[str, Any]:
     """The fields of a chat that make its prompt."""
-    messages = chat_messages(request.system, request.messages)
+    messages = conversation.joined()
     variables = extensions.get("chat_template_kwargs") or {}
     if request.thinking.type in ("enabled", "disabled") and isinstance(variables, dict):
         enabled = request.thinking.type == "enabled"
         variables = {"enable_thinking": enabled, "thinking": enabled, **variables}  # as Qwen3 and DeepSeek name it
+    tools = enumerate(request.tools)
     return {
         "model": request.model,
         "messages": messages,
         "continue_final_message": messages[-1]["role"] == "assistant",
-        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
-        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": [_tool(tool, f"tools[{index}]") for index, tool in tools if not tool.of_anthropic],
+        "tool_choice": _tool_choice(request),
         "parallel_tool_calls": not request.tool_choice.disable_parallel_tool_use,
         "reasoning_effort": request.output_config.effort,
         "chat_template_kwargs": variables,
     }
 
 
+def _warnings(request: CountTokensRequest, conversation: MessagesChat) -> list[str]:
+    kinds = dict.fromkeys(str(tool.type) for tool in request.tools if tool.of_anthropic)
+    warnings = [f"tools of type {shown(kind)} are left out: only 'custom' is supported" for kind in kinds]
+    if request.mcp_servers:
+        warnings.append("mcp_servers are left out: their tools run at Anthropic")
+    for kind in dict.fromkeys(conversation.unseen):
+        number = conversation.unseen.count(kind)
+        warnings.append(f"the model reads text only: {number} blocks of type {kind!r} are placeholders")
+    return warnings
+
+
 def _tool(tool: ToolParam, where: str) -> dict[str, Any]:
     """A function in chat form, with a nested ``function`` object."""
-    if tool.type not in (None, "custom"):
-        raise RequestError(f"{where} has type {shown(tool.type)}; only 'custom' is supported", "tools")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is missing", "tools")
     function = {  # in this order, as models have seen it in training
@@ -137,10 +168,15 @@ def _tool(tool: ToolParam, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _tool_choice(tool_choice: ToolChoiceParam) -> str | dict[str, Any]:
-    if tool_choice.type == "tool":
-        return {"type": "function", "function": {"name": tool_choice.name}}
-    return _TOOL_CHOICES[tool_choice.type]
+def _tool_choice(request: CountTokensRequest) -> str | dict[str, Any]:
+    """Raises RequestError for a tool that is left out."""
+    choice = request.tool_choice
+    if choice.type != "tool":
+        return _TOOL_CHOICES[choice.type]
+    if any(tool.of_anthropic and tool.name == choice.name for tool in request.tools):
+        text = f"tool_choice names {shown(choice.name)}, which does not run here; use 'auto'"
+        raise RequestError(text, "tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _response_format(config: OutputConfigParam) -> dict[str, Any]:

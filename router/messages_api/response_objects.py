@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from router.generation.usage import Usage
 
@@ -62,6 +62,7 @@ class Message(Struct, tag="message"):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    warnings: list[str] | UnsetType = UNSET  # what of the request the model did not get
 
 
 class MessageTokensCount(Struct):

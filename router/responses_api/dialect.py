@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from pdserve.errors import RequestError
 from router.completions_api.chat_dialect import prepare_chat
+from router.completions_api.field_names import named_as
 from router.completions_api.request_bodies import ChatBody
 from router.dialect.dialect import GenerateDialect, Prepared
 from router.dialect.operation import COMPUTES, Operation
@@ -27,6 +28,7 @@ from router.responses_api.output_writers import (
 )
 from router.responses_api.request import (
     CHAT_ONLY,
+    FIELD_NAMES,
     CompactRequest,
     ResponsesBody,
     ResponsesRequest,
@@ -63,7 +65,8 @@ class ResponsesDialect(GenerateDialect[ResponsesBody]):
         return await _complete(body, owner, self.store)
 
     async def prepare(self, body: ResponsesBody, model: ServedModel, max_logprobs: int) -> Prepared:
-        return await prepare_chat(body, model, max_logprobs, always_parsed=True)
+        with named_as(FIELD_NAMES):
+            return await prepare_chat(body, model, max_logprobs, always_parsed=True)
 
     def respond(
         self, body: ResponsesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions
@@ -108,7 +111,8 @@ class CompactDialect(GenerateDialect[ResponsesBody]):
         return await _complete(body, owner, self._store)
 
     async def prepare(self, body: ResponsesBody, model: ServedModel, max_logprobs: int) -> Prepared:
-        return await prepare_chat(body, model, max_logprobs, always_parsed=True)
+        with named_as(FIELD_NAMES):
+            return await prepare_chat(body, model, max_logprobs, always_parsed=True)
 
     def respond(
         self, body: ResponsesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions

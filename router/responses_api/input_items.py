@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from uuid import uuid4
 
-from pdserve.errors import RequestError, shown
+from pdserve.errors import RequestError, cut, shown
 from router.responses_api.compaction import PROMPT, decode_summary
+from router.responses_api.tool_forms import SHELL, custom_arguments, function_name, shell_arguments
+from router.text.chat.conversation import Conversation
 from router.text.chat.messages import join_parts
 
-Message = dict[str, Any]
 Item = dict[str, Any]
 
 MAX_INPUT_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
+_PLACEHOLDER = {"type": "input_text", "text": "[an image, which this model cannot see]"}
+_MAX_SUMMARY = 20_000  # characters of a call that ran elsewhere
+# Items of tools that run at a provider, with the fields that the model reads. Without any, the item is left out.
+OF_PROVIDERS: dict[str, tuple[str, ...]] = {
+    "web_search_call": ("action",),
+    "file_search_call": ("queries", "results"),
+    "code_interpreter_call": ("code", "outputs"),
+    "image_generation_call": ("revised_prompt",),
+    "computer_call": ("action", "actions"),
+    "computer_call_output": (),
+    "mcp_call": ("server_label", "name", "arguments", "output", "error"),
+    "mcp_list_tools": (),
+    "mcp_approval_request": (),
+    "mcp_approval_response": (),
+    "shell_call": ("action",),
+    "shell_call_output": ("output",),
+    "apply_patch_call": ("operation",),
+    "apply_patch_call_output": ("output",),
+    "tool_search_call": ("arguments",),
+    "tool_search_output": (),
+    "additional_tools": (),
+    "agent_message": ("author", "recipient", "content"),
+    "ghost_snapshot": (),
+    "compaction_trigger": (),
+    "context_compaction": (),
+}
 
 
 def input_items(source: str | list[Item]) -> list[Item]:
@@ -33,68 +61,120 @@ def reference_of(item: Item) -> str | None:
     return str(item["id"])
 
 
-def input_messages(items: list[Item], instructions: str | None) -> list[Message]:
-    """Convert items to messages; consecutive items of the assistant become one message. Raises RequestError."""
+class InputChat(Conversation):
+    """The chat of a list of items. ``num_images``: images in them, each a placeholder in the chat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_images = 0
+        self._call_ids: set[str] = set()
+
+    def add_item(self, item: Item, where: str) -> None:
+        """Raises RequestError that names the item, or its field."""
+        kind = item.get("type", "message" if "role" in item else None)
+        match kind:
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                if reasoning := _reasoning(item, where):
+                    self.add_reasoning(reasoning)
+            case "function_call":
+                self._call(item, _name(item, where), item.get("arguments"), where)
+            case "custom_tool_call":
+                self._call(item, _name(item, where), custom_arguments(_text(item, "input", where)), where)
+            case "local_shell_call":
+                self._call(item, SHELL, shell_arguments(item.get("action")), where)
+            case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                self._add_output(item, where)
+            case "compaction":
+                self.add_user(PROMPT)
+                self.add_content(decode_summary(item.get("encrypted_content"), where))
+            case str() if kind in OF_PROVIDERS:
+                if (text := _summary(item)) is not None:
+                    self.add_content(text)
+            case _:
+                kinds = "message, reasoning, function_call, function_call_output, item_reference, compaction"
+                raise RequestError(f"{where} has type {shown(kind)}; use one of {kinds}", where)
+
+    def _add_message(self, item: Item, where: str) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            raise RequestError(f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", where)
+        content = self._joined(item.get("content"), where)
+        if role == "assistant":
+            self.add_content(content)
+        elif role == "user":
+            self.add_user(content)
+        else:
+            self.add_instructions(content)
+
+    def _call(self, item: Item, name: str, arguments: Any, where: str) -> None:
+        self._call_ids.add(call_id := _call_id(item, where))
+        self.add_call(call_id, name, arguments)
+
+    def _add_output(self, item: Item, where: str) -> None:
+        if (call_id := _call_id(item, where)) not in self._call_ids:
+            call = str(item["type"]).removesuffix("_output")
+            text = f"no {call} before {where} has its call_id {shown(call_id)}; send that call, too"
+            raise RequestError(text, where)
+        self.add_result(call_id, self._joined(item.get("output"), where))
+
+    def _joined(self, content: Any, where: str) -> str:
+        """Join the text parts of a content. An image becomes a placeholder: the models read text only."""
+        if isinstance(content, list):
+            parts = [_PLACEHOLDER if _is_image(part) else part for part in content]
+            self.num_images += sum(part is _PLACEHOLDER for part in parts)
+            content = parts
+        return join_parts(content, where) or ""
+
+
+def input_chat(items: list[Item], instructions: str | None) -> InputChat:
+    """Convert items to a chat. Raises RequestError."""
     if not items:
         raise RequestError("input is empty; give a text or at least one item", "input")
     if len(items) > MAX_INPUT_ITEMS:
         raise RequestError(f"the input has {len(items)} items; the limit is {MAX_INPUT_ITEMS}, send fewer", "input")
-    messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    call_ids: set[str] = set()
+    chat = InputChat()
+    chat.add_instructions(instructions or "")
     for index, item in enumerate(items):
-        _add(messages, call_ids, item, where=f"input[{index}]")
-    return messages
+        chat.add_item(item, where=f"input[{index}]")
+    if not chat.messages:
+        raise RequestError("the input has no text; give a message", "input")
+    return chat
 
 
-def _add(messages: list[Message], call_ids: set[str], item: Item, where: str) -> None:
-    kind = item.get("type", "message" if "role" in item else None)
-    match kind:
-        case "message":
-            _add_message(messages, item, where)
-        case "reasoning":
-            _assistant(messages, "reasoning")["reasoning"] = _reasoning(item, where)
-        case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call_ids.add(call_id := _call_id(item, where))
-            _assistant(messages).setdefault("tool_calls", []).append(
-                {"id": call_id, "type": "function", "function": function}
-            )
-        case "function_call_output":
-            if (call_id := _call_id(item, where)) not in call_ids:
-                text = f"no function_call before {where} has its call_id {shown(call_id)}; send that call, too"
-                raise RequestError(text, where)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": join_parts(item.get("output"), where)})
-        case "compaction":
-            messages.append({"role": "user", "content": PROMPT})
-            _assistant(messages)["content"] = decode_summary(item.get("encrypted_content"), where)
-        case _:
-            kinds = "message, reasoning, function_call, function_call_output, item_reference, compaction"
-            raise RequestError(f"{where} has type {shown(kind)}; use one of {kinds}", where)
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_image", "image_url", "computer_screenshot")
 
 
-def _add_message(messages: list[Message], item: Item, where: str) -> None:
-    role = item.get("role")
-    if role not in _ROLES:
-        raise RequestError(f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", where)
-    content = join_parts(item.get("content"), where)
-    if role == "assistant":
-        _assistant(messages, "content", "tool_calls")["content"] = content
-    else:
-        messages.append({"role": role, "content": content})
+def _name(item: Item, where: str) -> str:
+    return str(function_name(_text(item, "name", where), item.get("namespace")))
+
+
+def _text(item: Item, field: str, where: str) -> str:
+    text = item.get(field)
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{field} must be a string", where)
+    return text
 
 
 def _call_id(item: Item, where: str) -> str:
+    """The id of a call; items of a local shell may have the id of the item instead."""
     call_id = item.get("call_id")
+    if call_id is None and str(item.get("type")).startswith(SHELL):
+        call_id = item.get("id")
     if not isinstance(call_id, str):
         raise RequestError(f"{where}.call_id must be a string", where)
     return call_id
 
 
-def _assistant(messages: list[Message], *unset: str) -> Message:
-    """The last message if it is the assistant's and has none of the fields ``unset``, else a new one."""
-    if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in unset):
-        messages.append({"role": "assistant"})
-    return messages[-1]
+def _summary(item: Item) -> str | None:
+    """Return what the model reads of a call that ran elsewhere, or None for items without meaning to it."""
+    kind = str(item["type"])
+    fields = {name: item[name] for name in OF_PROVIDERS[kind] if item.get(name) not in (None, "", [], {})}
+    if not fields:
+        return None
+    return cut(f"[{kind}] {json.dumps(fields, ensure_ascii=False)}", _MAX_SUMMARY)
 
 
 def _reasoning(item: Item, where: str) -> str:

@@ -3,15 +3,18 @@
 for each item:  response.output_item.added
                   response.content_part.added, deltas, done, response.content_part.done    (text and reasoning)
                   response.function_call_arguments.delta …, response.function_call_arguments.done       (calls)
+                  response.custom_tool_call_input.delta, response.custom_tool_call_input.done    (custom tools)
                 response.output_item.done
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from router.completions_api.response_objects import chat_logprobs, lazy_chat_logprobs
 from router.dialect.events import Event
@@ -20,13 +23,18 @@ from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.responses_api.input_items import new_id
 from router.responses_api.output_objects import (
+    CallItem,
+    CustomToolCallItem,
     FunctionCallItem,
+    ItemStatus,
+    LocalShellCallItem,
     OutputItem,
     OutputMessage,
     OutputText,
     ReasoningItem,
     ReasoningText,
 )
+from router.responses_api.tool_forms import SHELL, ToolOrigin, custom_input, shell_action
 from router.text.chat.output_parser import DeltaKind, OutputDelta
 from router.text.tokenizer import Tokenizer
 
@@ -42,14 +50,21 @@ class EventStream(Protocol):
 
 
 class OutputItemWriter:
-    """Build ``items`` from parsed deltas. Events go to ``stream``, if any."""
+    """Build ``items`` from parsed deltas. Events go to ``stream``, if any. ``origins``: tools by function."""
 
-    def __init__(self, new_call_id: Callable[[], str], tokenizer: Tokenizer, num_top: int) -> None:
+    def __init__(
+        self,
+        new_call_id: Callable[[], str],
+        tokenizer: Tokenizer,
+        num_top: int,
+        origins: Mapping[str, ToolOrigin] = MappingProxyType({}),
+    ) -> None:
         self.items: list[OutputItem] = []
         self.stream: EventStream | None = None
         self._new_call_id = new_call_id
         self._tokenizer = tokenizer
         self._num_top = num_top  # alternatives per token
+        self._origins = origins
         self._sequence_number = 0
         self._open: OutputItem | None = None  # the last item, while it grows
         self._texts: list[str] = []  # text or arguments of the open item
@@ -78,7 +93,8 @@ class OutputItemWriter:
                     self._add_call(delta.text)
                 case DeltaKind.ARGUMENTS:
                     self._texts.append(delta.text)
-                    self.event("response.function_call_arguments.delta", **self._position(), delta=delta.text)
+                    if isinstance(self._open, FunctionCallItem):  # other calls are converted when complete
+                        self.event("response.function_call_arguments.delta", **self._position(), delta=delta.text)
                 case DeltaKind.CONTENT:
                     self._add_text(delta.text)
                 case DeltaKind.REASONING:
@@ -102,6 +118,10 @@ class OutputItemWriter:
         match self._open:
             case FunctionCallItem() as call:
                 call.arguments = text
+            case CustomToolCallItem() as call:
+                call.input = custom_input(text)
+            case LocalShellCallItem() as call:
+                call.action = shell_action(text)
             case ReasoningItem(content=[part]):
                 part.text = text
             case OutputMessage(content=[part]):
@@ -125,6 +145,10 @@ class OutputItemWriter:
             case FunctionCallItem():
                 done = "response.function_call_arguments.done"
                 self.large_event(done, **self._position(), name=item.name, arguments=item.arguments)
+            case CustomToolCallItem():
+                kind = "response.custom_tool_call_input"
+                self.large_event(f"{kind}.delta", **self._position(), delta=item.input)
+                self.large_event(f"{kind}.done", **self._position(), input=item.input)
             case OutputMessage(content=[part]):
                 done = "response.output_text.done"
                 self.large_event(done, **self._content_position(), text=part.text, logprobs=part.logprobs)
@@ -141,15 +165,18 @@ class OutputItemWriter:
     def _content_position(self) -> dict[str, Any]:
         return {**self._position(), "content_index": 0}
 
-    def _add_call(self, name: str) -> None:
-        call = FunctionCallItem(
-            id=new_id("fc"),
-            call_id=self._new_call_id(),
-            name=name,
-            arguments="",
-            status="in_progress",
-        )
-        self._add_item(call)
+    def _add_call(self, function: str) -> None:
+        self._add_item(self._new_call(self._origins.get(function) or ToolOrigin("function", function)))
+
+    def _new_call(self, tool: ToolOrigin) -> CallItem:
+        call_id = self._new_call_id()
+        status: ItemStatus = "in_progress"
+        namespace = tool.namespace or UNSET
+        if tool.kind == SHELL:
+            return LocalShellCallItem(new_id("lsh"), call_id, action=shell_action("{}"), status=status)
+        if tool.kind == "custom":
+            return CustomToolCallItem(new_id("ctc"), call_id, tool.name, input="", status=status, namespace=namespace)
+        return FunctionCallItem(new_id("fc"), call_id, tool.name, arguments="", status=status, namespace=namespace)
 
     def _add_message(self) -> None:
         self._table = LogprobTable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from router.completions_api.response_objects import ChatTokenLogprob, CompletionTokensDetails
 from router.generation.usage import Usage
@@ -43,9 +43,27 @@ class FunctionCallItem(Struct, tag="function_call"):
     name: str
     arguments: str
     status: ItemStatus
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(Struct, tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus
+    namespace: str | UnsetType = UNSET
+
+
+class LocalShellCallItem(Struct, tag="local_shell_call"):
+    id: str
+    call_id: str
+    action: dict[str, Any]
+    status: ItemStatus
+
+
+CallItem = FunctionCallItem | CustomToolCallItem | LocalShellCallItem
+OutputItem = OutputMessage | ReasoningItem | CallItem
 
 
 class InputTokensDetails(Struct):
@@ -78,13 +96,6 @@ class IncompleteDetails(Struct):
 class ResponseError(Struct):
     code: str
     message: str
-
-
-class FunctionTool(Struct, tag="function"):
-    name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool | None
 
 
 class ReasoningConfig(Struct):
@@ -127,13 +138,14 @@ class ResponseObject(Struct, tag_field="object", tag="response"):
     frequency_penalty: float
     text: TextConfig
     tool_choice: str | dict[str, Any]
-    tools: list[FunctionTool]
+    tools: list[dict[str, Any]]  # those that the model was offered
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+    warnings: list[str] | UnsetType = UNSET  # what of the request the model did not get
 
 
 class CompactionItem(Struct, tag="compaction"):

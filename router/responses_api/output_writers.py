@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
@@ -28,7 +29,6 @@ from router.responses_api.item_writer import OutputItemWriter
 from router.responses_api.output_objects import (
     CompactedResponse,
     CompactionItem,
-    FunctionTool,
     IncompleteDetails,
     OutputMessage,
     ReasoningConfig,
@@ -57,6 +57,7 @@ _REPEATED = (
     "background",
 )
 _FORMAT = {"name": None, "description": None, "schema": None, "strict": False}  # of a JSON schema
+_FUNCTION = {"type": "function", "name": None, "description": None, "parameters": None, "strict": None}
 
 
 def new_response(
@@ -78,9 +79,9 @@ def new_response(
         temperature=sampling.temperature,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        text=TextConfig(_shown_format(request.text.format), request.text.verbosity or "medium"),
+        text=TextConfig(_shown_format(request.text.format or {}), request.text.verbosity or "medium"),
         tool_choice=_shown_tool_choice(request.tool_choice),
-        tools=[_shown_tool(tool) for tool in request.tools],
+        tools=[_shown_tool(tool) for tool in body.offered.tools],
         top_p=sampling.top_p,
         user=body.user,
         status="in_progress",
@@ -89,6 +90,7 @@ def new_response(
         incomplete_details=None,
         output=[],
         usage=None,
+        warnings=body.warnings or UNSET,
     )
 
 
@@ -98,13 +100,9 @@ def _shown_format(form: dict[str, Any]) -> dict[str, Any]:
     return {**_FORMAT, **form, "strict": bool(form.get("strict"))}
 
 
-def _shown_tool(tool: dict[str, Any]) -> FunctionTool:
-    return FunctionTool(
-        name=tool["name"],
-        description=tool.get("description"),
-        parameters=tool.get("parameters"),
-        strict=tool.get("strict"),
-    )
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with all fields of a function."""
+    return {**_FUNCTION, **tool} if tool.get("type") == "function" else tool
 
 
 def _shown_tool_choice(tool_choice: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -129,7 +127,9 @@ class OutputItemsResponse(Response):
         self.on_final: Callable[[ResponseObject], None] = lambda response: None
         self._num_logprobs = jobs[0].sampling.logprobs
         self._parser = ChoiceParser(parsing)
-        self._writer = OutputItemWriter(parsing.new_call_id, tokenizer, max(self._num_logprobs, 0))
+        self._writer = OutputItemWriter(
+            parsing.new_call_id, tokenizer, max(self._num_logprobs, 0), origins=body.offered.origins
+        )
         self._finish_reason = ""
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:

@@ -8,12 +8,28 @@ import msgspec
 
 from pdserve.errors import RequestError, shown
 from router.completions_api.body_parsing import convert, parse_json
+from router.completions_api.field_names import field_names, named_as
 from router.completions_api.request_bodies import ChatBody, check_chat
 from router.responses_api.compaction import PROMPT
-from router.responses_api.input_items import Item, input_items, input_messages, reference_of
+from router.responses_api.input_items import InputChat, Item, input_chat, input_items, reference_of
+from router.responses_api.tool_forms import OfferedTools, chat_tool_choice, offered_tools
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: reasoning is never encrypted
+# Without effect: reasoning is never encrypted, and the tools of the others do not run here.
+_NO_EFFECT: tuple[str, ...] = (
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+)
+_NO_EFFECT += ("file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url")
+_INCLUDES = (LOGPROBS, "message.input_image.image_url", *_NO_EFFECT)
+#: Fields of a chat, and their names here.
+FIELD_NAMES = field_names(
+    (r"\.function\b", ""),
+    (r"\bmax_completion_tokens\b", "max_output_tokens"),
+    (r"\bresponse_format\b", "text.format"),
+    (r"\breasoning_effort\b", "reasoning.effort"),
+)
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -23,7 +39,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    format: dict[str, Any] = {}
+    format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
@@ -83,13 +99,21 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
 
     request: ResponsesRequest
     items: list[Item]  # the whole conversation
+    offered: OfferedTools
+    num_images: int = 0  # of the conversation; the model reads a placeholder for each
     prompt_field = "input"
     limit_field = "max_output_tokens"
 
+    @property
+    def warnings(self) -> list[str]:
+        """What of the request the model does not get."""
+        images = [f"the model reads text only: {self.num_images} images are placeholders"] if self.num_images else []
+        return [*self.offered.warnings, *images]
+
     def with_items(self, items: list[Item]) -> ResponsesBody:
         """Return this body with the whole conversation. Raises RequestError."""
-        messages = input_messages(items, self.request.instructions)
-        body = msgspec.structs.replace(self, items=items, messages=messages)
+        chat = input_chat(items, self.request.instructions)
+        body = msgspec.structs.replace(self, items=items, messages=chat.joined(), num_images=chat.num_images)
         body.structure  # noqa: B018 - converted on this thread, as at first
         return body
 
@@ -120,10 +144,14 @@ def responses_body(fields: dict[str, Any]) -> ResponsesBody:
     request = convert(own, ResponsesRequest)
     _check(request)
     rest = {name: value for name, value in fields.items() if name not in own}
-    chat = convert({**rest, **_as_chat(request)}, ChatBody)
-    chat_fields = {name: getattr(chat, name) for name in ChatBody.__struct_fields__}
-    body = ResponsesBody(request=request, items=input_items(request.input), **chat_fields)
-    check_chat(body)
+    items, offered = input_items(request.input), offered_tools(request.tools)
+    conversation = InputChat() if request.needs_store else input_chat(items, request.instructions)
+    with named_as(FIELD_NAMES):
+        chat = convert({**rest, **_as_chat(request, conversation, offered)}, ChatBody)
+        chat_fields = {name: getattr(chat, name) for name in ChatBody.__struct_fields__}
+        num_images = conversation.num_images
+        body = ResponsesBody(request=request, items=items, offered=offered, num_images=num_images, **chat_fields)
+        check_chat(body)
     return body
 
 
@@ -139,38 +167,17 @@ def _check(request: ResponsesRequest) -> None:
         raise RequestError("background needs store to be true; the response is read from the store", "background")
 
 
-def _as_chat(request: ResponsesRequest) -> dict[str, Any]:
-    items = input_items(request.input)
+def _as_chat(request: ResponsesRequest, conversation: InputChat, offered: OfferedTools) -> dict[str, Any]:
     return {
-        "messages": [] if request.needs_store else input_messages(items, request.instructions),
+        "messages": conversation.joined(),
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": LOGPROBS in request.include or request.top_logprobs > 0,
         "top_logprobs": request.top_logprobs or None,
-        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
-        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": offered.functions,
+        "tool_choice": chat_tool_choice(request.tool_choice, offered.left_out),
         "reasoning_effort": request.reasoning.effort,
-        "response_format": _response_format(request.text.format),
+        "response_format": _response_format(request.text.format or {}),
     }
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A function in chat form, with a nested ``function`` object."""
-    if tool.get("type") != "function":
-        raise RequestError(f"{where} has type {shown(tool.get('type'))}; only 'function' is supported", where)
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
-
-
-def _tool_choice(tool_choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    if not isinstance(tool_choice, dict):
-        return tool_choice
-    if tool_choice.get("type") == "function":
-        return {"type": "function", "function": {"name": tool_choice.get("name")}}
-    if tool_choice.get("type") == "allowed_tools":
-        tools = tool_choice.get("tools")
-        nested = [_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": "allowed_tools", "allowed_tools": {"mode": tool_choice.get("mode", "auto"), "tools": nested}}
-    return tool_choice
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:

@@ -11,22 +11,30 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import RequestError
-from router.responses_api.input_items import Item, new_id
+from router.responses_api.input_items import OF_PROVIDERS, Item, new_id
 from router.responses_api.output_objects import ItemStatus, OutputItem, OutputMessage
 from router.text.json_bounds import MAX_ITEMS
 
 PLACE_BYTES = 256  # of an item beside its JSON, roughly
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-_ID_PREFIXES |= {"compaction": "cmp"}
+_ID_PREFIXES |= {"compaction": "cmp", "custom_tool_call": "ctc", "custom_tool_call_output": "ctco"}
+_ID_PREFIXES |= {"local_shell_call": "lsh", "local_shell_call_output": "lsho"}
 _TEXTS = {  # fields of items, by type
     "message": ("role",),
-    "function_call": ("call_id", "name", "arguments"),
+    "function_call": ("call_id", "name", "arguments", "namespace"),
     "function_call_output": ("call_id",),
+    "custom_tool_call": ("call_id", "name", "input", "namespace"),
+    "custom_tool_call_output": ("call_id",),
+    "local_shell_call": ("call_id",),
+    "local_shell_call_output": ("call_id",),
     "compaction": ("encrypted_content",),
 }
 # Fields with a text or a list of parts.
-_PARTS = {"message": ("content",), "reasoning": ("content", "summary"), "function_call_output": ("output",)}
+_PARTS = {"message": ("content",), "reasoning": ("content", "summary")}
+_PARTS |= {f"{call}_output": ("output",) for call in ("function_call", "custom_tool_call", "local_shell_call")}
+# Fields with any value: actions, and what the model reads of calls that ran elsewhere.
+_VALUES = {**OF_PROVIDERS, "local_shell_call": ("action",)}
 _TEXTS_OF_PARTS = ("type", "text", "refusal")
 _STATUSES = ItemStatus.__args__  # type: ignore[attr-defined]
 
@@ -36,7 +44,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     id: str
     end: int
-    num_values: int  # fields of the item and its parts
+    num_values: int  # keys and list items of the item, at all levels
 
 
 class StoredItems(msgspec.Struct, frozen=True):
@@ -88,8 +96,7 @@ def encode_items(items: Iterable[Item]) -> StoredItems:
             item["id"] = new_id(_ID_PREFIXES.get(item["type"], "item"))
         ids.add(item["id"])
         data += msgspec.json.encode(item)
-        parts = [part for value in item.values() if isinstance(value, list) for part in value]
-        places.append(Place(item["id"], len(data), len(item) + sum(map(len, parts))))
+        places.append(Place(item["id"], len(data), _num_values(item)))
     return StoredItems(bytes(data), places)
 
 
@@ -113,6 +120,7 @@ def stored_item(item: Item) -> Item:
     known = given if isinstance(given, str) else new_id(_ID_PREFIXES.get(kind, "item"))
     stored: Item = {"type": kind, "id": known, "status": status if status in _STATUSES else "completed"}
     stored |= {name: item[name] for name in _TEXTS.get(kind, ()) if isinstance(item.get(name), str)}
+    stored |= {name: item[name] for name in _VALUES.get(kind, ()) if item.get(name) is not None}
     for name in _PARTS.get(kind, ()):
         value = item.get(name)
         if isinstance(value, list):
@@ -125,6 +133,21 @@ def stored_item(item: Item) -> Item:
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         stored["content"] = [_stored_part({"type": part, "text": stored["content"]})]
     return stored
+
+
+def _num_values(item: Item) -> int:
+    """Count keys at all levels, and items of lists that are no objects."""
+    total = 0
+    level: list[dict[str, Any] | list[Any]] = [item]
+    while level:
+        total += sum(len(each) if isinstance(each, dict) else _num_plain(each) for each in level)
+        values = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [value for value in values if isinstance(value, dict | list)]
+    return total
+
+
+def _num_plain(values: list[Any]) -> int:
+    return sum(not isinstance(value, dict) for value in values)
 
 
 def _stored_part(part: dict[str, Any]) -> dict[str, Any]:

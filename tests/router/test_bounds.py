@@ -36,7 +36,7 @@ def nested(depth: int) -> Any:
         ({"chat_template_kwargs": {"prompt": nested(200)}}, None, "more than 100 levels"),
         ({"documents": [{"a": [[]] * 250_000}]}, None, "more than 100000 objects"),
         ({"messages": [USER] * 10_001}, "messages", "limit is 10000"),
-        ({"tools": [{}] * 129}, "tools", "129 tools exceed 128"),
+        ({"tools": [{}] * 1025}, "tools", "1025 tools exceed 1024"),
         ({"chat_template_kwargs": {str(n): n for n in range(65)}}, "chat_template_kwargs", "limit is 64"),
         ({"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias", "limit is 1024"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "limit is 1024"),

@@ -242,6 +242,34 @@ def test_blocks_with_text_become_text() -> None:
     assert [message["content"] for message in chat] == ["f", "T\nS\nC\nD"]
 
 
+def test_what_the_model_cannot_read_becomes_a_placeholder_with_a_warning(ask: Any) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    messages = [
+        {"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [image, pdf]}]},
+    ]
+    tools = [*TOOLS, {"type": "web_search_20250305", "name": "web_search"}]
+    fields = {"messages": messages, "tools": tools, "mcp_servers": [{"type": "url"}]}
+    warnings = ask("A cat", **fields).json()["warnings"]
+    assert [word in text for word, text in zip(("web_search", "mcp", "2 ", "1 "), warnings, strict=True)] == [True] * 4
+    assert events_of(ask("A cat", stream=True, **fields))[0]["message"]["warnings"] == warnings
+    chat = parse_messages(json.dumps({"max_tokens": 1, **fields}).encode())
+    assert chat.messages[0]["content"] == "[image: this model reads text only]\nWhat is it?"
+    assert chat.tool_use.names == ["f"]
+
+
+def test_many_tools_with_long_names_are_offered() -> None:
+    tools = [{"name": f"mcp__{index:0>123}", "input_schema": {"type": "object"}} for index in range(400)]
+    choice = {"type": "auto", "disable_parallel_tool_use": None}
+    fields = {"max_tokens": 1, "messages": [USER], "tools": tools, "tool_choice": choice, "mcp_servers": []}
+    body = parse_messages(json.dumps(fields).encode())
+    assert len(body.tool_use.names) == 400
+    assert not body.warnings
+
+
 def test_later_instructions_change_no_earlier_part_of_the_chat() -> None:
     """Otherwise each of them would void the cached prefix."""
     messages = [USER, {"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}]
@@ -320,9 +348,6 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"max_tokens": 0}, "at least 1"),
     ({"messages": []}, "messages is empty"),
     ({"messages": [{"role": "system", "content": ""}]}, "messages is empty"),
-    (block(type="image", source={"type": "url", "url": "x"}), "messages[0].content[0] is an image"),
-    (block(type="tool_result", tool_use_id="1", content=[{"type": "image"}]), "content[0].content[0] is an image"),
-    (block(type="document", source={"type": "base64"}), "document of type 'base64'"),
     (block(type="video"), "messages[0].content[0].type: invalid value 'video'"),
     (block(type="tool_use", id="1", name="f", input={}), "type 'tool_use', which its role may not have"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: invalid enum value 'robot'"),
@@ -337,11 +362,20 @@ REFUSED: list[tuple[Fields, str]] = [
     ),
     ({"messages": [USER, {"role": "assistant", "content": []}]}, "no text to continue"),
     ({"system": [{"text": "a"}]}, "type is missing"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+    (
+        {
+            "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "tool", "name": "web_search"},
+        },
+        "'web_search', which does not run here",
+    ),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name 'a b' is not a valid name"),
+    ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema must be"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
     ({"tool_choice": {"type": "any"}}, "needs tools"),
     ({"temprature": 1}, "did you mean temperature"),
-    ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"mcp_servers": 1}, "mcp_servers"),
     ({"system": "a" * 20_000}, "prompt is too long"),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
 ]

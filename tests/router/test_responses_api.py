@@ -22,9 +22,10 @@ from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from router.dialect.events import Event
 from router.responses_api.compaction import PROMPT
-from router.responses_api.input_items import input_messages
+from router.responses_api.input_items import input_chat
 from router.responses_api.item_writer import OutputItemWriter
 from router.responses_api.request import parse_responses
+from router.responses_api.tool_forms import ToolOrigin
 from router.text.chat.output_parser import DeltaKind, OutputDelta
 from router.text.tokenizer import Tokenizer
 
@@ -188,7 +189,7 @@ def test_late_failure_ends_the_stream_with_an_event(
     assert failed.response.output[0].content[0].text == "a"
 
 
-def test_consecutive_assistant_items_are_one_message() -> None:
+def test_neighbours_of_one_role_are_one_message() -> None:
     conversation: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -199,12 +200,12 @@ def test_consecutive_assistant_items_are_one_message() -> None:
         {"type": "message", "role": "assistant", "content": "a"},
         {"type": "message", "role": "assistant", "content": "b"},
     ]
-    user, assistant, tool, *rest = input_messages(conversation, None)
+    user, assistant, tool, *rest = input_chat(conversation, None).joined()
     assert user == conversation[0]
     assert (assistant["reasoning"], assistant["content"]) == ("Hm.", "Sure.")
     assert [call["id"] for call in assistant["tool_calls"]] == ["1", "2"]
     assert tool == {"role": "tool", "tool_call_id": "1", "content": "one"}
-    assert rest == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert rest == [{"role": "assistant", "content": "a\nb"}]
 
 
 def test_output_items_can_be_sent_back(sdk: openai.OpenAI, say_text: Any) -> None:
@@ -222,8 +223,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "not stored"),
     ({"input": [{"type": "item_reference"}]}, "needs the id"),
     ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "no function_call before input[0]"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input_image"),
-    ({"input": [{"type": "computer_call"}]}, "computer_call"),
+    ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
+    ({"input": [{"type": "custom_tool_call_output", "call_id": "1", "output": ""}]}, "no custom_tool_call before"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "f"}]}, "input[0].input must be a string"),
+    ({"input": [{"type": "robot_call"}]}, "robot_call"),
     ({"input": [{"role": "robot", "content": ""}]}, "role must be"),
     ({"input": [{"type": "reasoning", "content": [{}]}]}, "reasoning must be"),
     ({"input": "a", "previous_response_id": "resp_1"}, "not stored"),
@@ -244,8 +247,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'g'",
     ),
     ({"input": "a", "prompt": {"id": "x"}}, "prompt is not supported"),
-    ({"input": "a", "include": ["file_search_call.results"]}, "file_search_call"),
-    ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
+    ({"input": "a", "include": ["robot.results"]}, "robot.results"),
+    ({"input": "a", "tools": [{"type": "robot"}]}, "'robot'; use one of function, custom"),
+    ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name 'a b' is not a valid name"),
+    ({"input": "a", "tools": [{"type": "namespace", "name": "n"}]}, "list of tools"),
+    ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "does not run here"),
+    ({"input": "a", "reasoning": {"effort": "ultra"}}, "reasoning.effort"),
+    ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format"),
     ({"input": "a", "messages": []}, "/v1/chat/completions; send the request there"),
     ({"input": "a", "echo": True}, "/v1/chat/completions"),
     ({"input": "a", "temprature": 1}, "did you mean temperature"),
@@ -260,6 +268,7 @@ def test_unsupported_fields_are_rejected(reading_router: RouterProcess, body: di
     assert said in response.json()["error"]["message"]
 
 
+AUDIO = {"type": "input_audio", "input_audio": {}}
 IMAGE = {"type": "input_image", "image_url": "data:,"}
 
 
@@ -270,7 +279,8 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         ({"input": "a", "max_output_tokens": 100_000}, "max_output_tokens"),
         ({"input": "a" * 5000}, "input"),
         ({"input": "a" * 1_000_000}, "input"),
-        ({"instructions": "a", "input": [{"role": "user", "content": [IMAGE]}]}, "input[0]"),
+        ({"instructions": "a", "input": [{"role": "user", "content": [AUDIO]}]}, "input[0]"),
+        ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format"),
     ],
 )
 def test_errors_name_fields_of_the_body(reading_router: RouterProcess, body: dict[str, Any], param: str) -> None:
@@ -319,6 +329,106 @@ def test_responses_are_not_stored(sdk: openai.OpenAI, say_text: Any) -> None:
     for call in (sdk.responses.retrieve, sdk.responses.delete, sdk.responses.cancel, sdk.responses.input_items.list):
         with pytest.raises(openai.NotFoundError, match="not stored"):
             call(response.id)
+
+
+# What Codex CLI sends, in short.
+AGENT: dict[str, Any] = {
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "client_metadata": {"turn_id": "1", "session": {"id": "2"}},
+    "internal_metadata": {},
+    "text": {"format": None, "verbosity": "low"},
+    "tools": [
+        {"type": "function", "name": "exec", "strict": False, "parameters": {"type": "object"}},
+        {
+            "type": "custom",
+            "name": "patch",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE"},
+        },
+        {"type": "local_shell"},
+        {"type": "namespace", "name": "team", "tools": [{"type": "function", "name": "spawn"}]},
+        {"type": "namespace", "name": "mcp__files__", "tools": [{"type": "function", "name": "read"}]},
+        {"type": "web_search", "external_web_access": True},
+    ],
+}
+HISTORY: list[dict[str, Any]] = [
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Skills."}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Here."}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Mend it."}]},
+    {"type": "reasoning", "summary": [], "encrypted_content": None},
+    {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "mending"}},
+    {"type": "function_call", "call_id": "1", "name": "spawn", "namespace": "team", "arguments": "{}"},
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Hurry."}]},
+    {"type": "function_call_output", "call_id": "1", "output": [IMAGE]},
+    {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": 'a\n"b"'},
+    {"type": "custom_tool_call_output", "call_id": "2", "output": "failed"},
+    {
+        "type": "local_shell_call",
+        "call_id": "3",
+        "status": "completed",
+        "action": {"type": "exec", "command": ["ls"], "env": {}},
+    },
+    {"type": "local_shell_call_output", "id": "3", "call_id": "3", "output": "a"},
+    {"type": "ghost_snapshot", "ghost_commit": {}},
+    {"type": "message", "role": "user", "content": [IMAGE]},
+]
+
+
+def test_session_of_an_agent_becomes_a_chat() -> None:
+    body = parse_responses(json.dumps({**AGENT, "instructions": "You help.", "input": HISTORY}).encode())
+    roles = [message["role"] for message in body.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant", "tool", "user"]
+    system, user, searched, result, patched, failed, listed, _, seen = body.messages
+    assert (system["content"], user["content"]) == ("You help.\nBe brief.\nSkills.", "Here.\nMend it.")
+    assert "mending" in searched["content"]
+    assert result["content"].endswith("\nHurry.")
+    calls = [message["tool_calls"][0]["function"] for message in (searched, patched, listed)]
+    assert [call["name"] for call in calls] == ["team.spawn", "patch", "local_shell"]
+    assert [json.loads(call["arguments"]) for call in calls] == [{}, {"input": 'a\n"b"'}, {"command": ["ls"]}]
+    assert failed == {"role": "tool", "tool_call_id": "2", "content": "failed"}
+    assert "image" in seen["content"]
+    assert body.tool_use.names == ["exec", "patch", "local_shell", "team.spawn", "mcp__files__read"]
+    assert "start: LINE" in body.tool_use.tools[1]["function"]["description"]
+    assert [("web_search" in text, "2 images" in text) for text in body.warnings] == [(True, False), (False, True)]
+
+
+def test_calls_have_the_form_of_their_tool(sdk: openai.OpenAI, say_text: Any) -> None:
+    written = [
+        ("patch", {"input": "a\nb"}),
+        ("local_shell", {"command": ["ls", "-l"], "timeout_ms": 5}),
+        ("team.spawn", {"a": 1}),
+    ]
+    calls = [{"name": name, "arguments": arguments} for name, arguments in written]
+    text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    fields = say_text(text, tools=AGENT["tools"], client_metadata={"turn_id": "1"})
+    response: Any = sdk.responses.create(input="Hi", **fields)
+    custom, shell, spawn = response.output
+    assert (custom.type, custom.name, custom.input) == ("custom_tool_call", "patch", "a\nb")
+    assert (shell.type, shell.action.command, shell.action.timeout_ms) == ("local_shell_call", ["ls", "-l"], 5)
+    assert (spawn.type, spawn.name, spawn.namespace, spawn.arguments) == ("function_call", "spawn", "team", '{"a": 1}')
+    assert "web_search" in response.warnings[0]
+    assert [tool.type for tool in response.tools] == ["function", "custom", "local_shell", "namespace", "namespace"]
+
+    events = list(sdk.responses.create(input="Hi", stream=True, **fields))
+    done = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert [event.input for event in done] == ["a\nb"]
+    final: Any = events[-1]
+    assert [item.type for item in final.response.output] == ["custom_tool_call", "local_shell_call", "function_call"]
+    again = [item.to_dict() for item in final.response.output]
+    outputs = [{"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"} for item in again]
+    assert sdk.responses.create(input=[*again, *outputs], **fields).status == "completed"
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [("custom", '{"input": "ab'), ("local_shell", '{"command"')])
+def test_unfinished_arguments_of_other_tools_are_kept(reading_tokenizer: Tokenizer, kind: str, arguments: str) -> None:
+    writer = OutputItemWriter(lambda: "call", reading_tokenizer, 0, origins={"f": ToolOrigin(kind, "f")})
+    writer.write([OutputDelta(DeltaKind.CALL, "f"), OutputDelta(DeltaKind.ARGUMENTS, arguments)])
+    writer.end(complete=False)
+    item = msgspec.to_builtins(writer.items[0])
+    assert item["status"] == "incomplete"
+    assert item.get("input") == arguments or item["action"]["command"] == [arguments]
 
 
 pieces = st.lists(

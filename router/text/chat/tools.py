@@ -9,8 +9,8 @@ import msgspec
 
 from pdserve.errors import RequestError, shown
 
-MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MODES = ("none", "auto", "required")
 
 
@@ -61,7 +61,7 @@ def _checked_name(tool: dict[str, Any], where: str) -> str:
         raise RequestError(f"{where}.function is missing", where)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        remedy = "use up to 64 letters, digits, '_', '-' and '.'"
+        remedy = "use up to 128 letters, digits, '_', '-' and '.'"
         raise RequestError(f"{where}.function.name {shown(name)} is not a valid name; {remedy}", where)
     if not isinstance(function.get("description"), str | None):
         raise RequestError(f"{where}.function.description must be a string", where)
