@@ -418,7 +418,8 @@ def test_calls_have_the_form_of_their_tool(sdk: openai.OpenAI, say_text: Any) ->
     assert [item.type for item in final.response.output] == ["custom_tool_call", "local_shell_call", "function_call"]
     again = [item.to_dict() for item in final.response.output]
     outputs = [{"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"} for item in again]
-    assert sdk.responses.create(input=[*again, *outputs], **fields).status == "completed"
+    turn: Any = [*again, *outputs]
+    assert sdk.responses.create(input=turn, **fields).status == "completed"
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [("custom", '{"input": "ab'), ("local_shell", '{"command"')])
