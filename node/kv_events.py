@@ -46,7 +46,7 @@ _LONGEST_EVENT = 64  # blocks
 
 
 class GroupKind(NamedTuple):
-    """What a KV cache group is, in vLLM's words."""
+    """The kind of a KV cache group, by vLLM's names."""
 
     kind: str
     window: int | None

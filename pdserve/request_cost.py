@@ -100,7 +100,7 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
 
 
 class PromptTimes(NamedTuple):
-    """What a prompt on a node means, in seconds."""
+    """The cost of a prompt on a node, and its wait, in seconds."""
 
     first_token: float  # until its own first token
     delays: float  # of streams there, weighted

@@ -38,7 +38,7 @@ _LAG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class ModelMetrics:
-    """What the requests of one model count."""
+    """Metrics of the requests to one model."""
 
     def __init__(self, metrics: RouterMetrics, model: str) -> None:
         self.prompt_tokens = metrics.prompt_tokens.of(model)

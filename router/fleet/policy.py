@@ -85,7 +85,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
 
 
 class RoutingHint(msgspec.Struct, frozen=True):
-    """What a trusted scheduler in front of this router asks for."""
+    """Wishes of a trusted scheduler in front of this router."""
 
     prefill: tuple[str, ...] = ()  # addresses, or hosts, of P of which one computes the prompt; (): any
     ttft: float = math.inf  # objective for the first token, in seconds
