@@ -109,13 +109,15 @@ def main() -> int:
     )
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory (default %(default)s)")
     args = parser.parse_args()
+    if args.acceptance is not None and not args.ngram:
+        parser.error("--acceptance needs --ngram K, the number of drafts")
     from vllm import LLM
 
     speculation: dict[str, Any] = {}
     if args.ngram:
         speculation = {"method": "ngram", "num_speculative_tokens": args.ngram, "prompt_lookup_max": 5}
         speculation["prompt_lookup_min"] = 2
-    if args.ngram and args.acceptance is not None:
+    if args.acceptance is not None:
         always_propose()
         speculation["rejection_sample_method"] = "synthetic"
         speculation["synthetic_acceptance_rates"] = [args.acceptance**number for number in range(1, args.ngram + 1)]

@@ -150,7 +150,7 @@ class ModelHistogram(Collector):
 
 
 class ModelCount:
-    """What one model adds to a ModelCounter. One thread may count."""
+    """The part of a ModelCounter that belongs to one model. One thread may count."""
 
     def __init__(self) -> None:
         self.value = 0.0

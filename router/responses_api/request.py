@@ -106,7 +106,7 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
 
     @property
     def warnings(self) -> list[str]:
-        """What of the request the model does not get."""
+        """The parts of the request that the model does not get."""
         images = [f"the model reads text only: {self.num_images} images are placeholders"] if self.num_images else []
         return [*self.offered.warnings, *images]
 

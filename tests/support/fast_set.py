@@ -1,4 +1,4 @@
-"""What the fast set of tests, ``-m "not slow"``, takes of random examples and of matrices."""
+"""The share of random examples and of matrices that the fast set of tests, ``-m "not slow"``, runs."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class RequestAccounting:
 
     @property
     def hint(self) -> RoutingHint:
-        """What trusted headers ask for. Raises RequestError."""
+        """The wishes of trusted headers. Raises RequestError."""
         return routing_hint(self._scope, self._trusts_headers)
 
     def computed(self, usage: Usage) -> None:
