@@ -19,7 +19,7 @@ import torch
 from engine_steps import numbers
 from torch import Tensor
 
-from pdserve.state import GatedDeltaSpec
+from pdserve.state import NO_SLOT, GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels import gated_delta
 from runner.kernels.gated_delta import ConvolutionTiles, convolve, delta_rule
@@ -58,7 +58,7 @@ PROMPT_TILES = [
             (64, 4, 2),
         ]
     ),
-    *(USUAL._replace(invert_warps=warps, invert_registers=most) for warps, most in [(8, None), (4, 168)]),
+    *(USUAL._replace(invert_warps=warps, invert_registers=most) for warps, most in [(8, None), (4, None)]),
 ]
 
 
@@ -67,10 +67,14 @@ class Inputs:
 
     def __init__(self, spec: GatedDeltaSpec, lengths: list[int]) -> None:
         rows, tokens, heads = len(lengths), sum(lengths), spec.value_heads
-        self.spec, self.singles = spec, max(lengths) == 1
+        self.spec = spec
         starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        self.query_starts = torch.from_numpy(starts).cuda()
-        self.slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+        none = np.full((rows, 2), (0, NO_SLOT), dtype=np.int32)
+        self.rows = (
+            torch.arange(rows, dtype=torch.int32, device="cuda"),
+            torch.from_numpy(starts).cuda(),
+            torch.from_numpy(none).cuda() if max(lengths) > 1 else None,
+        )
         self.mixed = torch.randn(tokens, spec.channels, dtype=DTYPE, device="cuda")
         self.ba = torch.randn(tokens, 2 * heads, dtype=DTYPE, device="cuda")
         conv = torch.randn(spec.conv_width, spec.channels, dtype=DTYPE, device="cuda")
@@ -78,23 +82,23 @@ class Inputs:
         self.weights = GatedDeltaWeights(conv, a_log, dt_bias)
         self.history = torch.zeros(rows, spec.channels, spec.conv_width - 1, dtype=DTYPE, device="cuda")
         self.states = torch.randn(LAYERS, rows, heads, DIM, DIM, device="cuda") * 0.1
-        self.chunks = DeltaChunks.of(starts, 1, torch.device("cuda"))
+        self.chunks = DeltaChunks.of(starts, none[:, 0], 1, torch.device("cuda"))
         self.q, self.k, self.v = self.convolve()
         self.out = torch.empty_like(self.v)
 
     def convolve(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self.slots, self.query_starts
-        return convolve(self.mixed, self.weights.conv, self.history, *rows, self.spec, self.singles)
+        return convolve(self.mixed, self.weights.conv, self.history, *self.rows, self.spec)
 
     def rule(self, layer: int) -> None:
         q, k, v, states = self.q, self.k, self.v, self.states[layer]
-        rows = self.slots, self.query_starts
-        delta_rule(q, k, v, self.ba, self.weights, states, *rows, self.out, most=1 << 20)
+        delta_rule(q, k, v, self.ba, self.weights, states, *self.rows, self.out, most=1 << 20)
 
     def chunk_rule(self, layer: int, tiles: DeltaTiles) -> None:
+        slots, query_starts, snapshots = self.rows
         assert self.chunks is not None
+        assert snapshots is not None
         q, k, v, states = self.q, self.k, self.v, self.states[layer]
-        rows = self.slots, self.query_starts
+        rows = slots, query_starts, snapshots
         chunk_delta_rule(q, k, v, self.ba, self.weights, states, *rows, self.out, self.chunks, tiles)
 
 
@@ -154,7 +158,7 @@ def convolutions(spec: GatedDeltaSpec, lengths: list[int]) -> None:
 def decodes(spec: GatedDeltaSpec, rows: int, tokens: int = 1, *, every_tile: bool) -> None:
     inputs = Inputs(spec, [tokens] * rows)
     convolution, usual = microseconds(lambda layer: inputs.convolve()), gated_delta.RULE_TILES
-    for tiles in RULE_TILES if every_tile else RULE_TILES[:1]:
+    for tiles in RULE_TILES if every_tile else [usual]:
         gated_delta.RULE_TILES = tiles
         time = microseconds(inputs.rule)
         rate = 2 * inputs.states[0].nbytes / time / 1e6

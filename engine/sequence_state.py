@@ -16,9 +16,13 @@ class SequenceState:
     source: int = NO_SLOT  # the snapshot that it starts from, until a step has been planned with it
     lease_slot: int = NO_SLOT  # on P: for the copy that the peer reads, until that is leased
     lease_at: int = 0  # tokens after which the copy is made
-    stops: list[int] = field(default_factory=list)  # tokens at which chunks end for snapshots, descending
+    stops: list[int] = field(default_factory=list)  # tokens after which snapshots are taken, descending
     pending: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of snapshots in steps in flight
     decode_hash: bytes = b""  # of its latest snapshot while it decodes
+
+    def limit(self, num_launched: int, num_tokens: int) -> int:
+        """Return the tokens of a chunk that would have ``num_tokens``: it ends at the second snapshot at the latest."""
+        return min(num_tokens, self.stops[-2] - num_launched) if len(self.stops) > 1 else num_tokens
 
     def passed(self, num_tokens: int) -> None:
         """So many tokens have been loaded: snapshots before their end are not taken."""

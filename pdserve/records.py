@@ -211,6 +211,14 @@ class NewBlocks(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
 
 
+class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The recurrent state in the midst of a prompt's chunk: after its first ``num_tokens`` tokens, but not all."""
+
+    seq: int
+    num_tokens: int
+    slot: int  # where it is stored; each sequence has one snapshot at most in a step
+
+
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that a grammar or token rules allow next: bit t % 32 of the little-endian uint32 at t // 32 is token t.
 
@@ -244,6 +252,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     masks: tuple[TokenMask, ...] = ()  # of each masked sequence that samples in this step
     drafts: tuple[Drafts, ...] = ()  # of decodes
     drafts_ahead: int = 0  # that the model makes for the next step of each sequence that samples
+    state_snapshots: tuple[StateSnapshot, ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 
     @property

@@ -11,6 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+class RowSnapshot(NamedTuple):
+    """A recurrent state in the midst of a row: after its first ``tokens`` tokens, at least one, but not all."""
+
+    row: int
+    tokens: int
+    slot: int  # where it is stored; a row has one at most
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """The tokens of one step.
@@ -33,6 +41,7 @@ class AttentionBatch:
     page_table: Tensor
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
     state_slots: Tensor | None = None  # [rows] int32, device: slots of recurrent state; None: the model has no state
+    state_snapshots: tuple[RowSnapshot, ...] = ()
     others: tuple[AttentionBatch, ...] = ()
 
     @classmethod
@@ -46,11 +55,12 @@ class AttentionBatch:
         page_tables: Iterable[Tensor],
         slots: Iterable[Tensor],
         state_slots: Tensor | None = None,
+        state_snapshots: tuple[RowSnapshot, ...] = (),
     ) -> AttentionBatch:
         """Return the batch of a step, given the page table and the slots of each group."""
         lengths = query_starts, seq_lens, device_query_starts, device_seq_lens
         first, *others = (cls(*lengths, *each) for each in zip(page_tables, slots, strict=True))
-        return replace(first, state_slots=state_slots, others=tuple(others))
+        return replace(first, state_slots=state_slots, state_snapshots=state_snapshots, others=tuple(others))
 
     @property
     def by_group(self) -> tuple[AttentionBatch, ...]:

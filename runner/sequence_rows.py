@@ -10,7 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.records import NewSequence, ScheduledSequence
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
+from runner.batch import RowSnapshot
 
 
 @dataclass
@@ -93,6 +94,14 @@ class StepBatch:
     @property
     def continued_sequences(self) -> tuple[ScheduledSequence, ...]:
         return tuple([self.scheduled[index] for index in self.continued]) if self.has_drafts else self.sampled
+
+
+def row_snapshots(plan: StepPlan) -> tuple[RowSnapshot, ...]:
+    """Return the snapshots of recurrent states amid a step, by row of its batch."""
+    if not plan.state_snapshots:
+        return ()
+    rows = {sequence.seq: row for row, sequence in enumerate(plan.scheduled)}
+    return tuple(RowSnapshot(rows[each.seq], each.num_tokens, each.slot) for each in plan.state_snapshots)
 
 
 class SequenceRows(ABC):

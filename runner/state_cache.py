@@ -75,7 +75,8 @@ class StateSlotCopies(StepFeature[object]):
             self._cache.copy(new.state_from, new.state_slot)
 
     def part(self, plan: StepPlan) -> StepPart[object] | None:
-        return _CopiesBehindStep(self._cache, plan.state_copies) if plan.state_copies else None
+        writes = plan.state_copies or plan.state_snapshots
+        return _CopiesBehindStep(self._cache, plan.state_copies) if writes else None
 
 
 class _CopiesBehindStep(StepPart[object]):
@@ -91,7 +92,7 @@ class _CopiesBehindStep(StepPart[object]):
             self._done.record()
 
     def on_result(self, output: StepOutput) -> StepOutput:
-        """Wait for the copies: peers may read them from now on."""
+        """Wait for the copies, and for snapshots amid the step: peers may read them from now on."""
         if self._done is not None:
             self._done.synchronize()
         return output

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pdserve.config.node_config import NodeConfig
 from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
-from pdserve.records import TOKEN_BYTES, DigestOrder, Drafts, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import (
+    TOKEN_BYTES,
+    DigestOrder,
+    Drafts,
+    NewSequence,
+    ScheduledSequence,
+    StateSnapshot,
+    StepPlan,
+    TokenMask,
+)
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 from runner.graph_sizes import GraphSizes
@@ -122,7 +131,10 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     everything = b"\xff" * TokenMask.num_bytes(config.model.vocab_size)
     masks = tuple(TokenMask(seq, everything) for seq in seqs) if sampling.grammar else ()
     ahead = config.max_drafts if config.model.num_draft_layers else 0
-    runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks, drafts_ahead=ahead)).result()
+    has_states = runner.state_layout is not None
+    snapshots = tuple(StateSnapshot(each.seq, 1, 1) for each in prompts[:1] if has_states and each.num_tokens > 1)
+    plan = StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks, drafts_ahead=ahead, state_snapshots=snapshots)
+    runner.launch(plan).result()
     for _ in range(2):
         plan = StepPlan(-1, scheduled=tokens, num_decodes=len(tokens), masks=masks, drafts_ahead=ahead)
         runner.launch(plan).result()
@@ -131,7 +143,6 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
         drafts = tuple(Drafts(seq, (0,) * num_drafts) for seq in seqs)
         plan = StepPlan(-1, scheduled=drafted, num_decodes=len(seqs), drafts=drafts, drafts_ahead=ahead)
         runner.launch(plan).result()
-    has_states = runner.state_layout is not None
     digests = (DigestOrder((0,), 1, state_slots=(0,) if has_states else ()),) if config.kv_checksum else ()
     copies = ((0, 1),) if has_states else ()
     runner.launch(StepPlan(-1, finished=tuple(seqs), digests=digests, state_copies=copies)).result()

@@ -22,6 +22,7 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
+from pdserve.records import StateSnapshot
 from pdserve.state import NO_SLOT, handoff_position
 
 
@@ -163,10 +164,14 @@ class KVCacheManager:
             for sequence in sequences:
                 self._states.decoded(sequence)
 
-    def launched(self, sequence: Sequence) -> None:
-        """A step that is planned computes more of a prompt: order copies of its recurrent state."""
+    def launched(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step that is planned computes ``num_tokens`` more of a prompt: order copies of its recurrent state."""
         if self._states is not None:
-            self._states.launched(sequence)
+            self._states.launched(sequence, num_tokens)
+
+    def take_state_snapshots(self) -> tuple[StateSnapshot, ...]:
+        """Return the snapshots of recurrent states amid the step that has been planned."""
+        return () if self._states is None else self._states.take_snapshots()
 
     def take_state_copies(self, step: int) -> tuple[tuple[int, int], ...]:
         """Return the copies of recurrent states behind ``step``, which has been planned."""

@@ -4,18 +4,19 @@ A model with recurrent layers keeps one state per sequence, which every step ove
 cached prefix is of use only with the state at its end, so states are copied at some block boundaries:
 
     sequence   own slot ──steps──► … ──ended──► free
-                  │  ▲
-    copied behind │  └── copied before its first step: a prefix hit, which computes the rest
-    a step        ▼
+    stored amid   │  ▲
+    a step, or    │  └── copied before its first step: a prefix hit, which computes the rest
+    copied behind ▼
     snapshot   held ──step applied──► cached under the hash of its last block ──► evicted, least recently used first
 
     lease      on P, a copy behind a chunk of a peer's prompt, so that the sequence may go on meanwhile
     received   on D, a snapshot at once if it is at a block boundary; the sequence then begins with a copy
 
 Snapshots are made where later prompts will probably branch off: at the last block boundary of a prompt, at the end of a
-cached prefix whose state was missing, and after every ``DISTANCE`` tokens. Chunks of prompts end there. While a
-sequence decodes, one snapshot follows it. The state that a peer gets is that at the end of the prompt, or for several
-choices that at its last block boundary (``handoff_position``).
+cached prefix whose state was missing, and after every ``DISTANCE`` tokens. A step stores one of them amid a chunk of
+the prompt, so a prompt needs no step more for it. While a sequence decodes, one snapshot follows it. The state that a
+peer gets is that at the end of the prompt, or for several choices that at its last block boundary
+(``handoff_position``).
 
 Copies are in the order of the device's stream. Only what others than the stream read or write, the transfers, has to
 wait for steps to be applied: so a slot that is copied from stays held until then.
@@ -28,6 +29,7 @@ from collections import deque
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.sequence_state import SequenceState
+from pdserve.records import StateSnapshot
 from pdserve.state import LEAST_SLOTS, NO_SLOT, handoff_position
 
 DISTANCE = 8192  # tokens between snapshots of a long prompt, at least: they bound what is computed again
@@ -43,6 +45,7 @@ class StateSlots:
         self._block_size = block_size
         self._distance = max(1, DISTANCE // block_size) * block_size
         self._decode_distance = max(1, DECODE_DISTANCE // block_size) * block_size
+        self._snapshots: list[StateSnapshot] = []
         self._copies: list[tuple[int, int]] = []
         self._sources: list[int] = []  # of sequences in the step that is planned
         self._in_flight: deque[tuple[int, list[int]]] = deque()  # the same, by step
@@ -86,16 +89,19 @@ class StateSlots:
             )
         )
 
-    def launched(self, sequence: Sequence) -> None:
-        """Order the copies behind a step that computes more of a prompt."""
+    def launched(self, sequence: Sequence, num_tokens: int) -> None:
+        """Order the snapshot amid a step that computes ``num_tokens`` more of a prompt, and the copies behind it."""
         state = sequence.state
         assert state is not None
+        begin = sequence.num_launched - num_tokens
         if state.source != NO_SLOT:
             self._sources.append(state.source)
             if sequence.for_peer and sequence.num_computed == state.lease_at:
                 self._copies.append((state.source, state.lease_slot))
             state.source = NO_SLOT
-        if state.stops and sequence.num_launched == state.stops[-1]:
+        if state.stops and state.stops[-1] < sequence.num_launched:
+            self._take_snapshot_amid(sequence, begin, state.stops.pop())
+        if state.stops and state.stops[-1] == sequence.num_launched:
             state.stops.pop()
             self._take_snapshot(sequence)
         if sequence.for_peer and sequence.num_launched == state.lease_at:
@@ -117,6 +123,11 @@ class StateSlots:
         """Order a snapshot behind a step that decodes, if the last one is far away."""
         if sequence.num_launched % self._decode_distance == 0:
             self._take_snapshot(sequence)
+
+    def take_snapshots(self) -> tuple[StateSnapshot, ...]:
+        """Return the snapshots amid the step that has been planned."""
+        snapshots, self._snapshots = tuple(self._snapshots), []
+        return snapshots
 
     def take_copies(self, step: int) -> tuple[tuple[int, int], ...]:
         """Return the copies behind ``step``, which has been planned."""
@@ -168,3 +179,19 @@ class StateSlots:
         if slots is not None:
             self._copies.append((state.slot, slots[0]))
             state.pending.append((sequence.num_launched, slots[0]))
+
+    def _take_snapshot_amid(self, sequence: Sequence, begin: int, end: int) -> None:
+        """Order the state after ``end`` tokens for prefix hits, if a slot is free, and for a peer that needs this one.
+
+        The step's chunk begins at ``begin`` tokens. It has a snapshot in one slot; a second one is a copy of that.
+        """
+        state = sequence.state
+        assert state is not None
+        slots = list(self.pool.take(1) or ())
+        if slots:
+            state.pending.append((end, slots[0]))
+        if sequence.for_peer and state.lease_at == end:
+            slots.insert(0, state.lease_slot)
+        if slots:
+            self._snapshots.append(StateSnapshot(sequence.seq, end - begin, slots[0]))
+            self._copies += [(slots[0], slot) for slot in slots[1:]]

@@ -268,9 +268,9 @@ class Scheduler:
         for rid in self.connector.take_last_chunks():
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
-        copies = self._kv.take_state_copies(self._num_plans)
+        states = self._kv.take_state_snapshots(), self._kv.take_state_copies(self._num_plans)
         builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
-        return builder.plan(finished, self.connector.take_digest_orders(), copies)
+        return builder.plan(finished, self.connector.take_digest_orders(), *states)
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""
@@ -443,6 +443,5 @@ class Scheduler:
             self._kv.cover(sequence, builder.room(sequence))
         if not builder.has_prompts:
             builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
-        builder.add_prompt(sequence)
-        self._kv.launched(sequence)
+        self._kv.launched(sequence, builder.add_prompt(sequence))
         self.connector.scheduled(sequence)

@@ -8,7 +8,16 @@ from engine.request import Sequence
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.step_cost_meter import StepWork
-from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import (
+    DigestOrder,
+    Drafts,
+    NewBlocks,
+    NewSequence,
+    ScheduledSequence,
+    StateSnapshot,
+    StepPlan,
+    TokenMask,
+)
 
 Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
@@ -111,12 +120,15 @@ class StepBuilder:
         self._num_drafts, self._tokens_left = self._num_drafts + num_drafts, self._tokens_left - num_drafts
         self._drafts += drafts
 
-    def add_prompt(self, sequence: Sequence) -> None:
-        """Add as many of its missing tokens as fit, at least one, up to the next snapshot of its recurrent state."""
+    def add_prompt(self, sequence: Sequence) -> int:
+        """Add as many of its missing tokens as fit, at least one. Return how many.
+
+        With a recurrent state, its chunk has a snapshot in its midst at most, and ends at the next one.
+        """
         missing = sequence.missing
         num_tokens = max(1, min(missing, self._room(sequence, self.crowding), sequence.covered - sequence.num_launched))
-        if sequence.state is not None and sequence.state.stops:
-            num_tokens = min(num_tokens, sequence.state.stops[-1] - sequence.num_launched)
+        if sequence.state is not None:
+            num_tokens = sequence.state.limit(sequence.num_launched, num_tokens)
         if self.budget is not None:
             if num_tokens < missing:
                 spare = (self._most_tokens - self._tokens_left + num_tokens) % self._tile
@@ -132,12 +144,17 @@ class StepBuilder:
         if sequence.request.client == self.crowding:
             self._crowding_tokens -= num_tokens
         self._prompts.append(sequence)
+        return num_tokens
 
     def sequences(self) -> StepSequences:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
     def plan(
-        self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], state_copies: tuple[tuple[int, int], ...]
+        self,
+        finished: tuple[int, ...],
+        digests: tuple[DigestOrder, ...],
+        state_snapshots: tuple[StateSnapshot, ...],
+        state_copies: tuple[tuple[int, int], ...],
     ) -> StepPlan:
         return StepPlan(
             self._step,
@@ -150,6 +167,7 @@ class StepBuilder:
             masks=tuple(self._masks),
             drafts=tuple(self._drafts),
             drafts_ahead=self.drafts_ahead,
+            state_snapshots=state_snapshots,
             state_copies=state_copies,
         )
 

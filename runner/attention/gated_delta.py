@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +43,16 @@ class _Step:
     history: Tensor  # [num_seqs * (conv_width - 1)] int64: the rows that become the new history
     singles: Tensor  # int64: sequences with one token
     single_tokens: Tensor  # int64: these tokens
-    longer: tuple[tuple[int, slice], ...]  # slots and tokens of the others
+    longer: tuple[_Row, ...]
+    kept: Tensor  # int64: slots of snapshots
+    kept_history: Tensor  # [snapshots * (conv_width - 1)] int64: their rows of history
+
+
+class _Row(NamedTuple):
+    """A sequence with several tokens. With a snapshot in their midst, these are two parts."""
+
+    slot: int
+    parts: tuple[tuple[slice, int], ...]  # tokens, and the slot of the state behind them
 
 
 class TorchGatedDelta(GatedDelta):
@@ -57,22 +67,30 @@ class TorchGatedDelta(GatedDelta):
         device = self._cache.slots.device
         lengths = np.diff(batch.query_starts)
         singles = np.flatnonzero(lengths == 1)
-        slots = batch.state_slots.cpu().numpy().astype(np.int64)
-        starts = batch.query_starts
-        taps, history = _conv_rows(batch.query_starts.astype(np.int64), self._spec.conv_width - 1)
+        slots, starts = batch.state_slots.cpu().numpy().astype(np.int64), batch.query_starts
+        rows = _ConvRows(starts.astype(np.int64), self._spec.conv_width - 1)
+        kept = np.array(batch.state_snapshots, dtype=np.int64).reshape(-1, 3)
+        snapshots = {each.row: each for each in batch.state_snapshots}
+
+        def longer(row: int) -> _Row:
+            slot, begin, end = int(slots[row]), int(starts[row]), int(starts[row + 1])
+            if (snapshot := snapshots.get(row)) is None:
+                return _Row(slot, ((slice(begin, end), slot),))
+            middle = begin + snapshot.tokens
+            return _Row(slot, ((slice(begin, middle), snapshot.slot), (slice(middle, end), slot)))
 
         def to_device(values: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(values).to(device)
 
         self._step = _Step(
             slots=to_device(slots),
-            taps=to_device(taps),
-            history=to_device(history),
+            taps=to_device(rows.taps()),
+            history=to_device(rows.history(np.arange(len(lengths)), lengths)),
             singles=to_device(singles),
             single_tokens=to_device(starts[singles].astype(np.int64)),
-            longer=tuple(
-                (int(slots[row]), slice(int(starts[row]), int(starts[row + 1]))) for row in np.flatnonzero(lengths > 1)
-            ),
+            longer=tuple(longer(int(row)) for row in np.flatnonzero(lengths > 1)),
+            kept=to_device(kept[:, 2]),
+            kept_history=to_device(rows.history(kept[:, 0], kept[:, 1])),
         )
 
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
@@ -93,10 +111,12 @@ class TorchGatedDelta(GatedDelta):
             results, advanced = delta_rule_step(inputs.of(step.single_tokens), states[slots])
             out[step.single_tokens] = results.to(out.dtype)
             states[slots] = advanced
-        for slot, tokens in step.longer:
-            results, advanced = delta_rule_chunks(inputs.of(tokens), states[slot])
-            out[tokens] = results.to(out.dtype)
-            states[slot] = advanced
+        for row in step.longer:
+            state = states[row.slot]
+            for tokens, slot in row.parts:
+                results, state = delta_rule_chunks(inputs.of(tokens), state)
+                out[tokens] = results.to(out.dtype)
+                states[slot] = state
         return out
 
     def _convolve(self, step: _Step, layer: int, mixed: Tensor, weight: Tensor) -> Tensor:
@@ -104,25 +124,32 @@ class TorchGatedDelta(GatedDelta):
         states = self._cache.conv[layer]
         history = states[step.slots].mT.flatten(0, 1)  # [num_seqs * (conv_width - 1), channels]
         inputs = torch.cat((history, mixed.to(history.dtype)))  # rounded alike in this step and in later ones
-        states[step.slots] = inputs[step.history].unflatten(0, (len(step.slots), -1)).mT
+        before = self._spec.conv_width - 1
+        for slots, rows in ((step.kept, step.kept_history), (step.slots, step.history)):
+            states[slots] = inputs[rows].unflatten(0, (len(slots), before)).mT
         total = torch.zeros(mixed.shape, dtype=torch.float32, device=mixed.device)
         for rows, tap in zip(step.taps, weight.float(), strict=True):
             total.addcmul_(inputs[rows].float(), tap)
         return F.silu(total)
 
 
-def _conv_rows(query_starts: NDArray[np.int64], before: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that each tap of the convolution reads, and the rows that become the new history.
+class _ConvRows:
+    """Rows of the inputs of a convolution: the ``before`` of history of each sequence, then the tokens of all."""
 
-    Rows count the ``before`` inputs of history of each sequence, then the tokens of all sequences.
-    """
-    num_seqs, lengths = len(query_starts) - 1, np.diff(query_starts)
-    token_seqs = np.repeat(np.arange(num_seqs), lengths)
-    local = np.arange(query_starts[-1]) - query_starts[token_seqs]  # index of a token in its sequence's part
+    def __init__(self, query_starts: NDArray[np.int64], before: int) -> None:
+        self._starts, self._before = query_starts, before
 
-    def rows_of(seqs: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.where(index < 0, (seqs + 1) * before + index, num_seqs * before + query_starts[seqs] + index)
+    def taps(self) -> NDArray[np.int64]:
+        """Return the rows that each tap reads: [before + 1, tokens]."""
+        seqs = np.repeat(np.arange(len(self._starts) - 1), np.diff(self._starts))
+        local = np.arange(self._starts[-1]) - self._starts[seqs]  # index of a token in its sequence's part
+        return np.stack([self._rows(seqs, local - back) for back in range(self._before, -1, -1)])
 
-    taps = np.stack([rows_of(token_seqs, local - back) for back in range(before, -1, -1)])
-    seqs = np.repeat(np.arange(num_seqs), before)
-    return taps, rows_of(seqs, np.repeat(lengths, before) - before + np.tile(np.arange(before), num_seqs))
+    def history(self, seqs: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows that are the history after so many tokens of these sequences: [len(seqs) * before]."""
+        back = np.tile(np.arange(-self._before, 0), len(seqs))
+        return self._rows(np.repeat(seqs, self._before), np.repeat(tokens, self._before) + back)
+
+    def _rows(self, seqs: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
+        of_tokens = (len(self._starts) - 1) * self._before + self._starts[seqs] + index
+        return np.where(index < 0, (seqs + 1) * self._before + index, of_tokens)

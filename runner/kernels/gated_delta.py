@@ -20,7 +20,7 @@ from pdserve.state import GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
-RULE_TILES = 32, 4  # rows of a state in a program, warps: 32 × 128 float32 values are 32 registers of a thread
+RULE_TILES = 8, 1  # rows of a state in a program, warps: 8 × 128 float32 values are 32 registers of a thread
 _CHANNELS = 512  # of a program that stores history
 
 
@@ -30,7 +30,7 @@ class ConvolutionTiles(NamedTuple):
     tokens: int = 16  # of a tile: with 4 warps and 128 channels a thread has 16 values
     tiles: int = 4
     warps: int = 4
-    registers: int | None = None  # of a thread, at most
+    registers: int | None = 128  # of a thread, at most
 
 
 CONVOLUTION_TILES = ConvolutionTiles()
@@ -46,12 +46,13 @@ def _store_history(
     mixed,  # of the row's first token, first of these channels
     mixed_stride,
     history,  # of the row, first of these channels
+    target,  # the same, or another slot's
     length,  # tokens, at least 1
     channels,  # [BLOCK], relative
     mask,
     WIDTH: tl.constexpr,
 ):
-    """Replace the history by the last WIDTH - 1 inputs. No value is read after its place was written."""
+    """Store the last WIDTH - 1 inputs of history and tokens. No value is read after its place was written."""
     BEFORE: tl.constexpr = WIDTH - 1
     for index in tl.static_range(BEFORE):
         local = channels * 0 + length - BEFORE + index  # token that is kept there; negative: it is of the history
@@ -59,7 +60,7 @@ def _store_history(
         new = tl.load(mixed + local.to(tl.int64) * mixed_stride + channels, mask=mask & is_new, other=0.0)
         old = tl.load(history + channels * BEFORE + BEFORE + local, mask=mask & (local < 0), other=0.0)
         value = tl.where(is_new, new.to(history.dtype.element_ty), old)
-        tl.store(history + channels * BEFORE + index, value, mask=mask)
+        tl.store(target + channels * BEFORE + index, value, mask=mask)
 
 
 @triton.jit
@@ -258,24 +259,30 @@ def _convolve_singles_kernel(
     if (slot >= 0) & (tl.load(query_starts + row + 1) > tl.load(query_starts + row)):
         of_slot = history + slot.to(tl.int64) * history_stride + channel * BEFORE
         _store_history(
-            mixed + row.to(tl.int64) * mixed_stride + channel, mixed_stride, of_slot, 1, within, valid, WIDTH
+            mixed + row.to(tl.int64) * mixed_stride + channel, mixed_stride, of_slot, of_slot, 1, within, valid, WIDTH
         )
 
 
 @triton.jit
 def _store_history_kernel(
-    mixed, mixed_stride, history, history_stride, slots, query_starts, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    mixed, mixed_stride, history, history_stride, slots, query_starts, snapshots, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of channels)."""
+    """Store the history of a row, and of its snapshot before. Grid (rows, blocks of channels)."""
     row = tl.program_id(0)
     begin = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - begin
     slot = tl.load(slots + row)
     if (length > 0) & (slot >= 0):
         channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = channels < CHANNELS
         first, of_slot = mixed + begin.to(tl.int64) * mixed_stride, history + slot.to(tl.int64) * history_stride
-        _store_history(first, mixed_stride, of_slot, length, channels, channels < CHANNELS, WIDTH)
+        kept = tl.load(snapshots + 2 * row + 1)
+        if kept >= 0:
+            target = history + kept.to(tl.int64) * history_stride
+            length_then = tl.load(snapshots + 2 * row)
+            _store_history(first, mixed_stride, of_slot, target, length_then, channels, mask, WIDTH)
+        _store_history(first, mixed_stride, of_slot, of_slot, length, channels, mask, WIDTH)
 
 
 @triton.jit
@@ -300,6 +307,7 @@ def _delta_rule_kernel(
     state_stride,
     slots,  # [rows] int32
     query_starts,  # [rows + 1] int32
+    snapshots,  # [rows, 2] int32, read if SNAPSHOTS
     out,  # out [tokens, VALUE_HEADS, VALUE_DIM]
     scale,
     most,  # tokens of a row that is computed
@@ -309,6 +317,7 @@ def _delta_rule_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
 ):
     """Grid (value heads, blocks of a value, rows)."""
     head = tl.program_id(0)
@@ -321,8 +330,8 @@ def _delta_rule_kernel(
         columns = tl.arange(0, BLOCK_KEY)
         values = tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
         has_key, has_value = columns < KEY_DIM, values < VALUE_DIM
-        of_slot = states + slot.to(tl.int64) * state_stride
-        at_state = of_slot + (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns[None, :]
+        in_slot = (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns[None, :]
+        at_state = states + slot.to(tl.int64) * state_stride + in_slot
         in_state = has_value[:, None] & has_key[None, :]
         state = tl.load(at_state, mask=in_state, other=0.0)
         log_a = tl.load(a_log + head)
@@ -340,6 +349,10 @@ def _delta_rule_kernel(
             state += correction[:, None] * key[None, :]
             output = tl.sum(state * query[None, :], axis=1) * scale
             tl.store(out + at_value, output.to(out.dtype.element_ty), mask=has_value)
+            if SNAPSHOTS:
+                kept = tl.load(snapshots + 2 * row + 1)
+                if (kept >= 0) & (tl.load(snapshots + 2 * row) == number + 1):
+                    tl.store(states + kept.to(tl.int64) * state_stride + in_slot, state, mask=in_state)
         tl.store(at_state, state, mask=in_state)
 
 
@@ -349,14 +362,15 @@ def convolve(
     history: Tensor,
     slots: Tensor,
     query_starts: Tensor,
+    snapshots: Tensor | None,
     spec: GatedDeltaSpec,
-    singles: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return silu of the convolution as queries and keys of length 1, and values; advance the history.
 
     mixed [tokens, channels], with rows at any stride, → q, k [tokens, key_heads, key_dim] and v [tokens, value_heads,
     value_dim]. weight [conv_width, channels]; history: a layer's view of ``StateCache.conv``; slots [rows] and
-    query_starts [rows + 1] int32. ``singles``: every row has one token, or none.
+    query_starts [rows + 1] int32. snapshots [rows, 2] int32: the history after so many tokens of a row goes to this slot
+    as well, if there is one; None: every row has one token, or none.
     """
     tokens, rows, num_heads = len(mixed), len(slots), 2 * spec.key_heads + spec.value_heads
     assert mixed.stride(1) == 1
@@ -375,7 +389,7 @@ def convolve(
         "BLOCK_DIM": triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
         "ALIGNMENT": gcd(spec.key_dim, spec.value_dim, 16),
     }
-    if singles:
+    if snapshots is None:
         assert tokens == rows
         _convolve_singles_kernel[(rows, num_heads)](*inputs, q, k, v, NORM_EPS, **sizes, num_warps=1)
         return q, k, v
@@ -402,6 +416,7 @@ def convolve(
         history.stride(0),
         slots,
         query_starts,
+        snapshots,
         CHANNELS=spec.channels,
         WIDTH=spec.conv_width,
         BLOCK=_CHANNELS,
@@ -419,13 +434,14 @@ def delta_rule(
     states: Tensor,
     slots: Tensor,
     query_starts: Tensor,
+    snapshots: Tensor | None,
     out: Tensor,
     most: int,
 ) -> None:
-    """Write the output of rows of at most ``most`` tokens to ``out``; advance their states.
+    """Write the output of rows of at most ``most`` tokens to ``out``; advance their states, and store snapshots.
 
-    q, k, v are those of ``convolve``, ba [tokens, 2 * value_heads], out [tokens, value_heads, value_dim]. states: a
-    layer's view of ``StateCache.delta``.
+    q, k, v and snapshots are those of ``convolve``, ba [tokens, 2 * value_heads], out [tokens, value_heads, value_dim].
+    states: a layer's view of ``StateCache.delta``.
     """
     (_, key_heads, key_dim), (_, value_heads, value_dim) = q.shape, v.shape
     assert ba.is_contiguous()
@@ -442,6 +458,7 @@ def delta_rule(
         states.stride(0),
         slots,
         query_starts,
+        query_starts if snapshots is None else snapshots,
         out,
         key_dim**-0.5,
         most,
@@ -451,5 +468,6 @@ def delta_rule(
         VALUE_DIM=value_dim,
         BLOCK_KEY=triton.next_power_of_2(key_dim),
         BLOCK_VALUE=block,
+        SNAPSHOTS=snapshots is not None,
         num_warps=warps,
     )

@@ -38,7 +38,7 @@ class DeltaTiles(NamedTuple):
     advance_warps: int = 4
     advance_stages: int = 3
     invert_warps: int = 4
-    invert_registers: int | None = None  # most of a thread
+    invert_registers: int | None = 168  # most of a thread
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,30 @@ class DeltaChunks:
     rows: Tensor  # [long rows, 2] int32: the row, its first chunk
 
     @classmethod
-    def of(cls, query_starts: NDArray[np.int32], most_short: int, device: torch.device) -> DeltaChunks | None:
-        """Divide the rows of more than ``most_short`` tokens; None without any. Does not wait for the device."""
+    def of(
+        cls, query_starts: NDArray[np.int32], cuts: NDArray[np.int32], most_short: int, device: torch.device
+    ) -> DeltaChunks | None:
+        """Divide the rows of more than ``most_short`` tokens; None without any. Does not wait for the device.
+
+        cuts [rows]: a chunk ends after so many tokens of a row; 0 if none has to.
+        """
         rows = np.flatnonzero(np.diff(query_starts) > most_short)
         if not len(rows):
             return None
         begins, ends = query_starts[rows], query_starts[rows + 1]
+        middles = begins + cuts[rows]
+        # Two parts of each row, the first one without tokens if nothing cuts it.
+        begins, ends = (np.stack(each, axis=1).reshape(-1) for each in ((begins, middles), (middles, ends)))
         counts = -(-(ends - begins) // _CHUNK)
         firsts = np.cumsum(counts) - counts
-        of_row = np.repeat(np.arange(len(rows)), counts)
-        starts = begins[of_row] + (np.arange(len(of_row)) - firsts[of_row]) * _CHUNK
-        chunks = np.stack((starts, np.minimum(ends[of_row] - starts, _CHUNK)), axis=1)
-        return cls(_to_device(chunks, device), _to_device(np.stack((rows, firsts), axis=1), device))
+        part = np.repeat(np.arange(len(begins)), counts)
+        starts = begins[part] + (np.arange(len(part)) - firsts[part]) * _CHUNK
+        chunks = np.stack((starts, np.minimum(ends[part] - starts, _CHUNK)), axis=1)
+        return cls(to_device(chunks, device), to_device(np.stack((rows, firsts[::2]), axis=1), device))
 
 
-def _to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return the values as int32, without waiting for the device."""
     host = torch.from_numpy(values.astype(np.int32))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
@@ -157,6 +166,63 @@ def _invert_kernel(
 
 
 @triton.jit
+def _advance(
+    state,  # [BLOCK_KEY, TILE_VALUES] float32
+    tile,  # of the first chunk
+    begin,  # first token
+    end,
+    values,  # [TILE_VALUES]
+    head,
+    q,
+    k,
+    totals,
+    w,
+    u,
+    scores,
+    out,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write the output of tokens whose first chunk begins with them; return the state behind them."""
+    within, keys = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    for number in tl.range(0, tl.cdiv(end - begin, CHUNK), num_stages=STAGES):
+        start = begin + number * CHUNK
+        tokens = start.to(tl.int64) + within
+        known = within < end - start
+        at_key = (tokens * KEY_HEADS + key_head)[:, None] * KEY_DIM + keys[None, :]
+        in_key = known[:, None] & (keys < KEY_DIM)[None, :]
+        query = tl.load(q + at_key, mask=in_key, other=0.0).to(DOT)
+        key = tl.load(k + at_key, mask=in_key, other=0.0).to(DOT)
+        weights = tl.load(w + tile * CHUNK * BLOCK_KEY + within[:, None] * BLOCK_KEY + keys[None, :]).to(DOT)
+        right = tl.load(u + tile * CHUNK * BLOCK_VALUE + within[:, None] * BLOCK_VALUE + values[None, :])
+        shares = tl.load(scores + tile * CHUNK * CHUNK + within[:, None] * CHUNK + within[None, :]).to(DOT)
+        total = tl.load(totals + tile * CHUNK + within)
+        last = tl.load(totals + tile * CHUNK + CHUNK - 1)
+        before = state.to(DOT)
+        corrections = right.to(tl.float32) - tl.dot(weights, before, input_precision=PRECISION)
+        decayed = (corrections * tl.exp(last - total)[:, None]).to(DOT)
+        state = state * tl.exp(last)
+        state += tl.dot(tl.trans(key), decayed, input_precision=PRECISION)
+        result = tl.dot(query, before, input_precision=PRECISION) * tl.exp(total)[:, None]
+        result += tl.dot(shares, corrections.to(DOT), input_precision=PRECISION)
+        at_out = (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+        in_out = known[:, None] & (values < VALUE_DIM)[None, :]
+        tl.store(out + at_out, (result * scale).to(out.dtype.element_ty), mask=in_out)
+        tile += VALUE_HEADS
+    return state
+
+
+@triton.jit
 def _advance_kernel(
     q,
     k,
@@ -168,6 +234,7 @@ def _advance_kernel(
     state_stride,
     slots,  # [rows] int32
     query_starts,  # [rows + 1] int32
+    snapshots,  # [rows, 2] int32: tokens, slot
     long_rows,  # [long rows, 2] int32
     out,  # out [tokens, VALUE_HEADS, VALUE_DIM]
     scale,
@@ -190,38 +257,26 @@ def _advance_kernel(
     begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
     slot = tl.load(slots + row)
     if slot >= 0:
-        within, keys = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY)
+        keys = tl.arange(0, BLOCK_KEY)
         values = tl.program_id(0) * TILE_VALUES + tl.arange(0, TILE_VALUES)
-        at_state = states + slot.to(tl.int64) * state_stride
-        at_state = at_state + (head * VALUE_DIM + values)[None, :] * KEY_DIM + keys[:, None]
+        in_slot = (head * VALUE_DIM + values)[None, :] * KEY_DIM + keys[:, None]
+        at_state = states + slot.to(tl.int64) * state_stride + in_slot
         in_state = (keys < KEY_DIM)[:, None] & (values < VALUE_DIM)[None, :]
         state = tl.load(at_state, mask=in_state, other=0.0)  # [keys, values]
-        key_head = head // (VALUE_HEADS // KEY_HEADS)
         tile = first.to(tl.int64) * VALUE_HEADS + head
-        for number in tl.range(0, tl.cdiv(end - begin, CHUNK), num_stages=STAGES):
-            start = begin + number * CHUNK
-            tokens = start.to(tl.int64) + within
-            known = within < end - start
-            at_key = (tokens * KEY_HEADS + key_head)[:, None] * KEY_DIM + keys[None, :]
-            in_key = known[:, None] & (keys < KEY_DIM)[None, :]
-            query = tl.load(q + at_key, mask=in_key, other=0.0).to(DOT)
-            key = tl.load(k + at_key, mask=in_key, other=0.0).to(DOT)
-            weights = tl.load(w + tile * CHUNK * BLOCK_KEY + within[:, None] * BLOCK_KEY + keys[None, :]).to(DOT)
-            right = tl.load(u + tile * CHUNK * BLOCK_VALUE + within[:, None] * BLOCK_VALUE + values[None, :])
-            shares = tl.load(scores + tile * CHUNK * CHUNK + within[:, None] * CHUNK + within[None, :]).to(DOT)
-            total = tl.load(totals + tile * CHUNK + within)
-            last = tl.load(totals + tile * CHUNK + CHUNK - 1)
-            before = state.to(DOT)
-            corrections = right.to(tl.float32) - tl.dot(weights, before, input_precision=PRECISION)
-            decayed = (corrections * tl.exp(last - total)[:, None]).to(DOT)
-            state = state * tl.exp(last)
-            state += tl.dot(tl.trans(key), decayed, input_precision=PRECISION)
-            result = tl.dot(query, before, input_precision=PRECISION) * tl.exp(total)[:, None]
-            result += tl.dot(shares, corrections.to(DOT), input_precision=PRECISION)
-            at_out = (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
-            in_out = known[:, None] & (values < VALUE_DIM)[None, :]
-            tl.store(out + at_out, (result * scale).to(out.dtype.element_ty), mask=in_out)
-            tile += VALUE_HEADS
+        count, kept = tl.load(snapshots + 2 * row), tl.load(snapshots + 2 * row + 1)
+        if kept >= 0:
+            state = _advance(
+                state, tile, begin, begin + count, values, head, q, k, totals, w, u, scores, out, scale,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BLOCK_KEY, BLOCK_VALUE, CHUNK, DOT, PRECISION, STAGES,
+            )  # fmt: skip
+            tl.store(states + kept.to(tl.int64) * state_stride + in_slot, state, mask=in_state)
+            begin += count
+            tile += tl.cdiv(count, CHUNK) * VALUE_HEADS
+        state = _advance(
+            state, tile, begin, end, values, head, q, k, totals, w, u, scores, out, scale,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BLOCK_KEY, BLOCK_VALUE, CHUNK, DOT, PRECISION, STAGES,
+        )  # fmt: skip
         tl.store(at_state, state, mask=in_state)
 
 
@@ -234,6 +289,7 @@ def chunk_delta_rule(
     states: Tensor,
     slots: Tensor,
     query_starts: Tensor,
+    snapshots: Tensor,
     out: Tensor,
     planned: DeltaChunks,
     tiles: DeltaTiles | None = None,
@@ -291,6 +347,7 @@ def chunk_delta_rule(
         states.stride(0),
         slots,
         query_starts,
+        snapshots,
         planned.rows,
         out,
         key_dim**-0.5,
@@ -303,6 +360,6 @@ def chunk_delta_rule(
 
 def _tiles(v: Tensor) -> DeltaTiles:
     if v.dtype == torch.float32:
-        return DeltaTiles(advance_values=16, advance_stages=1)
+        return DeltaTiles(advance_values=16, advance_stages=1, invert_registers=None)
     memory = shared_memory_of(v.device)
     return DeltaTiles(advance_stages=3 if memory >= 200 << 10 else 2 if memory >= 140 << 10 else 1)

@@ -22,6 +22,7 @@ from runner.pending_step import FinishedStep
 from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
 from runner.sampling.sampler import HostSamplingRow, Sampler
 from runner.sampling.verification import without_rejected
+from runner.sequence_rows import row_snapshots
 from runner.step_parts import StepFeature
 from runner.v1.returned_tokens import HostReturnedTokens
 from runner.v1.sequences import HostBatch, SequenceTable
@@ -51,7 +52,9 @@ class RunnerV1(BaseModelRunner[HostBatch]):
             if not self._is_last_stage:  # which has counted them
                 self._sequences.count_yielded(drafts.seq, drafts.yielded)
             self._sequences.put_drafts(drafts.seq, drafts.token_ids)
-        return HostBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
+        batch = HostBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
+        batch.state_snapshots = row_snapshots(plan)
+        return batch
 
     def _execute(
         self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool
@@ -172,6 +175,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
                 page_tables=[torch.from_numpy(each[rows, :max_pages]).to(self._device) for each in table.pages],
                 slots=[self._to_device(each * self._page_size + positions % self._page_size) for each in pages],
                 state_slots=torch.from_numpy(table.state_slots[rows]).to(self._device),
+                state_snapshots=batch.state_snapshots,
             )
         )
         device_positions = self._to_device(positions)

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from pdserve.kv import KVLayout
 from pdserve.records import NewSequence
+from runner.batch import RowSnapshot
 from runner.sequence_rows import SequenceRows, StepBatch
 
 
 @dataclass
 class HostBatch(StepBatch):
     positions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [tokens], once it has run
+    state_snapshots: tuple[RowSnapshot, ...] = ()
 
 
 class SequenceTable(SequenceRows):

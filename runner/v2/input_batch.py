@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.kv import KVLayout
 from pdserve.state import NO_SLOT
-from runner.batch import AttentionBatch
+from runner.batch import AttentionBatch, RowSnapshot
 from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel, take_samples_kernel
 from runner.sequence_rows import StepBatch
@@ -59,6 +59,7 @@ class InputBatch:
     longest: int  # tokens of the longest sequence, with the token that this step samples
     sent: StepWords
     num_blocks: NDArray[np.int32]  # [num_seqs], in the block tables of all groups
+    state_snapshots: tuple[RowSnapshot, ...] = ()
     masks: GrammarMaskTensors | None = None
 
     @property
@@ -153,7 +154,8 @@ class InputBuffers:
     def attention_batch(self, batch: InputBatch) -> AttentionBatch:
         """Return the batch that was built last, without padding."""
         indices = batch.indices
-        return self._attention_batch(indices.query_starts, batch.seq_lens, indices.descriptor)
+        lengths = indices.query_starts, batch.seq_lens
+        return self._attention_batch(*lengths, indices.descriptor, batch.state_snapshots)
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
         """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequence."""
@@ -172,7 +174,11 @@ class InputBuffers:
         return self._attention_batch(query_starts, lengths, descriptor)
 
     def _attention_batch(
-        self, query_starts: NDArray[np.int32], seq_lens: NDArray[np.int32], descriptor: BatchDescriptor
+        self,
+        query_starts: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        descriptor: BatchDescriptor,
+        state_snapshots: tuple[RowSnapshot, ...] = (),
     ) -> AttentionBatch:
         return AttentionBatch.of_groups(
             query_starts,
@@ -182,4 +188,5 @@ class InputBuffers:
             page_tables=[table[: descriptor.rows] for table in self._page_table],
             slots=[slots[: descriptor.tokens] for slots in self._slot_mapping],
             state_slots=None if self._state_slots is None else self._state_slots[: descriptor.rows],
+            state_snapshots=state_snapshots,
         )

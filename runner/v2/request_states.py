@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.records import Drafts, NewSequence, StepPlan
-from runner.sequence_rows import SequenceRows
+from runner.sequence_rows import SequenceRows, row_snapshots
 from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.input_batch import HAS_DRAFTS, BatchIndices, InputBatch
 from runner.v2.sampling_metadata import DeviceSamplingRow
@@ -85,7 +85,8 @@ class RequestStates(SequenceRows):
             self._state_slots[indices.rows],
         )
         self._writes.apply(sent, self._state)
-        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent, self._num_blocks[indices.rows])
+        blocks = self._num_blocks[indices.rows]
+        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent, blocks, row_snapshots(plan))
 
     def sampling_rows(self, indices: BatchIndices) -> list[DeviceSamplingRow]:
         """Return each token that a batch samples."""

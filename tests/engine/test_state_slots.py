@@ -144,6 +144,15 @@ def test_retry_computes_the_last_block_only(make: Make) -> None:
     assert serve(node, 2, prompt, 1) == 2
 
 
+def test_a_snapshot_takes_no_step_of_its_own(make: Make) -> None:
+    """The last block boundary of the prompt lies amid the only chunk, and what follows hits it all the same."""
+    node = make(200, state_slots=20)
+    prompt = list(range(3 * BLOCK + 1))
+    serve(node, 1, prompt, 1)
+    assert sum(plan.num_prompt_tokens > 0 for plan in node.runner.launched) == 1
+    assert serve(node, 2, [*prompt, 7], 1) == 2
+
+
 def test_third_prompt_hits_where_the_second_one_branched_off(make: Make) -> None:
     node = make(200, state_slots=20)
     shared = list(range(4 * BLOCK))  # no multiple of DISTANCE

@@ -29,7 +29,7 @@ import numpy as np
 from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups
 from pdserve.pausing import Pausing, complete
-from pdserve.records import DigestOrder, NewSequence, PromptLogprobs, StepOutput, StepPlan
+from pdserve.records import DigestOrder, NewSequence, PromptLogprobs, StateSnapshot, StepOutput, StepPlan
 from pdserve.state import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
@@ -125,6 +125,7 @@ class ToyStep:
     digests: tuple[DigestOrder, ...]
     targets: list[Targets]
     new: tuple[NewSequence, ...]
+    state_snapshots: tuple[StateSnapshot, ...]
     state_copies: tuple[tuple[int, int], ...]
 
     def done(self) -> bool:
@@ -254,6 +255,7 @@ class ToyRunner:
             plan.digests,
             self._targets.take(plan.scheduled),
             plan.new,
+            plan.state_snapshots,
             plan.state_copies,
         )
         if self._layered:
@@ -281,7 +283,12 @@ class ToyRunner:
                 counts.append(len(tokens))
                 token_ids += tokens
                 continue
+            snapshots = [each for each in step.state_snapshots if each.seq == state.seq]
+            assert all(0 < each.num_tokens < work.num_tokens for each in snapshots)
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
+                for each in snapshots:
+                    if position == state.num_computed + each.num_tokens:
+                        self.slots[each.slot] = self.slots[state.slot]
                 self._write(state, position, state.token_ids[position])
                 self._check_windows(state, position)
                 self._advance(state, state.token_ids[position])

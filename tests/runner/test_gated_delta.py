@@ -19,9 +19,9 @@ from torch import Tensor
 from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
 from runner.attention.gated_delta import GatedDelta, TorchGatedDelta
 from runner.attention.triton_gated_delta import TritonGatedDelta
-from runner.batch import AttentionBatch, GatedDeltaWeights
+from runner.batch import AttentionBatch, GatedDeltaWeights, RowSnapshot
 from runner.kernels import activation, norm, reference
-from runner.kernels.gated_delta_chunks import DeltaChunks, chunk_delta_rule
+from runner.kernels.gated_delta_chunks import DeltaChunks, chunk_delta_rule, to_device
 from runner.kernels.gated_delta_reference import DeltaInputs, delta_rule_chunks, delta_rule_step, gates_of, normed
 from runner.state_cache import StateCache
 
@@ -48,7 +48,9 @@ def weights_of(spec: GatedDeltaSpec, dtype: torch.dtype = torch.float32) -> Gate
     return GatedDeltaWeights(conv, a_log=random(heads, seed=2), dt_bias=random(heads, seed=3))
 
 
-def batch_of(lengths: list[int], slots: list[int], padding: int = 0) -> AttentionBatch:
+def batch_of(
+    lengths: list[int], slots: list[int], padding: int = 0, snapshots: tuple[RowSnapshot, ...] = ()
+) -> AttentionBatch:
     """Return a batch whose device tensors have ``padding`` more rows without tokens, and as many spare tokens."""
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     device_starts = torch.from_numpy(np.concatenate((starts, [starts[-1]] * padding)).astype(np.int32)).to(DEVICE)
@@ -61,6 +63,7 @@ def batch_of(lengths: list[int], slots: list[int], padding: int = 0) -> Attentio
         page_table=torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE),
         slots=torch.zeros(int(starts[-1]) + padding, dtype=torch.int64, device=DEVICE),
         state_slots=torch.tensor(slots + [slots[0]] * padding, dtype=torch.int32, device=DEVICE),
+        state_snapshots=snapshots,
     )
 
 
@@ -111,6 +114,40 @@ def test_triton_kernels_compute_what_torch_does(spec: GatedDeltaSpec, lengths: l
     for layer in range(2):
         torch.testing.assert_close(caches[0].delta[layer], caches[1].delta[layer], atol=1e-5, rtol=1e-4)
         assert torch.equal(caches[0].conv[layer], caches[1].conv[layer])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cuts"),
+    [
+        ([5, 8, 1, 3], {0: 1, 1: 7, 3: 2}),
+        ([140, 1, 70, 20], {0: 64, 2: 69, 3: 16}),
+        ([66, 9], {0: 2}),
+        ([6, 300], {1: 96}),
+    ],
+    ids=str,
+)
+def test_snapshots_amid_a_step_equal_states_behind_its_first_part(lengths: list[int], cuts: dict[int, int]) -> None:
+    """Kernels compute what torch does, and both what the first parts of the rows yield alone."""
+    weights, slots = weights_of(SPEC), [5, 2, 0, 3][: len(lengths)]
+    snapshots = tuple(RowSnapshot(row, tokens, 6 + row) for row, tokens in cuts.items())
+    caches = [cache_of(SPEC, 10) for _ in range(3)]
+    batch = batch_of(lengths, slots, snapshots=snapshots)
+    found = run(TritonGatedDelta(caches[0]), SPEC, batch, weights)
+    expected = run(TorchGatedDelta(caches[1]), SPEC, batch, weights)
+    whole = run(TorchGatedDelta(caches[2]), SPEC, batch_of(lengths, slots), weights)
+    for each in (found, expected):
+        torch.testing.assert_close(each, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(caches[0].delta[1], caches[1].delta[1], atol=1e-5, rtol=1e-4)
+    assert torch.equal(caches[0].conv[1], caches[1].conv[1])
+    assert torch.equal(caches[1].conv[1][slots], caches[2].conv[1][slots])
+    mixed, ba = random(sum(lengths), SPEC.channels + 8, seed=4), random(sum(lengths), 2 * SPEC.value_heads, seed=5)
+    for row, tokens in cuts.items():
+        alone, begin = cache_of(SPEC, 10), sum(lengths[:row])
+        backend, part = TorchGatedDelta(alone), slice(begin, begin + tokens)
+        backend.plan(batch_of([tokens], slots[row : row + 1]), graph=False)
+        backend.run(1, mixed[part, : SPEC.channels], ba[part], weights)
+        for states, others in ((caches[1].delta, alone.delta), (caches[1].conv, alone.conv)):
+            torch.testing.assert_close(states[1][6 + row], others[1][slots[row]], atol=1e-5, rtol=1e-4)
 
 
 def test_rows_of_padding_change_no_state() -> None:
@@ -179,9 +216,11 @@ def by_chunks(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     out, states = torch.zeros_like(rule.v), rule.states.clone()
     slots = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
-    device_starts, planned = torch.from_numpy(starts).to(DEVICE), DeltaChunks.of(starts, 0, DEVICE)
+    snapshots = np.full((len(lengths), 2), (0, NO_SLOT), dtype=np.int32)
+    device_starts, planned = torch.from_numpy(starts).to(DEVICE), DeltaChunks.of(starts, snapshots[:, 0], 0, DEVICE)
     assert planned is not None
-    chunk_delta_rule(rule.q, rule.k, rule.v, rule.ba, rule.weights, states, slots, device_starts, out, planned)
+    rows = slots, device_starts, to_device(snapshots, DEVICE)
+    chunk_delta_rule(rule.q, rule.k, rule.v, rule.ba, rule.weights, states, *rows, out, planned)
     return out, states
 
 

@@ -34,12 +34,12 @@ POINTERS = {
     **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "scores"), "*bf16"),
     **dict.fromkeys(("q_rope", "latents", "keys"), "*bf16"),
     **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
-    **dict.fromkeys(("parts", "done", "chunks", "long_rows"), "*i32"),
+    **dict.fromkeys(("parts", "done", "chunks", "long_rows", "snapshots"), "*i32"),
     **dict.fromkeys(("a_log", "dt_bias", "states", "totals", "cos", "sin", "results", "weights"), "*fp32"),
     "words": "*i16",
 }
 FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
-LAUNCH = ("num_warps", "num_stages")
+LAUNCH = ("num_warps", "num_stages", "maxnreg")
 
 
 def sass_of(kernel: Any, options: dict[str, Any], kinds: dict[str, str] | None = None) -> str:
@@ -52,7 +52,9 @@ def sass_of(kernel: Any, options: dict[str, Any], kinds: dict[str, str] | None =
     signature = kinds | dict.fromkeys(constants, "constexpr")
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if kinds[name][0] == "*"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=HOPPER, options={name: options[name] for name in LAUNCH})
+    compiled = triton.compile(
+        source, target=HOPPER, options={name: options[name] for name in LAUNCH if name in options}
+    )
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -85,15 +87,18 @@ def delta(name: str) -> str:
     chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
     kernel, options = {
         "decodes": (gated_delta._convolve_singles_kernel, convolve),
-        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 16, "TILES": 4}),
+        "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 16, "TILES": 4, "maxnreg": 128}),
         "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
-        "rule": (gated_delta._delta_rule_kernel, {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 32}),
-        "invert": (gated_delta_chunks._invert_kernel, chunks),
+        "rule": (
+            gated_delta._delta_rule_kernel,
+            {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 8, "SNAPSHOTS": True, "num_warps": 1},
+        ),
+        "invert": (gated_delta_chunks._invert_kernel, {**chunks, "maxnreg": 168}),
         "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
         "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "BLOCK": 1024}),
     }[name]
-    return sass_of(kernel, {**options, "num_warps": 4, "num_stages": 3})
+    return sass_of(kernel, {"num_warps": 4, "num_stages": 3, **options})
 
 
 def latent(name: str) -> str:
