@@ -260,24 +260,21 @@ def _advance_kernel(
         keys = tl.arange(0, BLOCK_KEY)
         values = tl.program_id(0) * TILE_VALUES + tl.arange(0, TILE_VALUES)
         in_slot = (head * VALUE_DIM + values)[None, :] * KEY_DIM + keys[:, None]
-        at_state = states + slot.to(tl.int64) * state_stride + in_slot
         in_state = (keys < KEY_DIM)[:, None] & (values < VALUE_DIM)[None, :]
-        state = tl.load(at_state, mask=in_state, other=0.0)  # [keys, values]
+        state = tl.load(states + slot.to(tl.int64) * state_stride + in_slot, mask=in_state, other=0.0)  # [keys, values]
         tile = first.to(tl.int64) * VALUE_HEADS + head
-        count, kept = tl.load(snapshots + 2 * row), tl.load(snapshots + 2 * row + 1)
-        if kept >= 0:
+        kept = tl.load(snapshots + 2 * row + 1)
+        # With a snapshot, the row is two parts; else the second one has no tokens.
+        middle = tl.where(kept >= 0, begin + tl.load(snapshots + 2 * row), end)
+        for part in range(2):
             state = _advance(
-                state, tile, begin, begin + count, values, head, q, k, totals, w, u, scores, out, scale,
+                state, tile, begin, middle, values, head, q, k, totals, w, u, scores, out, scale,
                 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BLOCK_KEY, BLOCK_VALUE, CHUNK, DOT, PRECISION, STAGES,
             )  # fmt: skip
-            tl.store(states + kept.to(tl.int64) * state_stride + in_slot, state, mask=in_state)
-            begin += count
-            tile += tl.cdiv(count, CHUNK) * VALUE_HEADS
-        state = _advance(
-            state, tile, begin, end, values, head, q, k, totals, w, u, scores, out, scale,
-            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BLOCK_KEY, BLOCK_VALUE, CHUNK, DOT, PRECISION, STAGES,
-        )  # fmt: skip
-        tl.store(at_state, state, mask=in_state)
+            target = tl.where((part == 0) & (kept >= 0), kept, slot)
+            tl.store(states + target.to(tl.int64) * state_stride + in_slot, state, mask=in_state)
+            tile += tl.cdiv(middle - begin, CHUNK) * VALUE_HEADS
+            begin, middle = middle, end
 
 
 def chunk_delta_rule(
