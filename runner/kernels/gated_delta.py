@@ -369,8 +369,8 @@ def convolve(
 
     mixed [tokens, channels], with rows at any stride, → q, k [tokens, key_heads, key_dim] and v [tokens, value_heads,
     value_dim]. weight [conv_width, channels]; history: a layer's view of ``StateCache.conv``; slots [rows] and
-    query_starts [rows + 1] int32. snapshots [rows, 2] int32: the history after so many tokens of a row goes to this slot
-    as well, if there is one; None: every row has one token, or none.
+    query_starts [rows + 1] int32. snapshots [rows, 2] int32: the history after so many tokens of a row goes to this
+    slot as well, if there is one; None: every row has one token, or none.
     """
     tokens, rows, num_heads = len(mixed), len(slots), 2 * spec.key_heads + spec.value_heads
     assert mixed.stride(1) == 1

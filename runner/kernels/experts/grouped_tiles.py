@@ -66,16 +66,16 @@ def group_rows(experts: Tensor, local: range, least: int = _ROWS, most: int = 12
 
 
 @triton.jit
-def tile_of_program(tiles, OUT_BLOCKS: tl.constexpr, TOGETHER: tl.constexpr):
+def tile_of_program(tiles, OUT_BLOCKS: tl.constexpr, together):
     """Return the tile and the block of outputs of this program, of a grid (tiles * OUT_BLOCKS,).
 
-    Programs of TOGETHER tiles share blocks of weights in the cache.
+    Programs of ``together`` tiles share blocks of weights in the cache.
     """
     program = tl.program_id(0)
-    first_tile = program // (TOGETHER * OUT_BLOCKS) * TOGETHER
-    height = tl.minimum(tiles - first_tile, TOGETHER)
-    tile = first_tile + program % (TOGETHER * OUT_BLOCKS) % height
-    out_block = program % (TOGETHER * OUT_BLOCKS) // height
+    first_tile = program // (together * OUT_BLOCKS) * together
+    height = tl.minimum(tiles - first_tile, together)
+    tile = first_tile + program % (together * OUT_BLOCKS) % height
+    out_block = program % (together * OUT_BLOCKS) // height
     return tile, out_block
 
 
