@@ -32,7 +32,6 @@ class Acceptance:
         self.hits: float = _FIRST_HITS if of_all is None else of_all.hits  # share of steps in which a source has drafts
         if sure:
             self.hits = 1.0
-        self._most_gain = self.gain(most)
         self._probe: tuple[int, tuple[int, ...]] = (0, ())  # number of tokens before the drafts, drafts
         self._next_probe = 0  # number of tokens
 
@@ -46,20 +45,24 @@ class Acceptance:
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """Count drafts of a step: the accepted ones, and the first wrong one if there is one."""
-        for right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
-            self.rate = self._keep * self.rate + (1.0 - self._keep) * right
-        self._most_gain = self.gain(self._most)
+        wrong = self._keep**num_accepted * (1.0 - self.rate)  # the mean after the accepted ones
+        if num_accepted < num_drafts:
+            wrong = self._keep * wrong + (1.0 - self._keep)
+        self.rate = 1.0 - wrong
         if self._of_all is not None:
             self._of_all.count(num_drafts, num_accepted)
 
     @property
     def expected(self) -> float:
         """Accepted drafts of a step in which it may have some, on average."""
-        return self.hits * self._most_gain
+        return self.hits * self.gain(self._most)
 
     def gain(self, num_drafts: int) -> float:
         """Return how many of so many drafts are accepted on average."""
-        return sum([self.rate**number for number in range(1, num_drafts + 1)])
+        rate, gain = self.rate, 0.0
+        for _ in range(num_drafts):  # rate + rate² + …
+            gain = rate * (1.0 + gain)
+        return gain
 
     def worth(self, least: float, most: int) -> int:
         """Return how many drafts, up to ``most``, are right with a probability above ``least``.

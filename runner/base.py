@@ -83,7 +83,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
             if not config.measure_kv_memory:  # otherwise they have just run
                 run_largest_steps(self, config)
-            self._capture_graphs(config, progress)
+        self._capture_graphs(config, progress)
+        if self._device.type == "cuda":
             progress("warming up", -1.0)
             run_small_steps(self, config)  # as requests do: with graphs
             run_mixed_steps(self, config)

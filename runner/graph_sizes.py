@@ -75,6 +75,11 @@ class GraphSizes:
         return cls(tuple(sorted(sizes, key=lambda size: -size.tokens)))
 
     @property
+    def of_decodes(self) -> GraphSizes:
+        """The sizes of decode steps alone."""
+        return GraphSizes(tuple(each for each in self.descriptors if each.is_decode))
+
+    @property
     def most_tokens(self) -> int:
         return max((each.tokens for each in self.descriptors), default=0)
 

@@ -66,13 +66,25 @@ class StepBatch:
         return self.rows[self.sampling]
 
     @cached_property
-    def has_drafts(self) -> bool:
-        return bool((self.lengths[: self.num_decodes] > 1).any())
+    def is_drafted(self) -> NDArray[np.bool_]:
+        """Whether each sequence has drafts: [num_seqs]."""
+        drafted = self.lengths > 1
+        drafted[self.num_decodes :] = False
+        return drafted
 
-    @property
+    @cached_property
+    def has_drafts(self) -> bool:
+        return bool(self.is_drafted.any())
+
+    @cached_property
     def drafted(self) -> NDArray[np.int64]:
         """The indices of the sequences with drafts."""
-        return np.flatnonzero(self.lengths[: self.num_decodes] > 1)
+        return np.flatnonzero(self.is_drafted)
+
+    @cached_property
+    def undrafted(self) -> NDArray[np.int64]:
+        """The indices of the other sequences."""
+        return np.flatnonzero(~self.is_drafted)
 
     @property
     def known(self) -> NDArray[np.int32]:
@@ -89,7 +101,7 @@ class StepBatch:
     @cached_property
     def continued(self) -> NDArray[np.int64]:
         """The indices of the sequences that sample and have no drafts: one sample continues each of them."""
-        return np.setdiff1d(self.sampling, self.drafted) if self.has_drafts else self.sampling
+        return self.sampling[~self.is_drafted[self.sampling]] if self.has_drafts else self.sampling
 
     @property
     def continued_sequences(self) -> tuple[ScheduledSequence, ...]:

@@ -94,7 +94,7 @@ def build_inputs_kernel(
                 tl.store(slot_mapping + group * mapping_stride + begin + at, mapped, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "slots_at", "block_stride", "page_stride", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "slots_at", "block_stride", "ahead", "page_stride", "table_stride"])
 def build_page_table_kernel(
     words,
     slots_at,
@@ -102,6 +102,7 @@ def build_page_table_kernel(
     blocks,  # state: [slots, block_stride], of each logical block an entry per group
     block_stride,
     seq_lens,  # [rows] int32
+    ahead,  # tokens behind each sequence whose pages the table has, too
     page_table,  # out [groups, rows, page_stride] int32, groups table_stride apart
     page_stride,
     table_stride,
@@ -109,11 +110,14 @@ def build_page_table_kernel(
     PAGES_PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Translate logical blocks to kernel pages. Grid (rows, chunks of the longest sequence's pages, groups)."""
+    """Translate logical blocks to kernel pages. Grid (rows, chunks of the longest sequence's pages, groups).
+
+    Pages ``ahead`` that a sequence does not have are undefined.
+    """
     row = tl.program_id(0)
     group = tl.program_id(2).to(tl.int64)
     groups = tl.num_programs(2)
-    pages = (tl.load(seq_lens + row) + PAGE_SIZE - 1) // PAGE_SIZE
+    pages = tl.minimum((tl.load(seq_lens + row) + ahead + PAGE_SIZE - 1) // PAGE_SIZE, page_stride)
     begin = tl.program_id(1) * CHUNK
     if (row < num_seqs) & (begin < pages):
         slot = tl.load(words + slots_at + row).to(tl.int64)

@@ -131,7 +131,6 @@ class Decoder(Model):
         return self.head(hidden)
 
     def write_logits(self, hidden: Tensor, out: Tensor) -> None:
-        """On GPUs only."""
         assert self.head is not None
         self.head.write(hidden, out)
 

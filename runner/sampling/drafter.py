@@ -34,9 +34,13 @@ class PredictedTokens:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The sequences that have sampled, with a row each."""
+    """The sequences that have sampled, with a row each. A batch for a CUDA graph may have rows of padding behind them.
+
+    Such a row has any ``last`` token, and a limit of 1.
+    """
 
     last: Tensor  # [rows] int64, device: the last token without rejected drafts, among those of the step
+    starts: Tensor  # [rows + 1] int32, device: 0, 1, 2 …; without a further token for rows of padding
     page_table: Tensor  # [rows, max_pages] int32, device: pages from position 0
     limits: NDArray[np.int64]  # [rows], host: tokens that have a page
     device_limits: Tensor  # [rows] int64, device: the same
@@ -52,17 +56,18 @@ class Drafter:
         nothing = tokens.positions[:0]
         self._model.predict(tokens.next_ids, tokens.hidden, tokens.positions, self._backend, nothing)
 
-    def draft(self, tokens: PredictedTokens, rows: DraftRows, count: int) -> Tensor:
+    def draft(self, tokens: PredictedTokens, rows: DraftRows, count: int, graph: bool = False) -> Tensor:
         """Do ``store``, and return the next ``count`` drafts of each row: [rows, count] int32, device.
 
-        They are the most likely tokens. Host and device do not wait for each other.
+        They are the most likely tokens. Host and device do not wait for each other. With ``graph`` the call is captured
+        into a CUDA graph: then the arrays of ``rows`` on the host have the right sizes, and any values.
         """
         result = self._model.predict(tokens.next_ids, tokens.hidden, tokens.positions, self._backend, rows.last)
         position = tokens.positions.index_select(0, rows.last)
         drafts = [self._model.logits(result).argmax(-1)]
         for number in range(1, count):
             held = torch.minimum(position + number, rows.device_limits - 1)
-            self._backend.plan(self._batch(rows, held, position + number < rows.device_limits, number))
+            self._backend.plan(self._batch(rows, held, position + number < rows.device_limits, number), graph)
             result = self._model.predict(drafts[-1], result, held, self._backend)
             drafts.append(self._model.logits(result).argmax(-1))
         return torch.stack(drafts, dim=1).int()
@@ -71,12 +76,12 @@ class Drafter:
         """Return a step of one token per row. Tokens that are not ``stored`` see what is at their position."""
         count, page_size = len(rows.seq_lens), self._page_size
         pages = rows.page_table.gather(1, (positions // page_size)[:, None])[:, 0]
-        slots = torch.where(stored, pages.long() * page_size + positions % page_size, -1)
+        slots = (pages.long() * page_size + positions % page_size).masked_fill(~stored, -1)
         starts = np.arange(count + 1, dtype=np.int32)
         return AttentionBatch.of_groups(
             starts,
             np.minimum(rows.seq_lens + number, rows.limits).astype(np.int32),
-            device_query_starts=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
+            device_query_starts=rows.starts,
             device_seq_lens=(positions + 1).int(),
             page_tables=[rows.page_table],
             slots=[slots],

@@ -131,6 +131,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
             tokens,
             DraftRows(
                 last=self._to_device(last[sampled]),
+                starts=torch.arange(len(sampled) + 1, dtype=torch.int32, device=self._device),
                 page_table=torch.from_numpy(table.pages[0][rows, :max_pages]).to(self._device),
                 limits=limits,
                 device_limits=self._to_device(limits),

@@ -7,6 +7,7 @@
     cuda_graphs.py        small steps as CUDA graphs; their sizes are in runner/graph_sizes.py
     sampling_metadata.py  sampling parameters of a batch, on the device
     device_sampler.py     sampling without the host
+    drafts.py             drafts of the model behind a step, a CUDA graph if the step only decodes
     async_output.py       sampled tokens on their way to the host
     grammar_masks.py      step part: masks of allowed tokens
     returned_tokens.py    step part: tokens from the last pipeline stage
@@ -15,6 +16,6 @@
 Their Triton kernels are in runner/kernels/: step.py and sampling.py.
 
 One step on the device's stream: copy staged writes · apply them · build inputs · forward pass (a graph if the step is
-small) · logits · sample · store samples in the state · copy tokens to the host on a side stream. No part waits for the
-host, so the next step is launched while the tokens of this one are still being computed.
+small) · logits · sample · store samples in the state · drafts of the model · copy tokens to the host on a side stream.
+No part waits for the host, so the next step is launched while the tokens of this one are still being computed.
 """

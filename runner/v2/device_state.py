@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.kernels.step import WRITE_CHUNK, apply_writes_kernel
+
+_Index = TypeVar("_Index", int, NDArray[np.int64])
 
 
 class DeviceState:
@@ -25,17 +29,30 @@ class DeviceState:
         token_ids, block_tables, self.num_computed, self.num_tokens = self.flat.split(sizes)  # the last two: [slots]
         self.token_ids = token_ids.view(slots, max_tokens)  # [slots, max_tokens]: prompt, then sampled tokens
         self.block_tables = block_tables.view(slots, max_blocks)  # [slots, max_blocks]: block ids from position 0 on
+        self._max_tokens, self._max_blocks = max_tokens, max_blocks
+        self._blocks_begin = sizes[0]  # offsets of the tables in ``flat``
+        self._computed_begin = sum(sizes[:2])
+        self._counts_begin = sum(sizes[:3])
 
-    def offset(self, table: Tensor, *index: int) -> int:
-        """Return the offset in ``flat`` of an element of one of the tables."""
-        within = sum(i * stride for i, stride in zip(index, table.stride(), strict=True))
-        return int(table.storage_offset()) + within
+    # Offsets in ``flat`` of elements of the tables, for one slot or arrays of slots.
+
+    def token_offset(self, slot: _Index, position: _Index) -> _Index:
+        return slot * self._max_tokens + position
+
+    def block_offset(self, slot: int, index: int) -> int:
+        return self._blocks_begin + slot * self._max_blocks + index
+
+    def num_computed_offset(self, slot: _Index) -> _Index:
+        return self._computed_begin + slot
+
+    def num_tokens_offset(self, slot: _Index) -> _Index:
+        return self._counts_begin + slot
 
     def token_offsets(
         self, slots: NDArray[np.int64], positions: NDArray[np.int64], wanted: NDArray[np.bool_]
     ) -> NDArray[np.int32]:
         """Return the offsets in ``flat`` of tokens at these positions of slots, -1 for unwanted ones."""
-        return np.where(wanted, slots * self.token_ids.stride(0) + positions, -1).astype(np.int32)
+        return np.where(wanted, self.token_offset(slots, positions), -1).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,9 @@ class StagedWrites:
     def __init__(self, capacity: int, max_in_flight: int, device: torch.device) -> None:
         """Reserve ``capacity`` words; a step with more words reserves more."""
         self._device = device
-        self._writes: list[tuple[int, NDArray[np.int32]]] = []
+        self._destinations: list[int] = []
+        self._lengths: list[int] = []
+        self._values: list[NDArray[np.int32]] = []  # of all writes, one after the other
         self._extra: list[NDArray[np.int32]] = []
         self._next = 0
         self._ring = max_in_flight + 2  # buffers of the steps in flight, one that is being written, one to spare
@@ -70,7 +89,13 @@ class StagedWrites:
 
     def write(self, destination: int, values: NDArray[np.int32]) -> None:
         """Write ``values`` to the state at ``destination`` before the next step; they are copied only in ``send``."""
-        self._writes.append((destination, values))
+        self.write_each([destination], [len(values)], values)
+
+    def write_each(self, destinations: Iterable[int], lengths: Iterable[int], values: NDArray[np.int32]) -> None:
+        """Do many writes: the first ``lengths[0]`` values to ``destinations[0]``, the next ones behind, and so on."""
+        self._destinations += destinations
+        self._lengths += lengths
+        self._values.append(values)
 
     def stage(self, array: NDArray[np.int32]) -> None:
         """Send an array with the next step; its offset is the next of ``StepWords.extra_at``."""
@@ -78,29 +103,25 @@ class StagedWrites:
 
     def send(self, *arrays: NDArray[np.int32]) -> StepWords:
         """Start the copy of all writes and arrays. Later work on the stream finds them on the device."""
-        writes, self._writes = self._writes, []
-        extra, self._extra = self._extra, []
-        head = 3 * len(writes)
-        every = (*arrays, *extra)
-        total = head + sum([len(values) for _, values in writes]) + sum([len(array) for array in every])
+        lengths = np.array(self._lengths, dtype=np.int32)
+        num_writes, extra = len(lengths), self._extra
+        head = 3 * num_writes
+        parts = [*self._values, *arrays, *extra]
+        begins = [head, *(head + np.cumsum([len(part) for part in parts])).tolist()]
+        total = begins[-1]
         if total > self._words.numel():
             self._allocate(2 * total)
         host, words = self._host[self._next], self._host_words[self._next]
-        at, longest = head, 0
-        for number, (destination, values) in enumerate(writes):
-            words[3 * number : 3 * number + 3] = destination, at, len(values)
-            words[at : at + len(values)] = values
-            at, longest = at + len(values), max(longest, len(values))
-        offsets = []
-        for array in every:
-            offsets.append(at)
-            words[at : at + len(array)] = array
-            at += len(array)
+        words[0:head:3] = self._destinations
+        words[1:head:3] = head + lengths.cumsum() - lengths
+        words[2:head:3] = lengths
+        np.concatenate(parts, out=words[head:total])
         self._words[:total].copy_(host[:total], non_blocking=True)
         self._next = (self._next + 1) % self._ring
-        return StepWords(
-            self._words, len(writes), longest, tuple(offsets[: len(arrays)]), tuple(offsets[len(arrays) :])
-        )
+        offsets = tuple(begins[len(self._values) : -1])
+        self._destinations, self._lengths, self._values, self._extra = [], [], [], []
+        longest = int(lengths.max(initial=0))
+        return StepWords(self._words, num_writes, longest, offsets[: len(arrays)], offsets[len(arrays) :])
 
     def apply(self, sent: StepWords, state: DeviceState) -> None:
         """Launch the writes on the device."""

@@ -1,16 +1,31 @@
-"""The inputs of the model's own drafts, from the state on the device: the host knows no token of the step yet."""
+"""The model's own drafts behind a step, from the state on the device: the host knows no token of the step yet.
+
+    step         layers (a graph) ─► sample ─┐
+    behind it                                └─► predictor over the step's tokens ─► draft ─► predictor ─► draft …
+
+Behind a step that only decodes, all of it is one CUDA graph, if one holds the step: each token has a sample, so the
+graph needs nothing but the samples, the step's inputs and its hidden states. Without graphs the same calls run one by
+one. Behind steps with prompts, tokens of prompts precede those of the state, and only some sequences sample.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
+from runner.attention import AttentionBackend
+from runner.batch import AttentionBatch
+from runner.graph_sizes import BatchDescriptor, GraphSizes
 from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
+from runner.v2.cuda_graphs import CudaGraphs
 from runner.v2.device_sampler import SamplerOutput
 from runner.v2.device_state import DeviceState
 from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch, InputBuffers
@@ -31,49 +46,138 @@ class SampledRows(NamedTuple):
         sequences, first = np.unique(indices.sampling, return_index=True)
         num_drafts = np.where(sequences < indices.num_decodes, indices.lengths[sequences] - 1, 0)
         # Decodes come first, with a sample for each token.
-        drafted = np.flatnonzero(np.isin(indices.sampling, indices.drafted))
+        drafted = np.flatnonzero(indices.is_drafted[indices.sampling])
         arrays = (sequences, indices.logits_tokens[first], num_drafts, drafted)
         tensors = copy_to_device([np.asarray(each, dtype=np.int64) for each in arrays], device)
         return cls(tensors[0], tensors[1], tensors[2], tensors[3], int(num_drafts.max(initial=0)))
 
 
-@dataclass(frozen=True)
 class DeviceDrafts:
     """Follows the tokens of each step if the model makes drafts, else does nothing."""
 
-    drafter: Drafter | None
-    state: DeviceState
-    inputs: InputBuffers
-    layout: KVLayout
-    max_model_len: int
+    def __init__(
+        self,
+        config: NodeConfig,
+        drafter: Drafter | None,
+        state: DeviceState,
+        inputs: InputBuffers,
+        backend: AttentionBackend,
+        layout: KVLayout,
+        hidden: Tensor,
+    ) -> None:
+        """``hidden`` [tokens, hidden_size] is where graphs of the layers leave hidden states."""
+        self._drafter, self._state, self._inputs, self._backend = drafter, state, inputs, backend
+        self._block_size, self._page_size = layout.block_size, layout.kernel_block_size
+        self._max_model_len, self._most = config.max_model_len, config.max_drafts
+        has_graphs = config.cuda_graphs and drafter is not None and config.max_drafts > 0
+        self._sizes = GraphSizes.of_node(config).of_decodes if has_graphs else GraphSizes(())
+        self._graphs = CudaGraphs(GraphSizes(()))
+        # Inputs and results of graphs.
+        self._hidden = hidden
+        self._sampled = torch.zeros(self._sizes.most_tokens, dtype=torch.int32, device=hidden.device)
+        rows = max((each.rows for each in self._sizes.descriptors), default=0)
+        self._drafts = torch.zeros(rows, self._most, dtype=torch.int32, device=hidden.device)
+
+    def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
+        """Capture the graphs of all sizes, or of the ``most`` largest."""
+        graphs = CudaGraphs(GraphSizes(self._sizes.descriptors[:most]))
+        graphs.capture(self._hidden.device, self._inputs.padding, self._captured, on_progress)
+        self._graphs = graphs
 
     def skip(self, batch: InputBatch, hidden: Tensor) -> None:
         """Follow the tokens of a step in which nothing samples. They have been counted in the state."""
-        if self.drafter is not None:
-            self.drafter.store(self._tokens(batch, hidden))
+        if self._drafter is not None:
+            self._plan_step(batch)
+            self._drafter.store(self._tokens(batch, hidden))
 
     def follow(
         self, batch: InputBatch, hidden: Tensor, output: SamplerOutput, metadata: SamplingMetadata, count: int
     ) -> SamplerOutput:
         """Follow the tokens of a step. Return the output with ``count`` drafts of each sequence that samples."""
-        if self.drafter is None:
+        if self._drafter is None:
             return output
-        rows, sampled = self._rows(batch.indices), output.tokens
-        last = rows.first + self._num_accepted(batch.indices, rows, sampled)
-        if len(rows.drafted):  # other samples are in the state
-            slots = metadata.slot[rows.drafted].long()
-            at = self.state.num_tokens[slots] + metadata.drafts_before[rows.drafted]
-            self.state.token_ids.index_put_((slots, at.long()), sampled[rows.drafted])
-        tokens = self._tokens(batch, hidden)
-        if count:
-            drafts = self.drafter.draft(tokens, self._draft_rows(batch, rows, last, count), count)
-            return replace(output, drafts=drafts)
-        self.drafter.store(tokens)
-        return output
+        indices, sampled = batch.indices, output.tokens
+        if indices.only_decodes and count == self._most and batch.graph is not None and self._graphs.have(batch.graph):
+            self._sampled[: len(sampled)].copy_(sampled)
+            self._graphs.replay(batch.graph)
+            return replace(output, drafts=self._drafts[: indices.num_seqs].clone())  # the next step overwrites them
+        self._plan_step(batch)
+        if indices.only_decodes:
+            tokens = PredictedTokens(sampled, hidden, self._inputs.positions[: indices.num_tokens])
+        else:
+            self._store_unverified(indices, sampled, metadata)
+            tokens = self._tokens(batch, hidden)
+        if not count:
+            self._drafter.store(tokens)
+            return output
+        if indices.only_decodes:
+            rows = self._decoded_rows(indices.descriptor, sampled, self._limits(batch), batch.seq_lens)
+        else:
+            rows = self._sampled_rows(batch, sampled, count)
+        return replace(output, drafts=self._drafter.draft(tokens, rows, count))
+
+    def _plan_step(self, batch: InputBatch) -> None:
+        """Plan attention of the step's tokens, unless its layers have; a graph has a plan of its own."""
+        if batch.graph is not None:
+            self._backend.plan(self._inputs.attention_batch(batch))
+
+    # ------------------------------------------------------------ behind decodes
+
+    def _captured(self, size: BatchDescriptor, padding: AttentionBatch) -> None:
+        """Compute what the graph of this size captures."""
+        assert self._drafter is not None
+        self._backend.plan(padding, graph=True)
+        sampled, any_values = self._sampled[: size.tokens], np.ones(size.rows, dtype=np.int64)
+        tokens = PredictedTokens(sampled, self._hidden[: size.tokens], self._inputs.positions[: size.tokens])
+        rows = self._decoded_rows(size, sampled, any_values, any_values)
+        self._drafts[: size.rows].copy_(self._drafter.draft(tokens, rows, self._most, graph=True))
+
+    def _decoded_rows(
+        self,
+        size: BatchDescriptor,
+        sampled: Tensor,
+        limits: NDArray[np.int64],
+        seq_lens: NDArray[np.integer],
+    ) -> DraftRows:
+        """Return the rows of decodes, in any padding; ``sampled`` [size.tokens] has a sample for each token.
+
+        Only device memory at fixed addresses is read, so a graph can capture it.
+        """
+        inputs = self._inputs
+        starts, lengths = inputs.query_starts[: size.rows].long(), inputs.query_lengths(size.rows)
+        known = lengths > 0  # no padding
+        num_drafts = torch.arange(size.row_tokens - 1, device=starts.device)
+        drafts = (starts[:, None] + num_drafts + 1).clamp_max(size.tokens - 1)
+        right = (sampled[drafts - 1] == inputs.input_ids[drafts]) & (num_drafts < lengths[:, None] - 1)
+        last = starts + right.long().cumprod(1).sum(1)
+        return DraftRows(
+            last=last.clamp_max(size.tokens - 1),
+            starts=torch.nn.functional.pad(known.cumsum(0), (1, 0)).int(),
+            page_table=inputs.page_table[0, : size.rows],
+            limits=limits,
+            device_limits=self._device_limits(inputs.num_blocks[: size.rows]).masked_fill(~known, 1),
+            seq_lens=seq_lens.astype(np.int64),
+        )
+
+    # ------------------------------------------------------------ behind steps with prompts
+
+    def _sampled_rows(self, batch: InputBatch, sampled: Tensor, count: int) -> DraftRows:
+        rows = self._rows(batch.indices)
+        host_rows = np.unique(batch.indices.sampling)
+        limits, seq_lens = self._limits(batch)[host_rows], batch.seq_lens[host_rows].astype(np.int64)
+        num_pages = -(-int(np.minimum(seq_lens + count, limits).max()) // self._page_size)
+        return DraftRows(
+            last=rows.first + self._num_accepted(batch.indices, rows, sampled),
+            starts=torch.arange(len(limits) + 1, dtype=torch.int32, device=sampled.device),
+            page_table=self._inputs.page_table[0, :, :num_pages].index_select(0, rows.sequences),
+            limits=limits,
+            device_limits=self._device_limits(self._inputs.num_blocks[rows.sequences]),
+            seq_lens=seq_lens,
+        )
 
     def _rows(self, indices: BatchIndices) -> SampledRows:
         if indices.sampled_rows is None:
-            indices.sampled_rows = SampledRows.of(indices, self.state.flat.device)
+            indices.sampled_rows = SampledRows.of(indices, self._state.flat.device)
         return indices.sampled_rows
 
     def _num_accepted(self, indices: BatchIndices, rows: SampledRows, sampled: Tensor) -> Tensor:
@@ -82,28 +186,33 @@ class DeviceDrafts:
             return torch.zeros_like(rows.first)
         index = torch.arange(rows.most_drafts, device=sampled.device)
         samples = rows.first[:, None] + index  # those of prompts are none, and do not count
-        drafts = self.inputs.input_ids[(samples + 1).clamp_max(indices.num_tokens - 1)]
+        drafts = self._inputs.input_ids[(samples + 1).clamp_max(indices.num_tokens - 1)]
         right = (sampled[samples.clamp_max(len(sampled) - 1)] == drafts) & (index < rows.num_drafts[:, None])
         return right.long().cumprod(1).sum(1)
 
+    def _store_unverified(self, indices: BatchIndices, sampled: Tensor, metadata: SamplingMetadata) -> None:
+        """Write the samples of decodes with drafts to the state, uncounted; other samples are there."""
+        drafted = self._rows(indices).drafted
+        if len(drafted):
+            slots = metadata.slot[drafted].long()
+            at = self._state.num_tokens[slots] + metadata.drafts_before[drafted]
+            self._state.token_ids.index_put_((slots, at.long()), sampled[drafted])
+
     def _tokens(self, batch: InputBatch, hidden: Tensor) -> PredictedTokens:
         """The tokens behind those of the step are in the state: of the prompt, or sampled."""
-        indices, positions = batch.indices, self.inputs.positions[: batch.indices.num_tokens]
+        indices, positions = batch.indices, self._inputs.positions[: batch.indices.num_tokens]
         slots = batch.sent.array(SLOTS, indices.num_seqs)
         if indices.num_tokens > indices.num_seqs:
-            lengths = self.inputs.query_lengths(indices.num_seqs)
+            lengths = self._inputs.query_lengths(indices.num_seqs)
             slots = slots.repeat_interleave(lengths, output_size=indices.num_tokens)
-        return PredictedTokens(self.state.token_ids[slots.long(), positions + 1], hidden, positions)
+        return PredictedTokens(self._state.token_ids[slots.long(), positions + 1], hidden, positions)
 
-    def _draft_rows(self, batch: InputBatch, rows: SampledRows, last: Tensor, count: int) -> DraftRows:
-        layout, indices = self.layout, batch.indices
-        sampled = np.unique(indices.sampling)
-        limits = np.minimum(batch.num_blocks[sampled].astype(np.int64) * layout.block_size, self.max_model_len)
-        seq_lens = batch.seq_lens[sampled].astype(np.int64)
-        (device_limits,) = copy_to_device([limits], last.device)
-        num_blocks = -(-int(np.minimum(seq_lens + count, limits).max()) // layout.block_size)
-        slots = batch.sent.array(SLOTS, indices.num_seqs)[rows.sequences].long()
-        per_block = layout.pages_per_block
-        pages = self.state.block_tables[slots, :num_blocks, None] * per_block
-        pages = pages + torch.arange(per_block, dtype=torch.int32, device=last.device)
-        return DraftRows(last, pages.view(len(sampled), -1), limits, device_limits, seq_lens)
+    # ------------------------------------------------------------ limits
+
+    def _limits(self, batch: InputBatch) -> NDArray[np.int64]:
+        """Return the tokens of each sequence that have a page."""
+        return np.minimum(batch.num_blocks.astype(np.int64) * self._block_size, self._max_model_len)
+
+    def _device_limits(self, num_blocks: Tensor) -> Tensor:
+        """Return the same on the device."""
+        return (num_blocks.long() * self._block_size).clamp(1, self._max_model_len)

@@ -10,6 +10,7 @@ from torch import Tensor
 from pdserve.config.node_config import NodeConfig
 from pdserve.pausing import Pausing, complete, completed
 from runner.attention import AttentionBackend
+from runner.batch import AttentionBatch
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 from runner.loading.model_loader import LoadedModel
@@ -32,6 +33,7 @@ class ForwardPass:
         self._position = config.position
         self.sizes = GraphSizes.of_node(config)
         self._graphs = CudaGraphs(GraphSizes(()))
+        self._decode_sizes = GraphSizes(())  # of the graphs
         dtype, device = model.placement.dtype, model.device
         hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size
         most = self.sizes.most_tokens if config.cuda_graphs else 0
@@ -40,30 +42,32 @@ class ForwardPass:
         # stage, else hidden states; both if the model drafts.
         self._start = torch.zeros(0 if self._position.is_first else most, hidden_size, dtype=dtype, device=device)
         self._keeps_hidden = config.model.num_draft_layers > 0 and self._position.is_last
-        self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
+        self.hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
         self._logits = torch.empty(rows, vocab_size, dtype=dtype, device=device)
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
         """Capture the graphs of all sizes, or of the ``most`` largest."""
         graphs = CudaGraphs(GraphSizes(self.sizes.descriptors[:most]))
-        graphs.capture(
-            lambda each: self._backend.plan(self._inputs.padding(each), graph=True), self._captured, on_progress
-        )
-        self._graphs = graphs
+        graphs.capture(self.hidden.device, self._inputs.padding, self._captured, on_progress)
+        self._graphs, self._decode_sizes = graphs, graphs.sizes.of_decodes
 
     def graph_for(self, indices: BatchIndices) -> BatchDescriptor | None:
-        """Return the size of the graph for this batch, None if none fits."""
-        return self._graphs.sizes.find(indices.descriptor)
+        """Return the size of the graph for this batch, None if none fits.
 
-    def run(
-        self, batch: InputBatch, descriptor: BatchDescriptor | None, all_hidden_states: bool
-    ) -> Pausing[tuple[Tensor, Tensor | None]]:
+        Decodes of a model that drafts get one for decodes, even if a smaller one fits: drafts have a graph of its size.
+        """
+        found = None
+        if self._keeps_hidden and indices.only_decodes:
+            found = self._decode_sizes.find(indices.descriptor)
+        return found or self._graphs.sizes.find(indices.descriptor)
+
+    def run(self, batch: InputBatch, all_hidden_states: bool) -> Pausing[tuple[Tensor, Tensor | None]]:
         """Return hidden states, and logits [sampling rows, vocab_size] on the last stage if any row samples.
 
-        The inputs have been built, padded to ``descriptor`` if given. Hidden states are those of all tokens if
-        ``all_hidden_states``, for which ``descriptor`` must be None unless the model drafts.
+        The inputs have been built, padded to ``batch.graph`` if there is one. Hidden states are those of all tokens if
+        ``all_hidden_states``, for which there must be none unless the model drafts.
         """
-        indices = batch.indices
+        indices, descriptor = batch.indices, batch.graph
         selects = self._position.is_last and not indices.every_token_samples
         keep = batch.logits_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
@@ -74,8 +78,6 @@ class ForwardPass:
             ),
             self._inputs.input_ids[: indices.num_tokens],
         )
-        if descriptor is not None and self._keeps_hidden:  # drafts need a plan of this step; a graph has its own
-            self._backend.plan(self._inputs.attention_batch(batch))
         if not self._position.is_last or not len(indices.sampling):
             return hidden, None
         has_logits = descriptor is not None and descriptor.is_decode
@@ -95,14 +97,15 @@ class ForwardPass:
             if tokens < descriptor.tokens:  # layers add to their input: padding would grow with every step
                 self._start[tokens : descriptor.tokens].zero_()
         self._graphs.replay(descriptor)
-        return self._hidden[:tokens]
+        return self.hidden[:tokens]
 
-    def _captured(self, descriptor: BatchDescriptor) -> None:
+    def _captured(self, descriptor: BatchDescriptor, padding: AttentionBatch) -> None:
         """Compute what the graph of this size captures."""
+        self._backend.plan(padding, graph=True)
         tokens = descriptor.tokens
         start = self._inputs.input_ids if self._position.is_first else self._start
         hidden = complete(self._layers(start[:tokens], None))
         if descriptor.is_decode and self._position.is_last:
             self._model.decoder.write_logits(hidden, self._logits[:tokens])
         if self._keeps_hidden or not (descriptor.is_decode and self._position.is_last):
-            self._hidden[:tokens].copy_(hidden)
+            self.hidden[:tokens].copy_(hidden)

@@ -26,7 +26,7 @@ _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
 
 # The arrays of ``InputBatch.sent``.
-SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS, STATE_SLOTS = range(5)
+SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS, STATE_SLOTS, NUM_BLOCKS = range(6)
 HAS_DRAFTS = -2  # in place of a sample: the host counts the samples that stay
 
 
@@ -49,6 +49,10 @@ class BatchIndices(StepBatch):
     def every_token_samples(self) -> bool:
         return self.num_tokens == len(self.sampling)
 
+    @property
+    def only_decodes(self) -> bool:
+        return self.num_decodes == self.num_seqs
+
 
 @dataclass
 class InputBatch:
@@ -61,6 +65,7 @@ class InputBatch:
     num_blocks: NDArray[np.int32]  # [num_seqs], in the block tables of all groups
     state_snapshots: tuple[RowSnapshot, ...] = ()
     masks: GrammarMaskTensors | None = None
+    graph: BatchDescriptor | None = None  # size of the CUDA graph that computes its layers, if one does
 
     @property
     def logits_tokens(self) -> Tensor:
@@ -90,17 +95,26 @@ class InputBuffers:
     """
 
     def __init__(
-        self, max_seqs: int, max_tokens: int, max_pages: int, layout: KVLayout, device: torch.device, has_states: bool
+        self,
+        max_seqs: int,
+        max_tokens: int,
+        max_pages: int,
+        layout: KVLayout,
+        device: torch.device,
+        has_states: bool,
+        drafts_ahead: int = 0,
     ) -> None:
-        self._layout = layout
+        """``drafts_ahead``: drafts that the model makes behind a step; tables also have the pages of these."""
+        self._layout, self._ahead = layout, drafts_ahead
         self._state_slots = torch.zeros(max_seqs, dtype=torch.int32, device=device) if has_states else None
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         groups = layout.groups.num_groups
         self._slot_mapping = torch.full((groups, max_tokens), -1, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
-        self._query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
-        self._page_table = torch.zeros(groups, max_seqs, max_pages, dtype=torch.int32, device=device)
+        self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(groups, max_seqs, max_pages, dtype=torch.int32, device=device)
+        self.num_blocks = torch.zeros(max_seqs, dtype=torch.int32, device=device)  # filled if the model drafts
 
     def build(self, batch: InputBatch, descriptor: BatchDescriptor, state: DeviceState) -> None:
         """Fill the buffers on the device's stream, padded to ``descriptor`` as a captured graph of that size needs."""
@@ -123,7 +137,7 @@ class InputBuffers:
             self._slot_mapping,
             self._slot_mapping.stride(0),
             self._seq_lens,
-            self._query_starts,
+            self.query_starts,
             tokens,
             BLOCK_SIZE=layout.block_size,
             GROUPS=layout.groups.num_groups,
@@ -131,7 +145,9 @@ class InputBuffers:
         )
         if self._state_slots is not None:  # rows of padding keep an old slot: they have no tokens
             self._state_slots[:num_seqs].copy_(batch.sent.array(STATE_SLOTS, num_seqs))
-        longest = -(-int(batch.seq_lens.max()) // layout.kernel_block_size)
+        if self._ahead:
+            self.num_blocks[:num_seqs].copy_(batch.sent.array(NUM_BLOCKS, num_seqs))
+        longest = -(-(int(batch.seq_lens.max()) + self._ahead) // layout.kernel_block_size)
         build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK), layout.groups.num_groups)](
             words,
             arrays_at[SLOTS],
@@ -139,9 +155,10 @@ class InputBuffers:
             state.block_tables,
             state.block_tables.stride(0),
             self._seq_lens,
-            self._page_table,
-            self._page_table.stride(1),
-            self._page_table.stride(0),
+            self._ahead,
+            self.page_table,
+            self.page_table.stride(1),
+            self.page_table.stride(0),
             PAGE_SIZE=layout.kernel_block_size,
             PAGES_PER_BLOCK=layout.pages_per_block,
             CHUNK=_PAGE_CHUNK,
@@ -149,7 +166,7 @@ class InputBuffers:
 
     def query_lengths(self, num_seqs: int) -> Tensor:
         """Return the tokens of each sequence of the batch that was built last: [num_seqs] int32."""
-        return self._query_starts[: num_seqs + 1].diff()
+        return self.query_starts[: num_seqs + 1].diff()
 
     def attention_batch(self, batch: InputBatch) -> AttentionBatch:
         """Return the batch that was built last, without padding."""
@@ -166,9 +183,10 @@ class InputBuffers:
         self.input_ids[:tokens] = 0
         self.positions[:tokens] = 0
         self._slot_mapping[:, :tokens] = -1
+        self.num_blocks[:rows] = 0
         self._seq_lens[:rows] = torch.from_numpy(lengths)
-        self._query_starts[: rows + 1] = torch.from_numpy(query_starts)
-        self._page_table[:, :rows] = 0
+        self.query_starts[: rows + 1] = torch.from_numpy(query_starts)
+        self.page_table[:, :rows] = 0
         if self._state_slots is not None:
             self._state_slots[:rows] = NO_SLOT
         return self._attention_batch(query_starts, lengths, descriptor)
@@ -183,9 +201,9 @@ class InputBuffers:
         return AttentionBatch.of_groups(
             query_starts,
             seq_lens,
-            device_query_starts=self._query_starts[: descriptor.rows + 1],
+            device_query_starts=self.query_starts[: descriptor.rows + 1],
             device_seq_lens=self._seq_lens[: descriptor.rows],
-            page_tables=[table[: descriptor.rows] for table in self._page_table],
+            page_tables=[table[: descriptor.rows] for table in self.page_table],
             slots=[slots[: descriptor.tokens] for slots in self._slot_mapping],
             state_slots=None if self._state_slots is None else self._state_slots[: descriptor.rows],
             state_snapshots=state_snapshots,

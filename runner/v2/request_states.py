@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,16 +45,16 @@ class RequestStates(SequenceRows):
         state, write = self._state, self._writes.write
         self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, new.num_tokens, 0
         self._state_slots[slot] = new.state_slot
-        write(state.offset(state.token_ids, slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
-        write(state.offset(state.num_computed, slot), self.num_computed[slot : slot + 1].copy())
-        write(state.offset(state.num_tokens, slot), self.num_tokens[slot : slot + 1].copy())
+        write(state.token_offset(slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
+        write(state.num_computed_offset(slot), self.num_computed[slot : slot + 1].copy())
+        write(state.num_tokens_offset(slot), self.num_tokens[slot : slot + 1].copy())
         self.add_blocks(new.seq, new.block_ids)
         return slot
 
     def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None:
         slot = self._row_of[seq]
         first = int(self._num_blocks[slot])
-        offset = self._state.offset(self._state.block_tables, slot, first)
+        offset = self._state.block_offset(slot, first)
         # A group that keeps no block has block 0 there, which no attention reads.
         self._writes.write(offset, np.maximum(np.array(block_ids, dtype=np.int32), 0))
         self._num_blocks[slot] += len(block_ids)
@@ -63,30 +65,31 @@ class RequestStates(SequenceRows):
 
     def schedule(self, plan: StepPlan) -> InputBatch:
         """Send a batch with all staged writes, and count its tokens and samples as done."""
-        for drafts in plan.drafts:
-            self._write_drafts(drafts)
+        if plan.drafts:
+            self._write_drafts(plan.drafts)
         indices = self._indices_of(plan)
         seq_lens = self.num_computed[indices.rows] + indices.lengths
         known = self.num_tokens[indices.rows]
         if plan.drafts:
             known[indices.drafted] += indices.lengths[indices.drafted] - 1
-            counted = np.setdiff1d(np.arange(indices.num_seqs), indices.drafted)
+            counted = indices.undrafted
             self.num_computed[indices.rows[counted]] = seq_lens[counted]
             self.num_tokens[indices.rows[indices.continued]] += 1
         else:
             self.num_computed[indices.rows] = seq_lens
             self.num_tokens[indices.sampling_rows] += 1
         assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
+        num_blocks = self._num_blocks[indices.rows]
         sent = self._writes.send(
             indices.rows,
             indices.query_starts,
             indices.sample_of_row,
             indices.logits_tokens,
             self._state_slots[indices.rows],
+            num_blocks,
         )
         self._writes.apply(sent, self._state)
-        blocks = self._num_blocks[indices.rows]
-        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent, blocks, row_snapshots(plan))
+        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent, num_blocks, row_snapshots(plan))
 
     def sampling_rows(self, indices: BatchIndices) -> list[DeviceSamplingRow]:
         """Return each token that a batch samples."""
@@ -98,15 +101,23 @@ class RequestStates(SequenceRows):
             rows += [DeviceSamplingRow(row, slot, record.sampling, c, record.prompt_len, before) for c in choices]
         return rows
 
-    def _write_drafts(self, drafts: Drafts) -> None:
-        """Append the tokens that the last decode of a sequence yielded, count them, and write drafts behind them."""
-        slot, state, write = self._row_of[drafts.seq], self._state, self._writes.write
-        tokens = np.array([*drafts.yielded, *drafts.token_ids], dtype=np.int32)
-        write(state.offset(state.token_ids, slot, int(self.num_tokens[slot])), tokens)
-        if drafts.yielded:
-            for counts, table in ((self.num_computed, state.num_computed), (self.num_tokens, state.num_tokens)):
-                counts[slot] += len(drafts.yielded)
-                write(state.offset(table, slot), counts[slot : slot + 1].copy())
+    def _write_drafts(self, every: Sequence[Drafts]) -> None:
+        """Append the tokens that the last decodes yielded, count them, and write drafts behind them."""
+        state, writes = self._state, self._writes
+        slots = np.array([self._row_of[drafts.seq] for drafts in every])
+        tokens = [(*drafts.yielded, *drafts.token_ids) for drafts in every]
+        destinations = state.token_offset(slots, self.num_tokens[slots])
+        writes.write_each(
+            destinations.tolist(), map(len, tokens), np.fromiter(chain.from_iterable(tokens), dtype=np.int32)
+        )
+        num_yielded = np.array([len(drafts.yielded) for drafts in every], dtype=np.int32)
+        slots, num_yielded = slots[num_yielded > 0], num_yielded[num_yielded > 0]
+        if len(slots):
+            self.num_computed[slots] += num_yielded
+            self.num_tokens[slots] += num_yielded
+            ones = [1] * len(slots)
+            writes.write_each(state.num_computed_offset(slots).tolist(), ones, self.num_computed[slots])
+            writes.write_each(state.num_tokens_offset(slots).tolist(), ones, self.num_tokens[slots])
 
     def _indices_of(self, plan: StepPlan) -> BatchIndices:
         """Return the indices of a recent step if they fit, which saves most of the work, else new ones."""

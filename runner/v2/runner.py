@@ -44,17 +44,22 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         max_blocks = config.max_model_len // layout.block_size + 1
         entries = max_blocks * layout.groups.num_groups
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, entries, device)
-        words = 2 * config.max_model_len + config.max_batch_tokens + 9 * max_num_seqs  # two of the longest prompts
+        words = 2 * config.max_model_len + config.max_batch_tokens + 10 * max_num_seqs  # two of the longest prompts
         writes = StagedWrites(words, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
         has_states = config.state_layout is not None
-        self._inputs = InputBuffers(max_num_seqs, config.max_batch_tokens, max_pages, layout, device, has_states)
+        ahead = config.max_drafts if self._drafter is not None else 0
+        self._inputs = InputBuffers(
+            max_num_seqs, config.max_batch_tokens, max_pages, layout, device, has_states, drafts_ahead=ahead
+        )
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
         self._output_copy = AsyncOutputCopy(device, max_num_seqs * (1 + config.max_drafts), self.max_in_flight)
-        self._drafts = DeviceDrafts(self._drafter, self._state, self._inputs, layout, config.max_model_len)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
+        self._drafts = DeviceDrafts(
+            config, self._drafter, self._state, self._inputs, self._attention, layout, self._forward.hidden
+        )
         features: list[StepFeature[InputBatch]] = []
         if self._is_last_stage:
             features.append(GrammarMasks(self._metadata))
@@ -70,6 +75,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
         if config.cuda_graphs:
             self._forward.capture(lambda fraction: progress("capturing CUDA graphs", fraction))
+            self._drafts.capture(lambda fraction: progress("capturing CUDA graphs of drafts", fraction))
 
     @torch.inference_mode()
     def _graph_bytes(self, config: NodeConfig) -> int:
@@ -78,6 +84,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         torch.cuda.empty_cache()
         before = process_memory(self._device)
         self._forward.capture(lambda fraction: None, most=2)
+        self._drafts.capture(lambda fraction: None, most=2)
         # Further graphs fit into the memory pool of these two and add only their nodes; as much again is plenty.
         return (process_memory(self._device) - before) * 2
 
@@ -89,9 +96,9 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _execute(
         self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
-        descriptor = None if all_hidden_states else self._forward.graph_for(batch.indices)
-        self._inputs.build(batch, descriptor or batch.indices.descriptor, self._state)
-        result = yield from self._forward.run(batch, descriptor, all_hidden_states or self._drafter is not None)
+        batch.graph = None if all_hidden_states else self._forward.graph_for(batch.indices)
+        self._inputs.build(batch, batch.graph or batch.indices.descriptor, self._state)
+        result = yield from self._forward.run(batch, all_hidden_states or self._drafter is not None)
         return result
 
     def _sample(self, plan: StepPlan, batch: InputBatch, logits: Tensor, hidden: Tensor) -> PendingStep:

@@ -59,8 +59,8 @@ class ParallelLMHead:
         return self._parallel.gather_columns(self._linear.apply(hidden), self._config.vocab_size)
 
     def write(self, hidden: Tensor, out: Tensor) -> None:
-        """Write logits to ``out`` [rows, vocab_size], on GPUs."""
-        if self._position.parallel.tp == 1:
+        """Write logits to ``out`` [rows, vocab_size]."""
+        if self._position.parallel.tp == 1 and out.is_cuda:  # CPUs have packed the weight
             self._linear.apply_into(hidden, out)
         else:
             self._parallel.gather_columns(self._linear.apply(hidden), self._config.vocab_size, out)
