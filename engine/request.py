@@ -215,10 +215,12 @@ class Sequence:
     def draft_limit(self, most: int) -> int:
         """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
 
-        A masked sequence has those that its masks are for.
+        A masked sequence has those that its masks are for. None is behind the next snapshot of a recurrent state.
         """
         if not self.may_draft:
             return 0
+        if self.state is not None:
+            most = min(most, self.state.draft_limit(self.num_launched))
         if self.constraint is not None and not self.constraint.fixed:
             most = min(most, len(self.constraint.drafts))
         return min(most, self.max_length - self.length - 1)

@@ -18,7 +18,8 @@ class SequenceState:
     lease_at: int = 0  # tokens after which the copy is made
     stops: list[int] = field(default_factory=list)  # tokens after which snapshots are taken, descending
     pending: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of snapshots in steps in flight
-    decode_hash: bytes = b""  # of its latest snapshot while it decodes
+    decode_distance: int = 1  # tokens between snapshots while it decodes
+    decode_hash: bytes = b""  # of the latest one of these
 
     def limit(self, num_launched: int, num_tokens: int) -> int:
         """Return the tokens of a chunk that would have ``num_tokens``: it ends at the second snapshot at the latest."""
@@ -28,6 +29,13 @@ class SequenceState:
         """So many tokens have been loaded: snapshots before their end are not taken."""
         while self.stops and self.stops[-1] <= num_tokens:
             self.stops.pop()
+
+    def draft_limit(self, num_tokens: int) -> int:
+        """Return how many drafts a decode behind ``num_tokens`` tokens may have.
+
+        A snapshot is of the state at its very token, and ordered before drafts are verified: so none is among drafts.
+        """
+        return max(0, self.decode_distance - num_tokens % self.decode_distance - 2)
 
     def start_from(self, source: int, slot: int) -> None:
         """Begin with a copy of the state in ``source``."""

@@ -234,6 +234,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             config.max_num_seqs,
             config.max_model_len + config.max_batch_tokens,
             self._states,
+            config.max_drafts,
         )
         self._drafter: Drafter | None = None
         if self._is_last_stage and config.model.num_draft_layers:

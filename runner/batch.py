@@ -42,6 +42,9 @@ class AttentionBatch:
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
     state_slots: Tensor | None = None  # [rows] int32, device: slots of recurrent state; None: the model has no state
     state_snapshots: tuple[RowSnapshot, ...] = ()
+    # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``GatedDelta.commit``; None: no
+    # row has any
+    drafted: Tensor | None = None
     others: tuple[AttentionBatch, ...] = ()
 
     @classmethod
@@ -56,11 +59,14 @@ class AttentionBatch:
         slots: Iterable[Tensor],
         state_slots: Tensor | None = None,
         state_snapshots: tuple[RowSnapshot, ...] = (),
+        drafted: Tensor | None = None,
     ) -> AttentionBatch:
         """Return the batch of a step, given the page table and the slots of each group."""
         lengths = query_starts, seq_lens, device_query_starts, device_seq_lens
         first, *others = (cls(*lengths, *each) for each in zip(page_tables, slots, strict=True))
-        return replace(first, state_slots=state_slots, state_snapshots=state_snapshots, others=tuple(others))
+        return replace(
+            first, state_slots=state_slots, state_snapshots=state_snapshots, drafted=drafted, others=tuple(others)
+        )
 
     @property
     def by_group(self) -> tuple[AttentionBatch, ...]:

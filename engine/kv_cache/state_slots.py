@@ -14,9 +14,9 @@ cached prefix is of use only with the state at its end, so states are copied at 
 
 Snapshots are made where later prompts will probably branch off: at the last block boundary of a prompt, at the end of a
 cached prefix whose state was missing, and after every ``DISTANCE`` tokens. A step stores one of them amid a chunk of
-the prompt, so a prompt needs no step more for it. While a sequence decodes, one snapshot follows it. The state that a
-peer gets is that at the end of the prompt, or for several choices that at its last block boundary
-(``handoff_position``).
+the prompt, so a prompt needs no step more for it. While a sequence decodes, one snapshot follows it. Decodes with
+drafts end before the token of the next one, so no snapshot has the state of a draft. The state that a peer gets is that
+at the end of the prompt, or for several choices that at its last block boundary (``handoff_position``).
 
 Copies are in the order of the device's stream. Only what others than the stream read or write, the transfers, has to
 wait for steps to be applied: so a slot that is copied from stays held until then.
@@ -85,6 +85,7 @@ class StateSlots:
                 source,
                 lease_slot=slots[1] if sequence.for_peer else NO_SLOT,
                 lease_at=handoff_position(sequence.prompt_len, sequence.request.sampling.n, self._block_size),
+                decode_distance=self._decode_distance,
                 stops=sorted((stop for stop in stops if num_cached < stop <= last), reverse=True),
             )
         )

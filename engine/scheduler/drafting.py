@@ -107,7 +107,7 @@ class Drafting:
         """Add decodes to a step, with drafts as far as blocks are free. Those of a source follow tokens on the host."""
         if not self._most:
             builder.add_decodes(sequences)
-            self._kv.decoded(sequences)  # models with recurrent states have no drafts
+            self._kv.decoded(sequences)
             return
         if self._make_source is None:
             for sequence in sequences:
@@ -116,6 +116,7 @@ class Drafting:
             self._draft(sequences, self._make_source)
         self._kv.grow_for_drafts(sequences, self._most - 1 if self._by_model else 0)
         builder.add_decodes(sequences, self._launch)
+        self._kv.decoded(sequences)
         builder.count_drafts(self._num_drafts, self._drafts)
         self._num_drafts, self._drafts = 0, []
 

@@ -83,12 +83,12 @@ def resolve(
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
-    speculate, model = _choose_speculation(options, model, model_dir, pooling, choices)
+    speculate, model = _choose_speculation(options, model, model_dir, parallel, pooling, choices)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
     kv_dtype = choose_kv_dtype(options, device, model, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
-    _check_state_options(options, model, speculate)
+    _check_state_options(options, model, parallel, speculate)
     layout, states = _choose_layouts(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
     max_batch_tokens = _choose_batch_tokens(options, device, parallel, choices)
     if weights is not None and weights.quantized:
@@ -238,23 +238,36 @@ def _choose_costs(options: NodeOptions, choices: list[str]) -> SimulatedCosts | 
     return costs
 
 
-def _check_state_options(options: NodeOptions, model: ModelConfig, speculate: str) -> None:
+def _check_state_options(options: NodeOptions, model: ModelConfig, parallel: ParallelConfig, speculate: str) -> None:
     if model.state is None and options.state_slots is not None:
         raise ConfigError(
             f"state_slots {options.state_slots}: {model.architecture} has no recurrent layers; remove the option"
         )
-    if model.state is not None and (speculate != OFF or options.synthetic_acceptance is not None):
+    drafts = speculate != OFF or options.synthetic_acceptance is not None
+    if drafts and (problem := _split_states_problem(model, parallel)):
         option = f"speculate {speculate}"
         if options.synthetic_acceptance is not None:
             option = f"synthetic_acceptance {options.synthetic_acceptance:g}"
-        raise ConfigError(
-            f"{option}: {model.architecture} has recurrent layers, whose state cannot go back behind rejected drafts; "
-            "remove the option"
-        )
+        raise ConfigError(f"{option}: {problem}. Remove the option, or use tp in place of pp")
+
+
+def _split_states_problem(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """Say why the stages of a model cannot verify drafts; empty if they can."""
+    if model.state is None or parallel.pp == 1:
+        return ""
+    return (
+        f"{model.architecture} has recurrent layers, and with pp {parallel.pp} its first stages learn too late which "
+        "drafts their states go on by"
+    )
 
 
 def _choose_speculation(
-    options: NodeOptions, model: ModelConfig, model_dir: Path, pooling: PoolingConfig | None, choices: list[str]
+    options: NodeOptions,
+    model: ModelConfig,
+    model_dir: Path,
+    parallel: ParallelConfig,
+    pooling: PoolingConfig | None,
+    choices: list[str],
 ) -> tuple[str, ModelConfig]:
     """Return where drafts come from, and the model with the layer that makes them, if any does."""
     if options.speculate not in (AUTO, MTP):
@@ -262,7 +275,9 @@ def _choose_speculation(
     problem = _draft_layer_problem(options, model, model_dir, pooling)
     if options.speculate == AUTO:
         chosen = LOOKUP if problem else MTP
-        if pooling is not None or model.state is not None:
+        if split := _split_states_problem(model, parallel):
+            chosen, problem = OFF, split
+        if pooling is not None:
             chosen = OFF
         choices.append(f"speculate={chosen}: {problem or 'the checkpoint has a layer that predicts further tokens'}")
         return chosen, model.with_draft_layers(int(chosen == MTP))

@@ -25,13 +25,13 @@ class AttentionBackend(ABC):
     recurrent: GatedDelta | None = None  # the states of recurrent layers; None: the model has none
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
-        """Prepare the calls of one step, also those of ``recurrent``.
+        """Prepare the calls of one step, also those of ``recurrent`` unless ``batch`` has no slots of states.
 
         With ``graph`` the following calls are captured into a CUDA graph, or a captured one is replayed, maybe with
         other lengths. Then everything that kernels read must keep the address of the last such call with as many rows.
         A graph that was captured with one token per sequence is replayed only for such steps.
         """
-        if self.recurrent is not None:
+        if self.recurrent is not None and batch.state_slots is not None:
             self.recurrent.plan(batch, graph)
         self._plan(batch, graph)
 

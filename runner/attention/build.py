@@ -43,26 +43,28 @@ def build_backend(
     max_num_seqs: int,
     max_num_keys: int,
     states: StateCache | None = None,
+    max_drafts: int = 0,
 ) -> AttentionBackend:
     """Return the back end ``name`` of pdserve's ``ATTENTION_BACKENDS`` for layers that write to ``cache``.
 
     ``config`` is the rank's part of the model. ``max_num_seqs`` bounds the rows of a step. A back end may keep memory
-    for ``max_num_keys`` tokens of one layer. ``states`` are those of recurrent layers.
+    for ``max_num_keys`` tokens of one layer. ``states`` are those of recurrent layers. Decodes have at most
+    ``max_drafts`` drafts.
     """
     backend = _build_attention(name, config, cache, placement, max_num_seqs, max_num_keys)
     if states is not None:
-        backend.recurrent = _build_recurrent(name, states)
+        backend.recurrent = _build_recurrent(name, states, max_num_seqs, max_drafts)
     return backend
 
 
-def _build_recurrent(name: str, states: StateCache) -> GatedDelta:
+def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_drafts: int) -> GatedDelta:
     if name == "torch":
         from runner.attention.gated_delta import TorchGatedDelta
 
         return TorchGatedDelta(states)
     from runner.attention.triton_gated_delta import TritonGatedDelta
 
-    return TritonGatedDelta(states)
+    return TritonGatedDelta(states, max_num_seqs, max_drafts)
 
 
 def _build_attention(

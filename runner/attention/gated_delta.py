@@ -21,7 +21,13 @@ from runner.state_cache import StateCache
 
 
 class GatedDelta(ABC):
-    """Runs ``plan`` once per step, then ``run`` for each recurrent layer."""
+    """Runs ``plan`` once per step, then ``run`` for each recurrent layer.
+
+    The states of decodes with drafts stay as they are, as some drafts may be wrong. When the right ones are known,
+    ``commit`` advances these states, before the next ``plan``:
+
+        state s ── run: t d1 d2 d3 ──► outputs      commit: s ── t d1 ──► state, if d1 is right and d2 is not
+    """
 
     @abstractmethod
     def plan(self, batch: AttentionBatch, graph: bool) -> None:
@@ -35,6 +41,13 @@ class GatedDelta(ABC):
         2 * value_heads]: betas and decays. ``layer`` counts the recurrent layers of this rank from 0 on.
         """
 
+    @abstractmethod
+    def commit(self, counts: Tensor) -> None:
+        """Advance the states of all layers by the first counts[r] tokens of each row r with drafts.
+
+        counts [rows] int64, device: at least 1, 0 for rows without drafts. Drafts are those of the last step.
+        """
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -43,7 +56,9 @@ class _Step:
     history: Tensor  # [num_seqs * (conv_width - 1)] int64: the rows that become the new history
     singles: Tensor  # int64: sequences with one token
     single_tokens: Tensor  # int64: these tokens
-    longer: tuple[_Row, ...]
+    longer: tuple[_Row, ...]  # without drafts
+    drafted: NDArray[np.int64]  # sequences with drafts
+    rows: _ConvRows
     kept: Tensor  # int64: slots of snapshots
     kept_history: Tensor  # [snapshots * (conv_width - 1)] int64: their rows of history
 
@@ -55,20 +70,30 @@ class _Row(NamedTuple):
     parts: tuple[tuple[slice, int], ...]  # tokens, and the slot of the state behind them
 
 
+class _Between(NamedTuple):
+    """What a layer keeps of sequences with drafts."""
+
+    inputs: Tensor  # [rows, channels]: history and inputs of the convolution, see ``_ConvRows``
+    states: list[Tensor]  # [drafted, …] each: the states after each of their tokens, the last one repeated
+
+
 class TorchGatedDelta(GatedDelta):
     """The reference, on any device. Chunks of a prompt yield what the whole prompt does, up to rounding."""
 
     def __init__(self, cache: StateCache) -> None:
         self._cache, self._spec = cache, cache.layout.spec
         self._step: _Step | None = None
+        self._between: dict[int, _Between] = {}  # by layer
 
     def plan(self, batch: AttentionBatch, graph: bool) -> None:
         assert batch.state_slots is not None
         device = self._cache.slots.device
         lengths = np.diff(batch.query_starts)
         singles = np.flatnonzero(lengths == 1)
-        slots, starts = batch.state_slots.cpu().numpy().astype(np.int64), batch.query_starts
-        rows = _ConvRows(starts.astype(np.int64), self._spec.conv_width - 1)
+        slots, starts = batch.state_slots.cpu().numpy().astype(np.int64), batch.query_starts.astype(np.int64)
+        rows = _ConvRows(starts, self._spec.conv_width - 1)
+        drafted = np.zeros(len(lengths), np.bool_) if batch.drafted is None else batch.drafted.cpu().numpy() > 0
+        self._between = {}
         kept = np.array(batch.state_snapshots, dtype=np.int64).reshape(-1, 3)
         snapshots = {each.row: each for each in batch.state_snapshots}
 
@@ -85,10 +110,12 @@ class TorchGatedDelta(GatedDelta):
         self._step = _Step(
             slots=to_device(slots),
             taps=to_device(rows.taps()),
-            history=to_device(rows.history(np.arange(len(lengths)), lengths)),
+            history=to_device(rows.history(np.arange(len(lengths)), np.where(drafted, 0, lengths))),
             singles=to_device(singles),
-            single_tokens=to_device(starts[singles].astype(np.int64)),
-            longer=tuple(longer(int(row)) for row in np.flatnonzero(lengths > 1)),
+            single_tokens=to_device(starts[singles]),
+            longer=tuple(longer(int(row)) for row in np.flatnonzero((lengths > 1) & ~drafted)),
+            drafted=np.flatnonzero(drafted),
+            rows=rows,
             kept=to_device(kept[:, 2]),
             kept_history=to_device(rows.history(kept[:, 0], kept[:, 1])),
         )
@@ -96,7 +123,7 @@ class TorchGatedDelta(GatedDelta):
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
         step, spec = self._step, self._spec
         assert step is not None, "plan comes first"
-        mixed_heads = self._convolve(step, layer, mixed, weights.conv)
+        mixed_heads, conv_inputs = self._convolve(step, layer, mixed, weights.conv)
         q, k, v = mixed_heads.split([spec.key_heads * spec.key_dim] * 2 + [spec.value_heads * spec.value_dim], dim=-1)
         group = spec.value_heads // spec.key_heads
         q, k = (
@@ -117,10 +144,40 @@ class TorchGatedDelta(GatedDelta):
                 results, state = delta_rule_chunks(inputs.of(tokens), state)
                 out[tokens] = results.to(out.dtype)
                 states[slot] = state
+        if len(step.drafted):
+            self._between[layer] = _Between(conv_inputs, self._run_drafted(step, states, inputs, out))
         return out
 
-    def _convolve(self, step: _Step, layer: int, mixed: Tensor, weight: Tensor) -> Tensor:
-        """Return silu of the convolution [tokens, channels] in float32, and advance its state."""
+    def commit(self, counts: Tensor) -> None:
+        step = self._step
+        assert step is not None, "run comes first"
+        of_rows, device = counts.cpu().numpy()[step.drafted], counts.device
+        slots = step.slots[torch.from_numpy(step.drafted).to(device)]
+        history = torch.from_numpy(step.rows.history(step.drafted, of_rows)).to(device)
+        for layer, between in self._between.items():
+            self._cache.conv[layer][slots] = between.inputs[history].unflatten(0, (len(slots), -1)).mT
+            for number, advanced in enumerate(between.states, start=1):
+                chosen = torch.from_numpy(of_rows == number).to(device)
+                self._cache.delta[layer][slots[chosen]] = advanced[chosen]
+        self._between = {}
+
+    def _run_drafted(self, step: _Step, states: Tensor, inputs: DeltaInputs, out: Tensor) -> list[Tensor]:
+        """Write the output of sequences with drafts, token after token. Return the states after each token."""
+        device, starts = out.device, step.rows.starts[step.drafted]
+        lengths = step.rows.starts[step.drafted + 1] - starts
+        state = states[step.slots[torch.from_numpy(step.drafted).to(device)]]
+        found = []
+        for number in range(lengths.max()):
+            left = torch.from_numpy(np.flatnonzero(lengths > number)).to(device)
+            tokens = torch.from_numpy(starts[lengths > number] + number).to(device)
+            results, advanced = delta_rule_step(inputs.of(tokens), state[left])
+            out[tokens] = results.to(out.dtype)
+            state = state.index_copy(0, left, advanced)
+            found.append(state)
+        return found
+
+    def _convolve(self, step: _Step, layer: int, mixed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return silu of the convolution [tokens, channels] in float32, and its inputs; advance its state."""
         states = self._cache.conv[layer]
         history = states[step.slots].mT.flatten(0, 1)  # [num_seqs * (conv_width - 1), channels]
         inputs = torch.cat((history, mixed.to(history.dtype)))  # rounded alike in this step and in later ones
@@ -130,19 +187,19 @@ class TorchGatedDelta(GatedDelta):
         total = torch.zeros(mixed.shape, dtype=torch.float32, device=mixed.device)
         for rows, tap in zip(step.taps, weight.float(), strict=True):
             total.addcmul_(inputs[rows].float(), tap)
-        return F.silu(total)
+        return F.silu(total), inputs
 
 
 class _ConvRows:
     """Rows of the inputs of a convolution: the ``before`` of history of each sequence, then the tokens of all."""
 
     def __init__(self, query_starts: NDArray[np.int64], before: int) -> None:
-        self._starts, self._before = query_starts, before
+        self.starts, self._before = query_starts, before
 
     def taps(self) -> NDArray[np.int64]:
         """Return the rows that each tap reads: [before + 1, tokens]."""
-        seqs = np.repeat(np.arange(len(self._starts) - 1), np.diff(self._starts))
-        local = np.arange(self._starts[-1]) - self._starts[seqs]  # index of a token in its sequence's part
+        seqs = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        local = np.arange(self.starts[-1]) - self.starts[seqs]  # index of a token in its sequence's part
         return np.stack([self._rows(seqs, local - back) for back in range(self._before, -1, -1)])
 
     def history(self, seqs: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -151,5 +208,5 @@ class _ConvRows:
         return self._rows(np.repeat(seqs, self._before), np.repeat(tokens, self._before) + back)
 
     def _rows(self, seqs: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
-        of_tokens = (len(self._starts) - 1) * self._before + self._starts[seqs] + index
+        of_tokens = (len(self.starts) - 1) * self._before + self.starts[seqs] + index
         return np.where(index < 0, (seqs + 1) * self._before + index, of_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.state import NO_SLOT
 from runner.attention.gated_delta import GatedDelta
 from runner.batch import AttentionBatch, GatedDeltaWeights
-from runner.kernels.gated_delta import convolve, delta_rule
+from runner.kernels.gated_delta import convolve, delta_rule, store_history
 from runner.kernels.gated_delta_chunks import DeltaChunks, chunk_delta_rule, to_device
 from runner.state_cache import StateCache
 
@@ -25,43 +25,89 @@ MOST_SHORT = 8  # tokens of a row that is computed token after token: an estimat
 class _Step:
     slots: Tensor  # [rows] int32
     query_starts: Tensor  # [rows + 1] int32
-    has_short: bool  # rows of at most MOST_SHORT tokens
+    drafted: Tensor | None  # [rows] int32, see AttentionBatch
+    has_short: bool  # rows of few tokens
     chunks: DeltaChunks | None  # of the longer rows
     snapshots: Tensor | None  # [rows, 2] int32, as kernels take them; None: every row has one token, or none
 
 
 class TritonGatedDelta(GatedDelta):
-    def __init__(self, cache: StateCache) -> None:
+    """Keeps the inputs of decodes with drafts for ``commit``: the states after each would take far more memory."""
+
+    def __init__(self, cache: StateCache, max_num_seqs: int = 0, max_drafts: int = 0) -> None:
+        """A step has at most ``max_num_seqs`` decodes, of ``max_drafts`` drafts each."""
         self._cache, self._spec = cache, cache.layout.spec
+        self._most_short = max(MOST_SHORT, 1 + max_drafts)
         self._current: _Step | None = None
+        spec, device = self._spec, cache.slots.device
+        self._capacity = max_num_seqs * (1 + max_drafts) if max_drafts else 0  # decodes are the first tokens of a step
+        sizes = (
+            (spec.channels,),
+            (spec.key_heads, spec.key_dim),
+            (spec.value_heads, spec.value_dim),
+            (2 * spec.value_heads,),
+        )
+        # By layer: inputs of the convolution, keys, values, betas and decays.
+        self._kept = [
+            [torch.zeros(self._capacity, *size, dtype=getattr(torch, spec.dtype), device=device) for size in sizes]
+            for _ in range(cache.layout.num_layers)
+        ]
+        self._weights: dict[int, GatedDeltaWeights] = {}  # by layer
+        self._no_snapshots = torch.tensor([(0, NO_SLOT)] * max_num_seqs, dtype=torch.int32, device=device)
 
     def plan(self, batch: AttentionBatch, graph: bool) -> None:
         assert batch.state_slots is not None
         lengths = np.diff(batch.query_starts)
-        singles = not bool((lengths > 1).any())
-        assert not graph or singles, "no graphs hold prompts of models with recurrent layers"
         device = batch.state_slots.device
-        snapshots = np.full((len(lengths), 2), (0, NO_SLOT), dtype=np.int32)
+        table = np.full((len(lengths), 2), (0, NO_SLOT), dtype=np.int32)
         for row, tokens, slot in batch.state_snapshots:
-            snapshots[row] = tokens, slot
-        chunks = DeltaChunks.of(batch.query_starts, snapshots[:, 0], MOST_SHORT, device)
+            table[row] = tokens, slot
+        chunks = DeltaChunks.of(batch.query_starts, table[:, 0], self._most_short, device)
+        snapshots: Tensor | None = None
+        if graph:
+            assert chunks is None, "no graphs hold prompts of models with recurrent layers"
+            assert not batch.state_snapshots, "a graph stores no snapshots"
+        if (lengths > 1).any():
+            snapshots = self._no_snapshots[: len(batch.state_slots)] if graph else to_device(table, device)
         self._current = _Step(
             slots=batch.state_slots,
             query_starts=batch.device_query_starts,
-            has_short=chunks is None or bool((lengths <= MOST_SHORT).any()),
+            drafted=batch.drafted,
+            has_short=chunks is None or bool((lengths <= self._most_short).any()),
             chunks=chunks,
-            snapshots=None if singles else to_device(snapshots, device),
+            snapshots=snapshots,
         )
 
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
-        step, spec, cache = self._current, self._spec, self._cache
-        assert step is not None, "plan comes first"
-        rows = step.slots, step.query_starts
-        q, k, v = convolve(mixed, weights.conv, cache.conv[layer], *rows, step.snapshots, spec)
+        step, spec, cache = self._step, self._spec, self._cache
+        rows = step.slots, step.query_starts, step.snapshots
+        q, k, v = convolve(mixed, weights.conv, cache.conv[layer], *rows, spec, step.drafted)
         states, out = cache.delta[layer], torch.empty_like(v)
         if step.has_short:
-            delta_rule(q, k, v, ba, weights, states, *rows, step.snapshots, out, MOST_SHORT)
+            delta_rule(q, k, v, ba, weights, states, *rows, out, self._most_short, drafted=step.drafted)
         if step.chunks is not None:
             assert step.snapshots is not None
-            chunk_delta_rule(q, k, v, ba, weights, states, *rows, step.snapshots, out, step.chunks)
+            chunk_delta_rule(
+                q, k, v, ba, weights, states, step.slots, step.query_starts, step.snapshots, out, step.chunks
+            )
+        if step.drafted is not None:
+            self._weights[layer] = weights
+            for kept, each in zip(self._kept[layer], (mixed, k, v, ba), strict=True):
+                count = min(len(each), self._capacity)
+                kept[:count].copy_(each[:count])
         return out
+
+    def commit(self, counts: Tensor) -> None:
+        step, cache = self._step, self._cache
+        starts = step.query_starts
+        ends = starts[:-1] + counts.int()
+        for layer, weights in self._weights.items():
+            mixed, k, v, ba = self._kept[layer]
+            store_history(mixed, cache.conv[layer], step.slots, starts, ends, self._spec)
+            rows = step.slots, starts, None
+            delta_rule(k, k, v, ba, weights, cache.delta[layer], *rows, None, self._most_short, ends)
+
+    @property
+    def _step(self) -> _Step:
+        assert self._current is not None, "plan comes first"
+        return self._current

@@ -3,7 +3,8 @@
 ``convolve`` leaves queries and keys of length 1. ``delta_rule`` then computes token after token: the state stays in
 registers, so a single token costs one read and one write of it. ``gated_delta_chunks.py`` is faster for prompts.
 
-Rows without tokens, and with slot -1, change no state; the output of such tokens is unspecified.
+Rows without tokens, and with slot -1, change no state; the output of such tokens is unspecified. Rows with drafts leave
+their states as they are: which drafts are right is known later, and then the right ones are computed again.
 """
 
 from __future__ import annotations
@@ -265,23 +266,29 @@ def _convolve_singles_kernel(
 
 @triton.jit
 def _store_history_kernel(
-    mixed, mixed_stride, history, history_stride, slots, query_starts, snapshots, CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    mixed, mixed_stride, history, history_stride, slots, query_starts, ends, snapshots, drafted, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SNAPSHOTS: tl.constexpr, HAS_DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the history of a row, and of its snapshot before. Grid (rows, blocks of channels)."""
+    """Store the history of a row, and of its snapshot before. Grid (rows, blocks of channels).
+
+    Row r ends before token ends[r]. With HAS_DRAFTS, the history of some rows stays as it is.
+    """
     row = tl.program_id(0)
     begin = tl.load(query_starts + row)
-    length = tl.load(query_starts + row + 1) - begin
+    length = tl.load(ends + row) - begin
+    if HAS_DRAFTS:
+        length = tl.where(tl.load(drafted + row) != 0, 0, length)
     slot = tl.load(slots + row)
     if (length > 0) & (slot >= 0):
         channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = channels < CHANNELS
         first, of_slot = mixed + begin.to(tl.int64) * mixed_stride, history + slot.to(tl.int64) * history_stride
-        kept = tl.load(snapshots + 2 * row + 1)
-        if kept >= 0:
-            target = history + kept.to(tl.int64) * history_stride
-            length_then = tl.load(snapshots + 2 * row)
-            _store_history(first, mixed_stride, of_slot, target, length_then, channels, mask, WIDTH)
+        if SNAPSHOTS:
+            kept = tl.load(snapshots + 2 * row + 1)
+            if kept >= 0:
+                target = history + kept.to(tl.int64) * history_stride
+                length_then = tl.load(snapshots + 2 * row)
+                _store_history(first, mixed_stride, of_slot, target, length_then, channels, mask, WIDTH)
         _store_history(first, mixed_stride, of_slot, of_slot, length, channels, mask, WIDTH)
 
 
@@ -307,8 +314,10 @@ def _delta_rule_kernel(
     state_stride,
     slots,  # [rows] int32
     query_starts,  # [rows + 1] int32
+    ends,  # [rows] int32: behind the last token of each row
     snapshots,  # [rows, 2] int32, read if SNAPSHOTS
-    out,  # out [tokens, VALUE_HEADS, VALUE_DIM]
+    drafted,  # [rows] int32: 1 if the state stays as it is, read if HAS_DRAFTS
+    out,  # out [tokens, VALUE_HEADS, VALUE_DIM], written if HAS_OUT
     scale,
     most,  # tokens of a row that is computed
     KEY_HEADS: tl.constexpr,
@@ -318,12 +327,14 @@ def _delta_rule_kernel(
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     SNAPSHOTS: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+    HAS_OUT: tl.constexpr,
 ):
     """Grid (value heads, blocks of a value, rows)."""
     head = tl.program_id(0)
     row = tl.program_id(2)
     begin = tl.load(query_starts + row)
-    end = tl.load(query_starts + row + 1)
+    end = tl.load(ends + row)
     slot = tl.load(slots + row)
     if (end > begin) & (end - begin <= most) & (slot >= 0):
         key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -340,20 +351,25 @@ def _delta_rule_kernel(
             token = begin.to(tl.int64) + number
             at_key = (token * KEY_HEADS + key_head) * KEY_DIM + columns
             at_value = (token * VALUE_HEADS + head) * VALUE_DIM + values
-            query = tl.load(q + at_key, mask=has_key, other=0.0).to(tl.float32)
             key = tl.load(k + at_key, mask=has_key, other=0.0).to(tl.float32)
             value = tl.load(v + at_value, mask=has_value, other=0.0).to(tl.float32)
             beta, log_decay = log_gates(ba, token, head, log_a, bias, VALUE_HEADS)
             state = state * tl.exp(log_decay)
             correction = (value - tl.sum(state * key[None, :], axis=1)) * beta
             state += correction[:, None] * key[None, :]
-            output = tl.sum(state * query[None, :], axis=1) * scale
-            tl.store(out + at_value, output.to(out.dtype.element_ty), mask=has_value)
+            if HAS_OUT:
+                query = tl.load(q + at_key, mask=has_key, other=0.0).to(tl.float32)
+                output = tl.sum(state * query[None, :], axis=1) * scale
+                tl.store(out + at_value, output.to(out.dtype.element_ty), mask=has_value)
             if SNAPSHOTS:
                 kept = tl.load(snapshots + 2 * row + 1)
                 if (kept >= 0) & (tl.load(snapshots + 2 * row) == number + 1):
                     tl.store(states + kept.to(tl.int64) * state_stride + in_slot, state, mask=in_state)
-        tl.store(at_state, state, mask=in_state)
+        stays = 0
+        if HAS_DRAFTS:
+            stays = tl.load(drafted + row)
+        if stays == 0:
+            tl.store(at_state, state, mask=in_state)
 
 
 def convolve(
@@ -364,13 +380,15 @@ def convolve(
     query_starts: Tensor,
     snapshots: Tensor | None,
     spec: GatedDeltaSpec,
+    drafted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return silu of the convolution as queries and keys of length 1, and values; advance the history.
 
     mixed [tokens, channels], with rows at any stride, → q, k [tokens, key_heads, key_dim] and v [tokens, value_heads,
     value_dim]. weight [conv_width, channels]; history: a layer's view of ``StateCache.conv``; slots [rows] and
     query_starts [rows + 1] int32. snapshots [rows, 2] int32: the history after so many tokens of a row goes to this
-    slot as well, if there is one; None: every row has one token, or none.
+    slot as well, if there is one; None: every row has one token, or none. The history of ``drafted`` rows [rows] int32
+    stays as it is.
     """
     tokens, rows, num_heads = len(mixed), len(slots), 2 * spec.key_heads + spec.value_heads
     assert mixed.stride(1) == 1
@@ -409,20 +427,38 @@ def convolve(
         num_warps=of.warps,
         maxnreg=of.registers,
     )
-    _store_history_kernel[(rows, triton.cdiv(spec.channels, _CHANNELS))](
+    store_history(mixed, history, slots, query_starts, query_starts[1:], spec, snapshots, drafted)
+    return q, k, v
+
+
+def store_history(
+    mixed: Tensor,
+    history: Tensor,
+    slots: Tensor,
+    query_starts: Tensor,
+    ends: Tensor,
+    spec: GatedDeltaSpec,
+    snapshots: Tensor | None = None,
+    drafted: Tensor | None = None,
+) -> None:
+    """Advance the history by tokens query_starts[r] … ends[r] - 1 of each row r; see ``convolve``."""
+    _store_history_kernel[(len(slots), triton.cdiv(spec.channels, _CHANNELS))](
         mixed,
         mixed.stride(0),
         history,
         history.stride(0),
         slots,
         query_starts,
-        snapshots,
+        ends,
+        slots if snapshots is None else snapshots,
+        slots if drafted is None else drafted,
         CHANNELS=spec.channels,
         WIDTH=spec.conv_width,
         BLOCK=_CHANNELS,
+        SNAPSHOTS=snapshots is not None,
+        HAS_DRAFTS=drafted is not None,
         num_warps=4,
     )
-    return q, k, v
 
 
 def delta_rule(
@@ -435,15 +471,20 @@ def delta_rule(
     slots: Tensor,
     query_starts: Tensor,
     snapshots: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     most: int,
+    ends: Tensor | None = None,
+    drafted: Tensor | None = None,
 ) -> None:
-    """Write the output of rows of at most ``most`` tokens to ``out``; advance their states, and store snapshots.
+    """Write the output of rows of at most ``most`` tokens to ``out``, if there is one.
+
+    Advance their states, but not those of ``drafted`` rows [rows] int32, and store snapshots.
 
     q, k, v and snapshots are those of ``convolve``, ba [tokens, 2 * value_heads], out [tokens, value_heads, value_dim].
-    states: a layer's view of ``StateCache.delta``.
+    states: a layer's view of ``StateCache.delta``. Row r has the tokens query_starts[r] … ends[r] - 1, by default those
+    before the next row.
     """
-    (_, key_heads, key_dim), (_, value_heads, value_dim) = q.shape, v.shape
+    (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
     assert ba.is_contiguous()
     rows, warps = RULE_TILES
     block = min(rows, triton.next_power_of_2(value_dim))
@@ -458,8 +499,10 @@ def delta_rule(
         states.stride(0),
         slots,
         query_starts,
+        query_starts[1:] if ends is None else ends,
         query_starts if snapshots is None else snapshots,
-        out,
+        slots if drafted is None else drafted,
+        v if out is None else out,
         key_dim**-0.5,
         most,
         KEY_HEADS=key_heads,
@@ -469,5 +512,7 @@ def delta_rule(
         BLOCK_KEY=triton.next_power_of_2(key_dim),
         BLOCK_VALUE=block,
         SNAPSHOTS=snapshots is not None,
+        HAS_DRAFTS=drafted is not None,
+        HAS_OUT=out is not None,
         num_warps=warps,
     )

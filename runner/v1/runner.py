@@ -97,14 +97,21 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         if self._stages.tokens_out is not None and next_tokens:
             self._stages.tokens_out.send(torch.tensor(next_tokens, dtype=torch.int32, device=self._device))
         output = StepOutput(plan.step, token_ids=token_ids, logprobs=logprobs)
-        output = self._verify(plan, output) if batch.has_drafts else output
+        output = self._verify(plan, batch, output) if batch.has_drafts else output
         if self._drafter is not None:
             output = self._draft(self._drafter, plan, batch, hidden, output)
         return FinishedStep(output)
 
-    def _verify(self, plan: StepPlan, sampled: StepOutput) -> StepOutput:
-        """Return the output without the samples behind rejected drafts, and append the others to their sequences."""
+    def _verify(self, plan: StepPlan, batch: HostBatch, sampled: StepOutput) -> StepOutput:
+        """Return the output without the samples behind rejected drafts, and append the others to their sequences.
+
+        Advance recurrent states by the accepted ones.
+        """
         output = without_rejected(plan, sampled)
+        if self._attention.recurrent is not None:
+            counts = np.zeros(batch.num_seqs, dtype=np.int64)
+            counts[: batch.num_decodes] = output.decode_counts
+            self._attention.recurrent.commit(self._to_device(counts * batch.is_drafted))
         at = 0
         for item, count in zip(plan.scheduled, output.decode_counts, strict=False):
             if item.num_tokens > 1:
@@ -167,6 +174,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         seq_lens = seq_lens.astype(np.int32)
         pages = [each[token_rows, positions // self._page_size].astype(np.int64) for each in table.pages]
         batch.positions = positions
+        has_drafts = batch.has_drafts and self._attention.recurrent is not None
         self._attention.plan(
             AttentionBatch.of_groups(
                 query_starts,
@@ -177,6 +185,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
                 slots=[self._to_device(each * self._page_size + positions % self._page_size) for each in pages],
                 state_slots=torch.from_numpy(table.state_slots[rows]).to(self._device),
                 state_snapshots=batch.state_snapshots,
+                drafted=torch.from_numpy(batch.is_drafted.astype(np.int32)).to(self._device) if has_drafts else None,
             )
         )
         device_positions = self._to_device(positions)

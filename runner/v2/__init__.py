@@ -7,6 +7,7 @@
     cuda_graphs.py        small steps as CUDA graphs; their sizes are in runner/graph_sizes.py
     sampling_metadata.py  sampling parameters of a batch, on the device
     device_sampler.py     sampling without the host
+    verification.py       which drafts are right; recurrent states go on by these
     drafts.py             drafts of the model behind a step, a CUDA graph if the step only decodes
     async_output.py       sampled tokens on their way to the host
     grammar_masks.py      step part: masks of allowed tokens

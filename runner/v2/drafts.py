@@ -30,6 +30,7 @@ from runner.v2.device_sampler import SamplerOutput
 from runner.v2.device_state import DeviceState
 from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch, InputBuffers
 from runner.v2.sampling_metadata import SamplingMetadata, copy_to_device
+from runner.v2.verification import DeviceVerification
 
 
 class SampledRows(NamedTuple):
@@ -37,19 +38,15 @@ class SampledRows(NamedTuple):
 
     sequences: Tensor  # [rows] int64: their indices in the batch
     first: Tensor  # [rows] int64: the first token that has a sample, among those of the step
-    num_drafts: Tensor  # [rows] int64
     drafted: Tensor  # int64: samples of sequences with drafts
-    most_drafts: int
 
     @classmethod
     def of(cls, indices: BatchIndices, device: torch.device) -> SampledRows:
         sequences, first = np.unique(indices.sampling, return_index=True)
-        num_drafts = np.where(sequences < indices.num_decodes, indices.lengths[sequences] - 1, 0)
         # Decodes come first, with a sample for each token.
         drafted = np.flatnonzero(indices.is_drafted[indices.sampling])
-        arrays = (sequences, indices.logits_tokens[first], num_drafts, drafted)
-        tensors = copy_to_device([np.asarray(each, dtype=np.int64) for each in arrays], device)
-        return cls(tensors[0], tensors[1], tensors[2], tensors[3], int(num_drafts.max(initial=0)))
+        arrays = (sequences, indices.logits_tokens[first], drafted)
+        return cls(*copy_to_device([np.asarray(each, dtype=np.int64) for each in arrays], device))
 
 
 class DeviceDrafts:
@@ -64,19 +61,18 @@ class DeviceDrafts:
         backend: AttentionBackend,
         layout: KVLayout,
         hidden: Tensor,
+        verification: DeviceVerification,
     ) -> None:
         """``hidden`` [tokens, hidden_size] is where graphs of the layers leave hidden states."""
         self._drafter, self._state, self._inputs, self._backend = drafter, state, inputs, backend
+        self._verification = verification
         self._block_size, self._page_size = layout.block_size, layout.kernel_block_size
         self._max_model_len, self._most = config.max_model_len, config.max_drafts
-        has_graphs = config.cuda_graphs and drafter is not None and config.max_drafts > 0
-        self._sizes = GraphSizes.of_node(config).of_decodes if has_graphs else GraphSizes(())
+        self._sizes = GraphSizes(()) if drafter is None else verification.sizes
         self._graphs = CudaGraphs(GraphSizes(()))
-        # Inputs and results of graphs.
         self._hidden = hidden
-        self._sampled = torch.zeros(self._sizes.most_tokens, dtype=torch.int32, device=hidden.device)
         rows = max((each.rows for each in self._sizes.descriptors), default=0)
-        self._drafts = torch.zeros(rows, self._most, dtype=torch.int32, device=hidden.device)
+        self._drafts = torch.zeros(rows, self._most, dtype=torch.int32, device=hidden.device)  # of graphs
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
         """Capture the graphs of all sizes, or of the ``most`` largest."""
@@ -97,9 +93,9 @@ class DeviceDrafts:
         if self._drafter is None:
             return output
         indices, sampled = batch.indices, output.tokens
-        if indices.only_decodes and count == self._most and batch.graph is not None and self._graphs.have(batch.graph):
-            self._sampled[: len(sampled)].copy_(sampled)
-            self._graphs.replay(batch.graph)
+        size = self._verification.size_for(batch)
+        if size is not None and count == self._most and self._graphs.have(size):
+            self._graphs.replay(size)
             return replace(output, drafts=self._drafts[: indices.num_seqs].clone())  # the next step overwrites them
         self._plan_step(batch)
         if indices.only_decodes:
@@ -127,7 +123,7 @@ class DeviceDrafts:
         """Compute what the graph of this size captures."""
         assert self._drafter is not None
         self._backend.plan(padding, graph=True)
-        sampled, any_values = self._sampled[: size.tokens], np.ones(size.rows, dtype=np.int64)
+        sampled, any_values = self._verification.sampled[: size.tokens], np.ones(size.rows, dtype=np.int64)
         tokens = PredictedTokens(sampled, self._hidden[: size.tokens], self._inputs.positions[: size.tokens])
         rows = self._decoded_rows(size, sampled, any_values, any_values)
         self._drafts[: size.rows].copy_(self._drafter.draft(tokens, rows, self._most, graph=True))
@@ -144,12 +140,8 @@ class DeviceDrafts:
         Only device memory at fixed addresses is read, so a graph can capture it.
         """
         inputs = self._inputs
-        starts, lengths = inputs.query_starts[: size.rows].long(), inputs.query_lengths(size.rows)
-        known = lengths > 0  # no padding
-        num_drafts = torch.arange(size.row_tokens - 1, device=starts.device)
-        drafts = (starts[:, None] + num_drafts + 1).clamp_max(size.tokens - 1)
-        right = (sampled[drafts - 1] == inputs.input_ids[drafts]) & (num_drafts < lengths[:, None] - 1)
-        last = starts + right.long().cumprod(1).sum(1)
+        last = inputs.query_starts[: size.rows] + self._verification.num_accepted(size, sampled)
+        known = inputs.query_lengths(size.rows) > 0  # no padding
         return DraftRows(
             last=last.clamp_max(size.tokens - 1),
             starts=torch.nn.functional.pad(known.cumsum(0), (1, 0)).int(),
@@ -162,12 +154,12 @@ class DeviceDrafts:
     # ------------------------------------------------------------ behind steps with prompts
 
     def _sampled_rows(self, batch: InputBatch, sampled: Tensor, count: int) -> DraftRows:
-        rows = self._rows(batch.indices)
-        host_rows = np.unique(batch.indices.sampling)
+        indices = batch.indices
+        rows, host_rows = self._rows(indices), np.unique(indices.sampling)
         limits, seq_lens = self._limits(batch)[host_rows], batch.seq_lens[host_rows].astype(np.int64)
         num_pages = -(-int(np.minimum(seq_lens + count, limits).max()) // self._page_size)
         return DraftRows(
-            last=rows.first + self._num_accepted(batch.indices, rows, sampled),
+            last=rows.first + self._verification.num_accepted(indices.descriptor, sampled)[rows.sequences],
             starts=torch.arange(len(limits) + 1, dtype=torch.int32, device=sampled.device),
             page_table=self._inputs.page_table[0, :, :num_pages].index_select(0, rows.sequences),
             limits=limits,
@@ -179,16 +171,6 @@ class DeviceDrafts:
         if indices.sampled_rows is None:
             indices.sampled_rows = SampledRows.of(indices, self._state.flat.device)
         return indices.sampled_rows
-
-    def _num_accepted(self, indices: BatchIndices, rows: SampledRows, sampled: Tensor) -> Tensor:
-        """Return the number of drafts of each row that equal the samples before them: [rows] int64."""
-        if not rows.most_drafts:
-            return torch.zeros_like(rows.first)
-        index = torch.arange(rows.most_drafts, device=sampled.device)
-        samples = rows.first[:, None] + index  # those of prompts are none, and do not count
-        drafts = self._inputs.input_ids[(samples + 1).clamp_max(indices.num_tokens - 1)]
-        right = (sampled[samples.clamp_max(len(sampled) - 1)] == drafts) & (index < rows.num_drafts[:, None])
-        return right.long().cumprod(1).sum(1)
 
     def _store_unverified(self, indices: BatchIndices, sampled: Tensor, metadata: SamplingMetadata) -> None:
         """Write the samples of decodes with drafts to the state, uncounted; other samples are there."""

@@ -102,11 +102,15 @@ class InputBuffers:
         layout: KVLayout,
         device: torch.device,
         has_states: bool,
+        has_drafts: bool = False,
         drafts_ahead: int = 0,
     ) -> None:
-        """``drafts_ahead``: drafts that the model makes behind a step; tables also have the pages of these."""
-        self._layout, self._ahead = layout, drafts_ahead
+        """``has_drafts``: decodes may have drafts. ``drafts_ahead``: those that the model makes behind a step; tables
+        also have the pages of these.
+        """
+        self._layout, self._has_drafts, self._ahead = layout, has_drafts, drafts_ahead
         self._state_slots = torch.zeros(max_seqs, dtype=torch.int32, device=device) if has_states else None
+        self.drafted = torch.zeros(max_seqs, dtype=torch.int32, device=device)  # see AttentionBatch
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         groups = layout.groups.num_groups
@@ -145,6 +149,8 @@ class InputBuffers:
         )
         if self._state_slots is not None:  # rows of padding keep an old slot: they have no tokens
             self._state_slots[:num_seqs].copy_(batch.sent.array(STATE_SLOTS, num_seqs))
+        if descriptor.row_tokens > 1 and self._has_drafts:
+            self.drafted[:num_seqs].copy_(batch.sent.array(SAMPLE_OF_ROW, num_seqs) == HAS_DRAFTS)
         if self._ahead:
             self.num_blocks[:num_seqs].copy_(batch.sent.array(NUM_BLOCKS, num_seqs))
         longest = -(-(int(batch.seq_lens.max()) + self._ahead) // layout.kernel_block_size)
@@ -172,7 +178,7 @@ class InputBuffers:
         """Return the batch that was built last, without padding."""
         indices = batch.indices
         lengths = indices.query_starts, batch.seq_lens
-        return self._attention_batch(*lengths, indices.descriptor, batch.state_snapshots)
+        return self._attention_batch(*lengths, indices.descriptor, indices.has_drafts, batch.state_snapshots)
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
         """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequence."""
@@ -189,13 +195,15 @@ class InputBuffers:
         self.page_table[:, :rows] = 0
         if self._state_slots is not None:
             self._state_slots[:rows] = NO_SLOT
-        return self._attention_batch(query_starts, lengths, descriptor)
+        self.drafted[:rows] = 0
+        return self._attention_batch(query_starts, lengths, descriptor, descriptor.row_tokens > 1)
 
     def _attention_batch(
         self,
         query_starts: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         descriptor: BatchDescriptor,
+        may_draft: bool,
         state_snapshots: tuple[RowSnapshot, ...] = (),
     ) -> AttentionBatch:
         return AttentionBatch.of_groups(
@@ -207,4 +215,5 @@ class InputBuffers:
             slots=[slots[: descriptor.tokens] for slots in self._slot_mapping],
             state_slots=None if self._state_slots is None else self._state_slots[: descriptor.rows],
             state_snapshots=state_snapshots,
+            drafted=self.drafted[: descriptor.rows] if may_draft and self._state_slots is not None else None,
         )

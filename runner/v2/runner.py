@@ -26,6 +26,7 @@ from runner.v2.input_batch import BatchIndices, InputBatch, InputBuffers
 from runner.v2.request_states import RequestStates
 from runner.v2.returned_tokens import DeviceReturnedTokens
 from runner.v2.sampling_metadata import MetadataBuilder, SamplingMetadata, copy_to_device
+from runner.v2.verification import DeviceVerification
 
 
 class RunnerV2(BaseModelRunner[InputBatch]):
@@ -51,14 +52,29 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         has_states = config.state_layout is not None
         ahead = config.max_drafts if self._drafter is not None else 0
         self._inputs = InputBuffers(
-            max_num_seqs, config.max_batch_tokens, max_pages, layout, device, has_states, drafts_ahead=ahead
+            max_num_seqs,
+            config.max_batch_tokens,
+            max_pages,
+            layout,
+            device,
+            has_states,
+            has_drafts=config.max_drafts > 0,
+            drafts_ahead=ahead,
         )
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
         self._output_copy = AsyncOutputCopy(device, max_num_seqs * (1 + config.max_drafts), self.max_in_flight)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
+        self._verification = DeviceVerification(config, self._inputs, self._attention)
         self._drafts = DeviceDrafts(
-            config, self._drafter, self._state, self._inputs, self._attention, layout, self._forward.hidden
+            config,
+            self._drafter,
+            self._state,
+            self._inputs,
+            self._attention,
+            layout,
+            self._forward.hidden,
+            self._verification,
         )
         features: list[StepFeature[InputBatch]] = []
         if self._is_last_stage:
@@ -75,6 +91,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
         if config.cuda_graphs:
             self._forward.capture(lambda fraction: progress("capturing CUDA graphs", fraction))
+            self._verification.capture(lambda fraction: progress("capturing CUDA graphs of verification", fraction))
             self._drafts.capture(lambda fraction: progress("capturing CUDA graphs of drafts", fraction))
 
     @torch.inference_mode()
@@ -84,6 +101,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         torch.cuda.empty_cache()
         before = process_memory(self._device)
         self._forward.capture(lambda fraction: None, most=2)
+        self._verification.capture(lambda fraction: None, most=2)
         self._drafts.capture(lambda fraction: None, most=2)
         # Further graphs fit into the memory pool of these two and add only their nodes; as much again is plenty.
         return (process_memory(self._device) - before) * 2
@@ -96,7 +114,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _execute(
         self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
-        batch.graph = None if all_hidden_states else self._forward.graph_for(batch.indices)
+        eager = all_hidden_states or batch.state_snapshots  # a graph stores none amid a prompt
+        batch.graph = None if eager else self._forward.graph_for(batch.indices)
         self._inputs.build(batch, batch.graph or batch.indices.descriptor, self._state)
         result = yield from self._forward.run(batch, all_hidden_states or self._drafter is not None)
         return result
@@ -106,6 +125,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         sampled = self._sampler.sample(logits, metadata, batch.longest, batch.masks)
         self._return_tokens(batch.indices, sampled.tokens)
         batch.store_samples(self._state, sampled.tokens)
+        self._verification.follow(plan, batch, sampled.tokens)
         sampled = self._drafts.follow(batch, hidden, sampled, metadata, plan.drafts_ahead)
         return self._output_copy.start(plan, metadata, sampled)
 

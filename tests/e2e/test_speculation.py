@@ -22,6 +22,7 @@ from training.predictor import PlainMiMo, plain_acceptance, train
 
 LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
+QWEN35 = Model("qwen3_5_text", {"vocab_size": 4096})
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -140,6 +141,22 @@ def test_an_answer_continues_on_a_node_that_does_not_speculate(tmp_path: Path) -
             served.fleet.wait_until(lambda: accepted(node) > 20, 30.0)
             node.kill()
             assert found.result() == expected * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("1", "1 lookup"), ("1 lookup", "1"), ("1 lookup", "1 lookup"), ("pp2", "1 lookup"), ("tp2 lookup", "tp2 lookup")],
+)
+def test_answers_of_recurrent_layers_are_the_same(prefill: str, decode: str, tmp_path: Path) -> None:
+    """States are handed off from nodes with drafts and to such nodes."""
+    with Served(QWEN35, tmp_path / "m", [prefill], [decode], flags=("--state-slots", "24")) as served:
+        check(served.fleet, seed=4)
+        (d,) = served.fleet.decode
+        assert (accepted(d) > 20) == ("lookup" in decode)
+        assert d.counter("handoffs") > 0
+        assert d.counter("handoff_failures") == 0
+        served.wait_idle()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ The kernels run in Triton's interpreter, or on a GPU where there is one.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,14 @@ def batch_of(
         state_slots=torch.tensor(slots + [slots[0]] * padding, dtype=torch.int32, device=DEVICE),
         state_snapshots=snapshots,
     )
+
+
+def with_drafts(batch: AttentionBatch, drafted: list[int]) -> AttentionBatch:
+    """Return the batch with drafts in these rows; a row of padding has an old mark."""
+    marks = torch.ones(len(batch.device_seq_lens), dtype=torch.int32, device=DEVICE)
+    marks[: len(batch.seq_lens)] = 0
+    marks[drafted] = 1
+    return replace(batch, drafted=marks)
 
 
 def run(backend: GatedDelta, spec: GatedDeltaSpec, batch: AttentionBatch, weights: GatedDeltaWeights) -> Tensor:
@@ -148,6 +157,33 @@ def test_snapshots_amid_a_step_equal_states_behind_its_first_part(lengths: list[
         backend.run(1, mixed[part, : SPEC.channels], ba[part], weights)
         for states, others in ((caches[1].delta, alone.delta), (caches[1].conv, alone.conv)):
             torch.testing.assert_close(states[1][6 + row], others[1][slots[row]], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_states_go_on_by_accepted_drafts_only(triton: bool) -> None:
+    """Row 0 accepts one draft of three, row 2 all, row 3 none; a token and a prompt beside them."""
+    lengths, slots, counts = [4, 1, 3, 2, 12], [5, 2, 0, 3, 1], [2, 0, 3, 1, 0]
+    weights, cache, expected = weights_of(SPEC), cache_of(SPEC, 6), cache_of(SPEC, 6)
+    backend: GatedDelta = TritonGatedDelta(cache, 5, 3) if triton else TorchGatedDelta(cache)
+    padding = 2 if triton else 0
+    before = cache.slots.clone()
+    batch = with_drafts(batch_of(lengths, slots, padding=padding), [0, 2, 3])
+    found = run(backend, SPEC, batch, weights)
+    for slot in (5, 0, 3):
+        assert torch.equal(cache.slots[slot], before[slot])
+    backend.commit(torch.tensor(counts + [0] * padding, device=DEVICE))
+    plain = run(TorchGatedDelta(cache_of(SPEC, 6)), SPEC, batch_of(lengths, slots), weights)
+    torch.testing.assert_close(found[: sum(lengths)], plain, atol=1e-5, rtol=1e-4)
+    mixed, ba = random(len(found), SPEC.channels + 8, seed=4), random(len(found), 2 * SPEC.value_heads, seed=5)
+    begin = 0
+    for length, slot, count in zip(lengths, slots, counts, strict=True):  # one by one, without the rejected drafts
+        alone, tokens = TorchGatedDelta(expected), slice(begin, begin + (count or length))
+        alone.plan(batch_of([count or length], [slot]), graph=False)
+        alone.run(1, mixed[tokens, : SPEC.channels], ba[tokens], weights)
+        begin += length
+    for layer in range(2):
+        torch.testing.assert_close(cache.delta[layer], expected.delta[layer], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(cache.conv[layer], expected.conv[layer])
 
 
 def test_rows_of_padding_change_no_state() -> None:

@@ -70,7 +70,7 @@ def test_mxfp4_products_keep_their_operands() -> None:
 @pytest.mark.slow
 def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
     """The interpreter accepts more than the compiler."""
-    names = ["decodes", "prompts", "history", "rule", "invert", "advance", "norm", "sigmoid"]
+    names = ["decodes", "prompts", "history", "rule", "commit", "invert", "advance", "norm", "sigmoid"]
     results = compiled([f"delta:{name}" for name in names])
     assert [each for each in results if each["overwritten"] or each["spilled"]] == []
 

@@ -85,12 +85,17 @@ def delta(name: str) -> str:
     heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
     convolve = {**heads, "CHANNELS": 8192, "WIDTH": 4, "BLOCK_DIM": 128, "ALIGNMENT": 16}
     chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
-    rule = {"BLOCK_KEY": 128, "BLOCK_VALUE": 8, "SNAPSHOTS": True, "num_warps": 1}
+    rule = {"BLOCK_KEY": 128, "BLOCK_VALUE": 8, "SNAPSHOTS": True, "HAS_DRAFTS": True, "HAS_OUT": True, "num_warps": 1}
+    history = {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512, "SNAPSHOTS": True, "HAS_DRAFTS": True}
     kernel, options = {
         "decodes": (gated_delta._convolve_singles_kernel, convolve),
         "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 16, "TILES": 4, "maxnreg": 128}),
-        "history": (gated_delta._store_history_kernel, {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512}),
+        "history": (gated_delta._store_history_kernel, history),
         "rule": (gated_delta._delta_rule_kernel, {**heads, **rule}),
+        "commit": (
+            gated_delta._delta_rule_kernel,
+            {**heads, **rule, "SNAPSHOTS": False, "HAS_DRAFTS": False, "HAS_OUT": False},
+        ),
         "invert": (gated_delta_chunks._invert_kernel, {**chunks, "maxnreg": 168}),
         "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),

@@ -74,6 +74,7 @@ class DraftedNode:
             num_blocks=config.kv_layout.num_blocks,
             block_size=config.kv_layout.block_size,
             groups=config.kv_layout.groups,
+            num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             full_step=config.max_batch_tokens,
