@@ -19,6 +19,10 @@ from pdserve.records import StepPlan
 # Above 512 tokens the time to launch no longer shows on a GPU.
 _MIXED = {16: (32, 64, 96, 128, 192, 256, 320, 384, 512), 128: (192, 256, 320, 384, 512)}
 
+# Tokens of a prompt that begins behind a handoff: the first one, and three that P decoded ahead. A step holds two such
+# prompts beside decodes.
+_HANDED_OFF = 4
+
 # Tokens of the largest decode step with drafts that has a graph of its own: larger batches gain little from drafts.
 _MOST_DRAFTED = 512
 
@@ -56,20 +60,26 @@ class GraphSizes:
     def of_node(cls, config: NodeConfig) -> GraphSizes:
         """Return the sizes of all graphs of a node's runner.
 
-        Kernels of recurrent layers for prompts cannot be captured.
+        Kernels of recurrent layers for more than a few tokens of a prompt cannot be captured.
         """
         mixed = config.model.state is None
         return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
 
     @classmethod
     def within(cls, max_num_seqs: int, max_batch_tokens: int, mixed: bool = True, max_drafts: int = 0) -> GraphSizes:
-        """Return the sizes of all graphs of a runner with these limits; ``mixed``: also of steps with prompts."""
+        """Return the sizes of all graphs of a runner with these limits; ``mixed``: also of steps with long prompts."""
         decode = [*_rows_below(max_num_seqs), max_num_seqs]
         pairs = ((rows, tokens) for rows, tokens_of in _MIXED.items() for tokens in tokens_of if mixed)
         sizes = [BatchDescriptor(rows, rows, 1) for rows in decode]
         if max_drafts:
             drafted = [BatchDescriptor(rows, rows * (1 + max_drafts), 1 + max_drafts) for rows in decode]
             sizes += [size for size in drafted if size.tokens <= _MOST_DRAFTED]
+        elif not mixed:
+            few = [rows for rows in decode if rows & (rows - 1) == 0 or rows == max_num_seqs]
+            sizes += [
+                BatchDescriptor(rows, rows + min((_HANDED_OFF - 1) * rows, 2 * _HANDED_OFF), _HANDED_OFF)
+                for rows in few
+            ]
         of_mixed = {(min(rows, max_num_seqs), tokens) for rows, tokens in pairs}
         sizes += [BatchDescriptor(*size) for size in sorted(of_mixed) if size[0] < size[1] <= max_batch_tokens]
         return cls(tuple(sorted(sizes, key=lambda size: -size.tokens)))

@@ -181,10 +181,11 @@ class InputBuffers:
         return self._attention_batch(*lengths, indices.descriptor, indices.has_drafts, batch.state_snapshots)
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
-        """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequence."""
+        """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequences."""
         rows, tokens = descriptor.rows, descriptor.tokens
-        lengths = np.full(rows, max(1, descriptor.row_tokens), dtype=np.int32)
-        lengths[0] += tokens - lengths.sum()
+        spare = tokens - rows
+        most = descriptor.row_tokens - 1 if descriptor.is_decode else spare
+        lengths = (1 + np.clip(spare - most * np.arange(rows), 0, most)).astype(np.int32)
         query_starts = np.concatenate(([0], lengths.cumsum(dtype=np.int32)), dtype=np.int32)
         self.input_ids[:tokens] = 0
         self.positions[:tokens] = 0
