@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
@@ -208,3 +209,19 @@ def test_preempted_sequences_continue_with_the_same_tokens(
             stepper.step(chunk=11)
         seq = stepper.preempt(seq)
     assert stepper.live[seq].output == expected(prompt_of(14))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_tokens_of_prompts_in_a_graph_yield_what_they_do_outside(checkpoint: Path, count: int) -> None:
+    """Chunks of four tokens, as behind a handoff; then decodes, beside padding."""
+    config = node_config(checkpoint, runner="V2", attention_backend="triton", device="cuda")
+    prompts = [prompt_of(13 + 5 * seed, seed) for seed in range(count)]
+    found = []
+    for graphs in (True, False):
+        built = runner.build(msgspec.structs.replace(config, cuda_graphs=graphs), lambda stage, fraction: None)
+        assert built.launches_by_layer(StepPlan(0, scheduled=(ScheduledSequence(0, 4, 1),))) != graphs
+        found.append([each.output for each in Stepper(built).generate(prompts, 8, chunk=4)])
+        built.close()
+    assert found[0] == found[1]

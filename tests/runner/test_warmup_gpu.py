@@ -46,6 +46,7 @@ MAX_TOKENS = 2048  # of a step
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
     "plain": ("llama", {"tie_word_embeddings": True}),
+    "recurrent": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
 }
 
 
@@ -224,6 +225,7 @@ def build(checkpoint: Path, version: str, backend: str, graphs: bool, measured: 
         max_model_len=4000,
         max_num_seqs=MAX_SEQS,
         max_batch_tokens=MAX_TOKENS,
+        state_slots=2 * MAX_SEQS,
     )
     config = msgspec.structs.replace(config, cuda_graphs=graphs, measure_kv_memory=measured, gpu_memory_utilization=0.1)
     model_runner = runner.build(config, lambda stage, fraction: None)
