@@ -29,6 +29,8 @@ _CHUNKS = (75, 150, 300, 600, 1000, 1500, 2500, 4000)
 #: gathers keys, from 1,024 on, and products of every size have run (``product_sizes``).
 _DENSE_CHUNKS = (600, 1500)
 
+_FEW = 2  # tokens of a prompt that attention takes together with those of decodes
+
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 #: A request that uses every sampling parameter.
@@ -84,7 +86,7 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
     in_graphs = GraphSizes.of_node(config).most_mixed_tokens
     for others in (1, 4):
         most = min(config.max_batch_tokens - others, config.max_model_len - _more(config))
-        for chunk in sorted({min(chunk, most) for chunk in chunks if chunk > in_graphs}):
+        for chunk in sorted({min(chunk, most) for chunk in (_FEW, *chunks) if chunk == _FEW or chunk > in_graphs}):
             if chunk > 1 and others < config.max_num_seqs:
                 _run_beside(runner, config, others, chunk)
 

@@ -19,6 +19,9 @@ from runner.kernels.gated_delta_chunks import DeltaChunks, chunk_delta_rule, to_
 from runner.state_cache import StateCache
 
 MOST_SHORT = 8  # tokens of a row that is computed token after token: an estimate of what a chunk of 64 costs
+_LEAST_DIM = (
+    64  # of heads in 16 bits that are computed by chunks: with 16 those kernels read beyond their memory on H100s
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class TritonGatedDelta(GatedDelta):
     def __init__(self, cache: StateCache, max_num_seqs: int = 0, max_drafts: int = 0) -> None:
         """A step has at most ``max_num_seqs`` decodes, of ``max_drafts`` drafts each."""
         self._cache, self._spec = cache, cache.layout.spec
-        self._most_short = max(MOST_SHORT, 1 + max_drafts)
+        by_chunks = self._spec.dtype == "float32" or min(self._spec.key_dim, self._spec.value_dim) >= _LEAST_DIM
+        self._most_short = max(MOST_SHORT, 1 + max_drafts) if by_chunks else 1 << 30
         self._current: _Step | None = None
         spec, device = self._spec, cache.slots.device
         self._capacity = max_num_seqs * (1 + max_drafts) if max_drafts else 0  # decodes are the first tokens of a step

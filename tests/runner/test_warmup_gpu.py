@@ -46,7 +46,14 @@ MAX_TOKENS = 2048  # of a step
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
     "plain": ("llama", {"tie_word_embeddings": True}),
-    "recurrent": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+    "recurrent": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
 }
 
 
