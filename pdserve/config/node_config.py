@@ -62,7 +62,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     costs: SimulatedCosts | None = None  # None unless simulated
     sim_crash_token: int | None = None
     synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: drafts are verified
-    speculate: str = "off"  # node_options.SPECULATE: where drafts come from
+    speculate: str = "off"  # of node_options.SPECULATE, without a directory: where drafts come from
+    draft_dir: str = ""  # checkpoint of ``model.draft_head``
+    draft_digest: str = ""  # its weights' digest; empty before it is known
     always_draft: bool = False  # also where drafts are not worth their time
     max_drafts: int = 0  # of a decode in one step
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV

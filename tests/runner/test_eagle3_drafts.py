@@ -1,0 +1,65 @@
+"""Drafts of an EAGLE-3 head are those of a plain loop, and change no answer.
+
+python -m pytest -m slow tests/runner/test_eagle3_drafts.py     a trained head; V2, in Triton's interpreter on CPUs
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_eagle3, node_config
+from drafted_node import DraftedNode, WatchedNode, run
+
+from pdserve.sampling_params import SamplingParams
+from training.eagle3 import PlainEagle3
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REQUESTS = [
+    (
+        random.Random(length).choices(range(3, 128), k=length),
+        SamplingParams(most, temperature=t, seed=3, ignore_eos=True),
+    )
+    for length, most, t in ((1, 20, 0.0), (15, 14, 0.8), (16, 20, 0.0), (70, 14, 1.0))
+]
+
+
+def tokens_of(answers: Any) -> dict[tuple[int, int], list[int]]:
+    return {key: answer.token_ids for key, answer in answers.items()}
+
+
+def check(target: Path, head: Path, version: str = "V1", requests: Any = REQUESTS, **options: Any) -> None:
+    """Compare answers with those without drafts, and drafts with those of a plain loop."""
+    of_v2 = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
+    expected = run(DraftedNode(node_config(target)), requests)
+    node = WatchedNode(node_config(target, runner=version, draft_head=head, **of_v2, **options), 3)
+    assert tokens_of(run(node, requests)) == tokens_of(expected)
+    plain = PlainEagle3.read(head, target)
+    assert len(node.made) > 10
+    assert [list(drafts) for _, drafts in node.made] == [plain.drafts(tokens, 3) for tokens, _ in node.made]
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"norm_before_residual": True, "norm_output": True, "fc_norm": True, "attention_bias": True},
+    "mistral": {"norm_before_fc": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}},
+    "qwen3_moe": {"draft_vocab_size": 128},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in list(FLAGS)[1:])])
+def test_drafts_are_those_of_a_plain_loop(family: str, tmp_path: Path) -> None:
+    """With chunks of prompts beside decodes, and drafts that cross blocks."""
+    target = make_checkpoint(tmp_path / "m", family)
+    head = make_eagle3(tmp_path / "head", target, **FLAGS[family])
+    check(target, head, max_batch_tokens=40, max_num_seqs=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_v2_drafts_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "m", "llama")
+    check(target, make_eagle3(tmp_path / "head", target), "V2", REQUESTS[1:3], max_batch_tokens=24, max_num_seqs=3)
