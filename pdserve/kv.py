@@ -249,6 +249,11 @@ class KVShare(msgspec.Struct, frozen=True):
         """Layers of the model whose KV every node needs."""
         return self.total_layers - self.draft_layers
 
+    def without_drafts(self) -> KVShare:
+        """Return the part without layers that make drafts."""
+        held = min(self.layers.stop, self.model_layers) - self.first_layer
+        return msgspec.structs.replace(self, num_layers=held, total_layers=self.model_layers, draft_layers=0)
+
     @classmethod
     def of_rank(
         cls,

@@ -90,6 +90,11 @@ class Peer(msgspec.Struct, frozen=True):
     node_id: str
     epoch: str
     ranks: tuple[RankKV, ...]
+    other_drafts: bool = False  # another layer or head makes its drafts: its KV of that is of no use here
+
+    def part_of(self, rank: RankKV) -> KVShare:
+        """Return the part of the model that a rank holds for this node. Raises ConfigError for an impossible layout."""
+        return rank.part.without_drafts() if self.other_drafts else rank.part
 
 
 class KVRead(msgspec.Struct, frozen=True):

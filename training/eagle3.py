@@ -217,21 +217,23 @@ def train(out: Path, steps: int, rows: int = 8, length: int = 320, target: Path 
         return torch.from_numpy(source.batch([(rows, length)]).tokens.astype(np.int64)).view(rows, length)
 
     counts = torch.bincount(torch.cat([batch().flatten() for _ in range(_COUNTED)]), minlength=CONFIG["vocab_size"])
-    tables = token_tables(counts.topk(CONFIG["draft_vocab_size"]).indices, CONFIG)
+    tokens = counts.topk(CONFIG["draft_vocab_size"]).indices.sort().values
+    tables, model = token_tables(tokens, CONFIG), PlainTarget(target)
     draft_ids = torch.full((CONFIG["vocab_size"],), -1).masked_scatter(
         tables["t2d"], torch.arange(CONFIG["draft_vocab_size"])
     )
     weights = random_weights(CONFIG, CONFIG["hidden_size"]) | tables
+    weights["lm_head.weight"] = model.embedding[tokens].clone()  # the model's, whose head is its embedding
     learned = [tensor.requires_grad_() for tensor in weights.values() if tensor.is_floating_point()]
-    head = PlainEagle3(CONFIG, weights, PlainTarget(target))
+    head = PlainEagle3(CONFIG, weights, model)
     optimizer = torch.optim.Adam(learned, lr=_RATE, betas=(0.9, 0.95))
     began = time.monotonic()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        tokens = batch()
-        result = head.result(tokens[:, 1:-1], head.combined(tokens[:, :-2]))
-        loss = F.cross_entropy(head.logits(result).flatten(0, 1), draft_ids[tokens[:, 2:]].flatten(), ignore_index=-1)
+        row = batch()
+        result = head.result(row[:, 1:-1], head.combined(row[:, :-2]))
+        loss = F.cross_entropy(head.logits(result).flatten(0, 1), draft_ids[row[:, 2:]].flatten(), ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, 1.0)

@@ -237,7 +237,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     def connect(self, peer: Peer) -> None:
         self._connect.append(peer)
-        self._layers_of[peer.epoch] = max((rank.part.total_layers for rank in peer.ranks), default=0)
+        self._layers_of[peer.epoch] = max((peer.part_of(rank).total_layers for rank in peer.ranks), default=0)
 
     def disconnect(self, epoch: str) -> None:
         self._disconnect.append(epoch)

@@ -93,6 +93,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.state_layout is None else self.parallel.state_shares(self.model)[self.rank]
 
     @property
+    def drafts_by(self) -> str:
+        """What makes drafts from KV of its own: empty, "mtp", or the digest of a head. Peers compare it."""
+        return "" if not self.model.num_draft_layers else self.draft_digest or "mtp"
+
+    @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:
         """The scales of this rank's layers; empty unless the cache is FP8. Checkpoints have none of draft layers."""
         scales = self.kv_scales and self.kv_scales + (UNSCALED,) * self.model.num_draft_layers

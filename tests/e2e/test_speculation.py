@@ -187,6 +187,29 @@ def test_draft_layers_change_no_answer(prefill: str, decode: str, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("1 eagle3", "1 eagle3"),
+        ("1", "1 eagle3"),
+        ("1 eagle3", "1"),
+        ("1 other-eagle3", "1 eagle3"),
+        ("tp2 eagle3", "pp2 eagle3"),
+        ("pp2 eagle3", "tp2 eagle3"),
+    ],
+)
+def test_eagle3_heads_change_no_answer(prefill: str, decode: str, tmp_path: Path) -> None:
+    """Where P lacks the head of D, also if it has another one, D makes no drafts behind prompts of P."""
+    with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
+        check(served.fleet, seed=7)
+        (d,) = served.fleet.decode
+        assert d.counter("handoffs") > 0
+        assert d.counter("handoff_failures") == 0
+        assert (d.counter("spec_decode_num_drafts") > 100) == (prefill.split()[-1] == decode.split()[-1] == "eagle3")
+        served.wait_idle()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     """A trained model drafts with the KV of P's layer."""

@@ -33,7 +33,7 @@ def tokens_of(answers: Any) -> dict[tuple[int, int], list[int]]:
 
 def check(target: Path, head: Path, version: str = "V1", requests: Any = REQUESTS, **options: Any) -> None:
     """Compare answers with those without drafts, and drafts with those of a plain loop."""
-    of_v2 = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
+    of_v2: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
     expected = run(DraftedNode(node_config(target)), requests)
     node = WatchedNode(node_config(target, runner=version, draft_head=head, **of_v2, **options), 3)
     assert tokens_of(run(node, requests)) == tokens_of(expected)

@@ -265,7 +265,7 @@ def add_predictor(path: Path, family: str, **fields: Any) -> Path:
     return path
 
 
-def make_eagle3(path: Path, target: Path, **fields: Any) -> Path:
+def make_eagle3(path: Path, target: Path, seed: int = 0, **fields: Any) -> Path:
     """Write a random EAGLE-3 head for the checkpoint ``target`` in the form that its authors publish.
 
     ``fields`` are those of its config.json. It can draft half of the tokens.
@@ -285,7 +285,7 @@ def make_eagle3(path: Path, target: Path, **fields: Any) -> Path:
         "eagle_config": layers,
         **fields,
     }
-    write_head(path, config, random_head(config, model["hidden_size"]))
+    write_head(path, config, random_head(config, model["hidden_size"], seed))
     return path
 
 
