@@ -23,6 +23,7 @@ from training.batches import Generator
 from training.checkpoint import WEIGHTS, write_json
 
 _EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
+STEPS = 160  # of four rows of 320 tokens
 _SEED = 11
 _RATE, _WARM_UP = 3e-3, 20  # of Adam; steps
 _COUNTED = 8  # batches, whose most frequent tokens the head can draft
@@ -208,7 +209,7 @@ def write_head(out: Path, config: dict[str, Any], weights: dict[str, Tensor]) ->
     save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, out / WEIGHTS)
 
 
-def train(out: Path, steps: int, rows: int = 8, length: int = 320, target: Path = _EMBEDDED_MODEL) -> None:
+def train(out: Path, steps: int, rows: int = 4, length: int = 320, target: Path = _EMBEDDED_MODEL) -> None:
     """Train on ``steps`` batches of rows, and write the head. It learns first drafts; further ones are less right."""
     torch.manual_seed(_SEED)
     source = Generator(target / "tokenizer.json", _SEED)
@@ -217,15 +218,13 @@ def train(out: Path, steps: int, rows: int = 8, length: int = 320, target: Path 
         return torch.from_numpy(source.batch([(rows, length)]).tokens.astype(np.int64)).view(rows, length)
 
     counts = torch.bincount(torch.cat([batch().flatten() for _ in range(_COUNTED)]), minlength=CONFIG["vocab_size"])
-    tokens = counts.topk(CONFIG["draft_vocab_size"]).indices.sort().values
-    tables, model = token_tables(tokens, CONFIG), PlainTarget(target)
+    tables = token_tables(counts.topk(CONFIG["draft_vocab_size"]).indices, CONFIG)
     draft_ids = torch.full((CONFIG["vocab_size"],), -1).masked_scatter(
         tables["t2d"], torch.arange(CONFIG["draft_vocab_size"])
     )
     weights = random_weights(CONFIG, CONFIG["hidden_size"]) | tables
-    weights["lm_head.weight"] = model.embedding[tokens].clone()  # the model's, whose head is its embedding
     learned = [tensor.requires_grad_() for tensor in weights.values() if tensor.is_floating_point()]
-    head = PlainEagle3(CONFIG, weights, model)
+    head = PlainEagle3(CONFIG, weights, PlainTarget(target))
     optimizer = torch.optim.Adam(learned, lr=_RATE, betas=(0.9, 0.95))
     began = time.monotonic()
     for step in range(steps):
@@ -246,7 +245,7 @@ def train(out: Path, steps: int, rows: int = 8, length: int = 320, target: Path 
 def main(arguments: Sequence[str] | None = None) -> None:
     flags = argparse.ArgumentParser(prog="python -m training.eagle3", description=__doc__)
     flags.add_argument("--out", type=Path, required=True, help="directory of the trained head")
-    flags.add_argument("--steps", type=int, default=240, help="batches of 8 rows of 320 tokens")
+    flags.add_argument("--steps", type=int, default=STEPS, help="batches of 4 rows of 320 tokens")
     options = flags.parse_args(arguments)
     train(options.out, options.steps)
 

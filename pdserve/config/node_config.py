@@ -95,7 +95,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def drafts_by(self) -> str:
         """What makes drafts from KV of its own: empty, "mtp", or the digest of a head. Peers compare it."""
-        return "" if not self.model.num_draft_layers else self.draft_digest or "mtp"
+        if self.model.draft_head is not None:
+            return self.draft_digest
+        return "mtp" if self.model.num_draft_layers else ""
 
     @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:

@@ -51,7 +51,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 def _speculate(text: str) -> str:
     if text not in SPECULATE[:-1] and not re.fullmatch(f"{EAGLE3}:.+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(SPECULATE)}")
+        raise ConfigError(f"{text!r} is not one of {', '.join(SPECULATE)}")
     return text
 
 
@@ -384,6 +384,7 @@ def node_words(options: NodeOptions) -> list[str]:
 def check_options(options: NodeOptions) -> None:
     """Raise ConfigError for options that are invalid for every checkpoint and device."""
     declaration.check_ranges(options)
+    _speculate(options.speculate)
     if options.load_from != "disk" and not options.reads_weights:
         raise ConfigError(f"load_from {options.load_from}: this node has no weights of a checkpoint; leave it at disk")
     if options.load_from == "peer" and not options.weight_peers:

@@ -17,8 +17,12 @@ import pytest
 from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import MODEL_NAME, Fleet
 
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from training.batches import Generator
-from training.predictor import PlainMiMo, plain_acceptance, train
+from training.eagle3 import STEPS as HEAD_STEPS
+from training.eagle3 import PlainEagle3
+from training.eagle3 import train as train_head
+from training.predictor import FirstDrafts, PlainMiMo, plain_acceptance, train
 
 LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
@@ -164,9 +168,11 @@ def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
     with Served(LLAMA, tmp_path / "v1") as served:
         expected = answers(served.fleet, bodies(5))
     flags = ("--block-size", "16")
-    with Served(LLAMA, tmp_path / "v2", ["1 lookup"], ["1 lookup"], flags=flags, runner="V2") as served:
+    with Served(LLAMA, tmp_path / "v2", [f"1 {source}"], [f"1 {source}"], flags=flags, runner="V2") as served:
         found = answers(served.fleet, bodies(5))
-        assert accepted(served.fleet.decode[0]) > 20
+        (d,) = served.fleet.decode
+        assert drafted(d) > 100
+        assert accepted(d) > 20 or source == "eagle3"  # of a random head
     for ours, theirs in zip(found, expected, strict=True):
         assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
 
@@ -215,9 +221,32 @@ def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> N
     """A trained model drafts with the KV of P's layer."""
     directory = tmp_path / "trained"
     train(directory, steps=120)
+    check_acceptance(directory, PlainMiMo.read(directory), "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_acceptance_of_an_eagle3_head_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """A head that was trained for the embedded model drafts with the KV that P's head has left."""
+    train_head(tmp_path, steps=HEAD_STEPS)
+    check_acceptance(EMBEDDED_MODEL, PlainEagle3.read(tmp_path, EMBEDDED_MODEL), f"eagle3:{tmp_path}")
+
+
+def check_acceptance(directory: Path, plain: FirstDrafts, source: str) -> None:
     tokens = Generator(directory / "tokenizer.json", 990_002, evaluating=True).batch([(12, 320)]).tokens
     prompts = [row[:96].tolist() for row in tokens.reshape(12, 320)]
-    flags = ("--speculate", "auto", "--speculate-when", "always", "--num-drafts", "1", "--threads", "1")
+    flags = (
+        "--dtype",
+        "float32",
+        "--speculate",
+        source,
+        "--speculate-when",
+        "always",
+        "--num-drafts",
+        "1",
+        "--threads",
+        "1",
+    )
     with Fleet() as fleet:
         fleet.start_prefill(directory, flags)
         fleet.start_decode(directory, (*flags, "--handoff-min-tokens", "0"))
@@ -231,7 +260,6 @@ def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> N
         (node,) = fleet.decode
         assert node.counter("handoffs") == len(prompts)
         found = accepted(node) / node.counter("spec_decode_num_draft_tokens")
-    plain = PlainMiMo.read(directory)
     made, right = map(sum, zip(*map(plain_acceptance, [plain] * len(prompts), prompts, outputs), strict=True))
     assert right > 0.1 * made, "the model has learned too little to tell"
     assert found == pytest.approx(right / made, abs=0.01)

@@ -14,8 +14,12 @@ import torch
 from checkpoints import make_checkpoint, make_eagle3, node_config
 from drafted_node import DraftedNode, WatchedNode, run
 
+from engine.draft_source import ModelDrafts
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.sampling_params import SamplingParams
-from training.eagle3 import PlainEagle3
+from training.batches import Generator
+from training.eagle3 import STEPS, PlainEagle3, train
+from training.predictor import plain_acceptance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REQUESTS = [
@@ -63,3 +67,21 @@ def test_drafts_are_those_of_a_plain_loop(family: str, tmp_path: Path) -> None:
 def test_v2_drafts_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "m", "llama")
     check(target, make_eagle3(tmp_path / "head", target), "V2", REQUESTS[1:3], max_batch_tokens=24, max_num_seqs=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_acceptance_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    train(tmp_path, STEPS)
+    plain = PlainEagle3.read(tmp_path, EMBEDDED_MODEL)
+    rows = Generator(EMBEDDED_MODEL / "tokenizer.json", 990_001, evaluating=True).batch([(12, 320)]).tokens
+    requests = [
+        (row[:64].tolist(), SamplingParams(60, temperature=0.6, seed=index, ignore_eos=True))
+        for index, row in enumerate(rows.reshape(12, 320))
+    ]
+    node = DraftedNode(node_config(EMBEDDED_MODEL, draft_head=tmp_path), 1, ModelDrafts)
+    answers = run(node, requests)
+    loops = [plain_acceptance(plain, prompt, answers[rid, 0].token_ids) for rid, (prompt, _) in enumerate(requests)]
+    made, accepted = (sum(each) for each in zip(*loops, strict=True))
+    assert accepted > 0.1 * made, "the head has learned too little to tell"
+    assert node.num_accepted / node.num_drafts == pytest.approx(accepted / made, abs=0.01)
