@@ -147,8 +147,7 @@ class HandoffDriver:
             raise PeerError(f"{peer.address} was lost while the request waited for KV blocks")
         now = time.monotonic()
         span = generation.trace.start_handoff(stream.peer.node_id, self._uncached_tokens)
-        model = self._handoffs.node.config.model
-        num_layers = model.num_kv_layers - (model.num_draft_layers if stream.peer.other_drafts else 0)
+        num_layers = self._handoffs.node.config.kv_layers_with(stream.peer.other_drafts)
         request = generation.prefill_request(generation.num_handoff_tokens - self._uncached_tokens, span, num_layers)
         number = stream.prefill(request, self.on_event)
         self._handoff = Handoff(

@@ -92,10 +92,6 @@ class Peer(msgspec.Struct, frozen=True):
     ranks: tuple[RankKV, ...]
     other_drafts: bool = False  # another layer or head makes its drafts: its KV of that is of no use here
 
-    def part_of(self, rank: RankKV) -> KVShare:
-        """Return the part of the model that a rank holds for this node. Raises ConfigError for an impossible layout."""
-        return rank.part.without_drafts() if self.other_drafts else rank.part
-
 
 class KVRead(msgspec.Struct, frozen=True):
     """Read ``remote_blocks[i]`` of a peer into ``local_blocks[i]``, for all i."""
@@ -124,13 +120,10 @@ class ReadResult(msgspec.Struct, frozen=True):
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Compute a digest of each block, then of each slot of recurrent state.
-
-    The last block of each group ends with token ``num_tokens`` of a prompt.
-    """
+    """Compute a digest of each block, then of each slot of recurrent state."""
 
     block_ids: tuple[int, ...]
-    num_tokens: int
+    num_tokens: int  # of a prompt up to the end of the last block of each group
     groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
     state_slots: tuple[int, ...] = ()
     num_layers: int = 0  # the first ones, which the digests cover; 0: all

@@ -99,6 +99,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.draft_digest
         return "mtp" if self.model.num_draft_layers else ""
 
+    def kv_layers_with(self, other_drafts: bool) -> int:
+        """Return the layers whose KV this node can use of a peer; see Peer.other_drafts."""
+        return self.model.num_kv_layers - (self.model.num_draft_layers if other_drafts else 0)
+
     @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:
         """The scales of this rank's layers; empty unless the cache is FP8. Checkpoints have none of draft layers."""
