@@ -57,7 +57,8 @@ def answers(fleet: Fleet, wanted: Sequence[dict[str, Any]], **fields: Any) -> li
     """Send all requests at once. Return the choices of each."""
 
     def answer(body: dict[str, Any]) -> Any:
-        found = fleet.post("/v1/completions", {"model": MODEL_NAME, "return_token_ids": True} | body | fields)
+        whole = {"model": MODEL_NAME, "return_token_ids": True} | body | fields
+        found = fleet.post("/v1/completions", whole, timeout=150.0)
         return found["choices"]
 
     with ThreadPoolExecutor(len(wanted)) as pool:
@@ -166,12 +167,12 @@ def test_answers_of_recurrent_layers_are_the_same(prefill: str, decode: str, tmp
 @pytest.mark.slow
 def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
     with Served(LLAMA, tmp_path / "v1") as served:
-        expected = answers(served.fleet, bodies(5))
+        expected = answers(served.fleet, wanted)
     flags = ("--block-size", "16")
     with Served(LLAMA, tmp_path / "v2", [f"1 {source}"], [f"1 {source}"], flags=flags, runner="V2") as served:
-        found = answers(served.fleet, bodies(5))
+        found = answers(served.fleet, wanted)
         (d,) = served.fleet.decode
-        assert drafted(d) > 100
+        assert drafted(d) > 10
         assert accepted(d) > 20 or source == "eagle3"  # of a random head
     for ours, theirs in zip(found, expected, strict=True):
         assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
