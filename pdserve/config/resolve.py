@@ -94,6 +94,9 @@ def resolve(
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
+    speculate, model = _choose_speculation(options, model, model_dir, pooling, choices)
+    if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
+        choices.append(check_split(model_dir, model.architecture, parallel))
     draft_dir = resolve_model(options.draft_head, weights=options.reads_weights) if options.draft_head else None
     if draft_dir is not None:
         speculate, model = EAGLE3, _with_draft_head(options, model, draft_dir, pooling)

@@ -167,13 +167,11 @@ def test_answers_of_recurrent_layers_are_the_same(prefill: str, decode: str, tmp
 @pytest.mark.slow
 def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
     with Served(LLAMA, tmp_path / "v1") as served:
-        expected = answers(served.fleet, wanted)
+        expected = answers(served.fleet, bodies(5))
     flags = ("--block-size", "16")
-    with Served(LLAMA, tmp_path / "v2", [f"1 {source}"], [f"1 {source}"], flags=flags, runner="V2") as served:
-        found = answers(served.fleet, wanted)
-        (d,) = served.fleet.decode
-        assert drafted(d) > 10
-        assert accepted(d) > 20 or source == "eagle3"  # of a random head
+    with Served(LLAMA, tmp_path / "v2", ["1 lookup"], ["1 lookup"], flags=flags, runner="V2") as served:
+        found = answers(served.fleet, bodies(5))
+        assert accepted(served.fleet.decode[0]) > 20
     for ours, theirs in zip(found, expected, strict=True):
         assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
 
@@ -214,6 +212,19 @@ def test_eagle3_heads_change_no_answer(prefill: str, decode: str, tmp_path: Path
         assert d.counter("handoff_failures") == 0
         assert (d.counter("spec_decode_num_drafts") > 100) == (prefill.split()[-1] == decode.split()[-1] == "eagle3")
         served.wait_idle()
+
+
+@pytest.mark.slow
+def test_v2_answers_with_an_eagle3_head_are_those_of_v1(tmp_path: Path) -> None:
+    """With few requests: a step takes the interpreter a second."""
+    wanted = [each | {"max_tokens": 8} for each in bodies(5)[:4:3]]
+    with Served(LLAMA, tmp_path / "v1") as served:
+        expected = answers(served.fleet, wanted)
+    flags = ("--block-size", "16")
+    with Served(LLAMA, tmp_path / "v2", ["1 eagle3"], ["1 eagle3"], flags=flags, runner="V2") as served:
+        found = answers(served.fleet, wanted)
+        assert drafted(served.fleet.decode[0]) > 10
+    assert [each[0]["token_ids"] for each in found] == [each[0]["token_ids"] for each in expected]
 
 
 @pytest.mark.slow
