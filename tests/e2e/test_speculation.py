@@ -247,18 +247,8 @@ def test_acceptance_of_an_eagle3_head_after_a_handoff_is_that_of_a_plain_loop(tm
 def check_acceptance(directory: Path, plain: FirstDrafts, source: str) -> None:
     tokens = Generator(directory / "tokenizer.json", 990_002, evaluating=True).batch([(12, 320)]).tokens
     prompts = [row[:96].tolist() for row in tokens.reshape(12, 320)]
-    flags = (
-        "--dtype",
-        "float32",
-        "--speculate",
-        source,
-        "--speculate-when",
-        "always",
-        "--num-drafts",
-        "1",
-        "--threads",
-        "1",
-    )
+    drafts = ("--speculate", source, "--speculate-when", "always", "--num-drafts", "1")
+    flags = (*drafts, "--dtype", "float32", "--threads", "1")
     with Fleet() as fleet:
         fleet.start_prefill(directory, flags)
         fleet.start_decode(directory, (*flags, "--handoff-min-tokens", "0"))
