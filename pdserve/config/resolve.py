@@ -94,16 +94,12 @@ def resolve(
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
-    speculate, model = _choose_speculation(options, model, model_dir, pooling, choices)
+    speculate, model = _choose_speculation(options, model, model_dir, parallel, pooling, choices)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
     draft_dir = resolve_model(options.draft_head, weights=options.reads_weights) if options.draft_head else None
     if draft_dir is not None:
         speculate, model = EAGLE3, _with_draft_head(options, model, draft_dir, pooling)
-    else:
-        speculate, model = _choose_speculation(options, model, model_dir, parallel, pooling, choices)
-    if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
-        choices.append(check_split(model_dir, model.architecture, parallel))
     kv_dtype = choose_kv_dtype(options, device, model, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
     _check_state_options(options, model, parallel, speculate)

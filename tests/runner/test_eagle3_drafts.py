@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3, node_config
-from drafted_node import DraftedNode, WatchedNode, run
+from drafted_node import DraftedNode, WatchedNode, run, token_ids_of
 
 from engine.draft_source import ModelDrafts
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
@@ -31,16 +31,12 @@ REQUESTS = [
 ]
 
 
-def tokens_of(answers: Any) -> dict[tuple[int, int], list[int]]:
-    return {key: answer.token_ids for key, answer in answers.items()}
-
-
 def check(target: Path, head: Path, version: str = "V1", requests: Any = REQUESTS, **options: Any) -> None:
     """Compare answers with those without drafts, and drafts with those of a plain loop."""
     of_v2: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
     expected = run(DraftedNode(node_config(target)), requests)
     node = WatchedNode(node_config(target, runner=version, draft_head=head, **of_v2, **options), 3)
-    assert tokens_of(run(node, requests)) == tokens_of(expected)
+    assert token_ids_of(run(node, requests)) == token_ids_of(expected)
     plain = PlainEagle3.read(head, target)
     assert len(node.made) > 10
     assert [list(drafts) for _, drafts in node.made] == [plain.drafts(tokens, 3) for tokens, _ in node.made]

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from checkpoints import add_predictor, make_checkpoint, make_mimo, node_config
-from drafted_node import Answers, DraftedNode, Request, WatchedNode, run
+from drafted_node import DraftedNode, Request, WatchedNode, run, token_ids_of
 
 from engine.draft_source import ModelDrafts
 from pdserve.sampling_params import SamplingParams
@@ -38,10 +38,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(checkpoint: Path, version: str, **options: Any) -> Any:
     of_v2: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
     return functools.partial(node_config, checkpoint, runner=version, **of_v2, **options)
-
-
-def token_ids_of(answers: Answers) -> dict[tuple[int, int], list[int]]:
-    return {key: answer.token_ids for key, answer in answers.items()}
 
 
 REQUESTS = [

@@ -169,3 +169,7 @@ def run(node: DraftedNode, requests: Sequence[Request]) -> Answers:
     node.run()
     node.close()
     return node.answers
+
+
+def token_ids_of(answers: Answers) -> dict[tuple[int, int], list[int]]:
+    return {key: answer.token_ids for key, answer in answers.items()}
