@@ -160,7 +160,7 @@ def _state_rows(config: NodeConfig) -> list[tuple[str, str]]:
 
 
 def _draft_rows(config: NodeConfig) -> list[tuple[str, str]]:
-    """Say what the layer that makes drafts takes on a rank of the last stage."""
+    """Say what the layer or the head that makes drafts takes on a rank of the last stage."""
     model, last = config.model, config.parallel.position(config.parallel.num_ranks - 1)
     if not model.num_draft_layers:
         return []
@@ -168,7 +168,13 @@ def _draft_rows(config: NodeConfig) -> list[tuple[str, str]]:
     weights, others = (weight_bytes(each, last, config.dtype) for each in (model, without))
     per_token = shard_of(model, last).kv_cache_spec(config.kv_layout.dtype).page_bytes(1)
     size = f"{(weights - others) / 2**20:.0f} MiB of these weights, {per_token} bytes of KV per token"
-    return [("drafts", f"by a layer of the model: {size}, up to {config.max_drafts} per step")]
+    if model.draft_head is None:
+        return [("drafts", f"by a layer of the model: {size}, up to {config.max_drafts} per step")]
+    layers = ", ".join(map(str, model.draft_head.layers))
+    return [
+        ("drafts", f"by the EAGLE-3 head {config.draft_dir}: {size}, up to {config.max_drafts} per step"),
+        ("", f"from the hidden states before layers {layers} of {model.num_layers}"),
+    ]
 
 
 def _ranks(config: NodeConfig) -> list[NodeConfig]:

@@ -147,7 +147,7 @@ class HandoffDriver:
             raise PeerError(f"{peer.address} was lost while the request waited for KV blocks")
         now = time.monotonic()
         span = generation.trace.start_handoff(stream.peer.node_id, self._uncached_tokens)
-        num_layers = self._handoffs.node.config.model.num_kv_layers
+        num_layers = self._handoffs.node.config.kv_layers_with(stream.peer.other_drafts)
         request = generation.prefill_request(generation.num_handoff_tokens - self._uncached_tokens, span, num_layers)
         number = stream.prefill(request, self.on_event)
         self._handoff = Handoff(

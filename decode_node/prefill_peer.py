@@ -29,7 +29,7 @@ from decode_node.prefill_stream import PrefillStream
 from node.context import NodeContext
 from node.health import State
 from pdserve.config.compatibility import PROTOCOL_VERSION
-from pdserve.errors import ConfigError, PdserveError, PeerError
+from pdserve.errors import ConfigError, PdserveError, PeerError, shown
 from pdserve.ipc.messages import Connect, Disconnect
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -204,7 +204,18 @@ class PrefillPeer:
         except ConfigError as exc:
             raise PeerError(f"describes an impossible KV layout: {exc}") from exc
         self._metrics.epoch = reply.epoch
-        peer = Peer(reply.node_id, reply.epoch, ranks)
+        drafts = self._node.config.drafts_by
+        peer = Peer(
+            reply.node_id, reply.epoch, ranks, other_drafts=bool(drafts and reply.drafts) and drafts != reply.drafts
+        )
+        if peer.other_drafts:
+            _log.warning(
+                "prefill node %s drafts by %s, this node by %s: requests that it hands off get no drafts here; start "
+                "both with the same --speculate",
+                reply.node_id,
+                shown(reply.drafts),
+                drafts,
+            )
         connection = await self._connect_connector(peer)
         if request.epoch != self._node.epoch:
             raise PeerLoading("was asked before this node changed its weights")

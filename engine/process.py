@@ -31,7 +31,7 @@ from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.node_options import LOOKUP, MTP
+from pdserve.config.node_options import EAGLE3, LOOKUP, MTP
 from pdserve.errors import PdserveError
 from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
@@ -106,7 +106,11 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
         sock.send(framed(heartbeat))
 
 
-_DRAFT_SOURCES: dict[str, type[PromptLookup | ModelDrafts]] = {LOOKUP: PromptLookup, MTP: ModelDrafts}
+_DRAFT_SOURCES: dict[str, type[PromptLookup | ModelDrafts]] = {
+    LOOKUP: PromptLookup,
+    MTP: ModelDrafts,
+    EAGLE3: ModelDrafts,
+}
 
 
 def _draft_options(config: NodeConfig) -> DraftOptions:

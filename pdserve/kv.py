@@ -249,6 +249,13 @@ class KVShare(msgspec.Struct, frozen=True):
         """Layers of the model whose KV every node needs."""
         return self.total_layers - self.draft_layers
 
+    def usable(self, other_drafts: bool) -> KVShare:
+        """Return the part that a node can use whose drafts are, or are not, made by another layer than here."""
+        if not other_drafts:
+            return self
+        held = min(self.layers.stop, self.model_layers) - self.first_layer
+        return msgspec.structs.replace(self, num_layers=held, total_layers=self.model_layers, draft_layers=0)
+
     @classmethod
     def of_rank(
         cls,

@@ -90,6 +90,7 @@ class Peer(msgspec.Struct, frozen=True):
     node_id: str
     epoch: str
     ranks: tuple[RankKV, ...]
+    other_drafts: bool = False  # another layer or head makes its drafts: its KV of that is of no use here
 
 
 class KVRead(msgspec.Struct, frozen=True):
@@ -119,13 +120,10 @@ class ReadResult(msgspec.Struct, frozen=True):
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Compute a digest of each block, then of each slot of recurrent state.
-
-    The last block of each group ends with token ``num_tokens`` of a prompt.
-    """
+    """Compute a digest of each block, then of each slot of recurrent state."""
 
     block_ids: tuple[int, ...]
-    num_tokens: int
+    num_tokens: int  # of a prompt up to the end of the last block of each group
     groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
     state_slots: tuple[int, ...] = ()
     num_layers: int = 0  # the first ones, which the digests cover; 0: all

@@ -59,6 +59,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             node_id=self._node.node_id,
             epoch=self._node.epoch,
             ranks=[rank_to_pb(rank) for rank in self._node.engine.ranks],
+            drafts=self._node.config.drafts_by,
         )
 
     async def Serve(  # type: ignore[override]  # not a generator, which would not notice a broken stream

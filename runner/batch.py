@@ -75,7 +75,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class RotaryCosSin:
-    """Rotary cos and sin of a step's positions, the same for all layers."""
+    """Rotary cos and sin of a step's positions, the same for all layers of a model."""
 
     cos: Tensor  # [tokens, head_dim / 2] float32, device
     sin: Tensor  # [tokens, head_dim / 2] float32, device

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -135,7 +135,12 @@ class PlainMiMo:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def plain_acceptance(model: PlainMiMo, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, int]:
+class FirstDrafts(Protocol):
+    def first_drafts(self, tokens: Sequence[int]) -> list[int]:
+        """Return for each token but the last the draft behind the token after it."""
+
+
+def plain_acceptance(model: FirstDrafts, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, int]:
     """Return the drafts and the accepted ones of a loop with one draft per step, behind the first output token."""
     tokens = [*prompt, *output]
     drafts = model.first_drafts(tokens)

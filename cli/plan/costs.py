@@ -48,7 +48,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if moe := model.moe:
             experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
             fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
-        fields |= {"has_latents": model.latent is not None, "num_kv_layers": 0}
+        with_drafts = model.num_kv_layers if model.num_draft_layers else 0
+        fields |= {"has_latents": model.latent is not None, "num_kv_layers": with_drafts}
         groups = model.kv_cache_groups
         if groups.layers:
             fields["full_layers"] = sum(groups.windows[group] is None for group in groups.layers)

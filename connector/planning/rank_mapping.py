@@ -96,7 +96,7 @@ class LocalRank(NamedTuple):
         for theirs in peer.ranks:
             with naming_rank(peer, theirs):
                 check_compatible(layout, ours, theirs)
-            replicas.setdefault(_part(theirs), []).append(theirs)
+            replicas.setdefault(_part(theirs).usable(peer.other_drafts), []).append(theirs)
         needed = [share for share in replicas if _overlap(ours, share)]
         _check_cover(ours, needed, peer)
         states = slice_states(self.states, peer)

@@ -161,7 +161,7 @@ def _start_ranks(
     remote: list[RankChannel] = []
     for rank, (hello, sock) in sorted(joined.items()):
         own = config.for_rank(rank, hello.device)
-        theirs = {name: getattr(hello, name) for name in ("model_dir", "weight_files", "threads")}
+        theirs = {name: getattr(hello, name) for name in ("model_dir", "draft_dir", "weight_files", "threads")}
         configs.append(msgspec.structs.replace(own, **theirs))
         remote.append(RankChannel(parallel.position(rank), sock, timeout))
     local = [start_rank(parallel.position(rank), timeout) for rank in range(1, num_local)]

@@ -44,6 +44,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     compat_fields: dict[str, str]
     device: DeviceInfo
     model_dir: str
+    draft_dir: str  # these two as in NodeConfig
+    draft_digest: str
     weight_files: FileStates
     threads: int
     host: str  # its name

@@ -237,7 +237,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     def connect(self, peer: Peer) -> None:
         self._connect.append(peer)
-        self._layers_of[peer.epoch] = max((rank.part.total_layers for rank in peer.ranks), default=0)
+        parts = [rank.part.usable(peer.other_drafts) for rank in peer.ranks]
+        self._layers_of[peer.epoch] = max((each.total_layers for each in parts), default=0)
 
     def disconnect(self, epoch: str) -> None:
         self._disconnect.append(epoch)

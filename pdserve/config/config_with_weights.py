@@ -19,8 +19,10 @@ from pdserve.weights.change import FileStates
 def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:
     """Return the configuration with a digest per tensor group in ``compat_fields``, and the files that have them.
 
-    Reads all weights, unless they are cached or not those of the checkpoint. Raises CheckpointError, Stopped.
+    Reads all weights, unless they are cached or not those of the checkpoint. ``draft_digest`` is that of the head that
+    makes drafts. Raises CheckpointError, Stopped.
     """
+    config = _with_draft_digest(config, stop)
     model_dir = Path(config.model_dir)
     match config.compat_fields["weights"]:
         case "simulated":
@@ -30,6 +32,16 @@ def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None)
             return config
     digests = checkpoint_digests(model_dir, stop)
     return _with_groups(config, fold_digests(digests.tensors), digests.files)
+
+
+def _with_draft_digest(config: NodeConfig, stop: threading.Event | None) -> NodeConfig:
+    head = config.model.draft_head
+    if head is None:
+        return config
+    digest = hashlib.sha256(msgspec.json.encode(head, order="sorted"))
+    if config.load_format != "dummy":
+        digest.update(msgspec.json.encode(checkpoint_digests(Path(config.draft_dir), stop).tensors, order="sorted"))
+    return msgspec.structs.replace(config, draft_digest=digest.hexdigest()[:16])
 
 
 def with_known_digests(config: NodeConfig) -> NodeConfig | None:

@@ -62,7 +62,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     costs: SimulatedCosts | None = None  # None unless simulated
     sim_crash_token: int | None = None
     synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: drafts are verified
-    speculate: str = "off"  # node_options.SPECULATE: where drafts come from
+    speculate: str = "off"  # of node_options.SPECULATE, without a directory: where drafts come from
+    draft_dir: str = ""  # checkpoint of ``model.draft_head``
+    draft_digest: str = ""  # its weights' digest; empty before it is known
     always_draft: bool = False  # also where drafts are not worth their time
     max_drafts: int = 0  # of a decode in one step
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
@@ -89,6 +91,17 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def state_share(self) -> StateShare | None:
         """The part of the recurrent state that this rank holds; None if there is no state."""
         return None if self.state_layout is None else self.parallel.state_shares(self.model)[self.rank]
+
+    @property
+    def drafts_by(self) -> str:
+        """What makes drafts from KV of its own: empty, "mtp", or the digest of a head. Peers compare it."""
+        if self.model.draft_head is not None:
+            return self.draft_digest
+        return "mtp" if self.model.num_draft_layers else ""
+
+    def kv_layers_with(self, other_drafts: bool) -> int:
+        """Return the layers whose KV this node can use of a peer; see Peer.other_drafts."""
+        return self.model.num_kv_layers - (self.model.num_draft_layers if other_drafts else 0)
 
     @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:

@@ -31,9 +31,9 @@ KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are th
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
-OFF, AUTO, LOOKUP, MTP = "off", "auto", "lookup", "mtp"
+OFF, AUTO, LOOKUP, MTP, EAGLE3 = "off", "auto", "lookup", "mtp", "eagle3"
 ALWAYS = "always"
-SPECULATE = (OFF, AUTO, LOOKUP, MTP)
+SPECULATE = (OFF, AUTO, LOOKUP, MTP, f"{EAGLE3}:DIR")
 SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # of a model's name
 MAX_DRAFTS = 16  # of a sequence in one step
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
@@ -47,6 +47,12 @@ def _device(text: str) -> str:
 
 def _layers(text: str) -> tuple[int, ...]:
     return tuple(positive_int(each) for each in text.split(","))
+
+
+def _speculate(text: str) -> str:
+    if text not in SPECULATE[:-1] and not re.fullmatch(f"{EAGLE3}:.+", text):
+        raise ConfigError(f"{text!r} is not one of {', '.join(SPECULATE)}")
+    return text
 
 
 def _itl_target(text: str) -> float | None:
@@ -174,10 +180,10 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Flag(
             "where drafts come from that decode steps verify; the answers stay the same. lookup: tokens that followed "
-            "the same text before; mtp: the model's own layer that predicts further tokens; auto: mtp where the "
-            "checkpoint has such a layer, else lookup",
+            "the same text before; mtp: the model's own layer that predicts further tokens; eagle3:DIR: the EAGLE-3 "
+            "head in a directory or a hub repository; auto: mtp where the checkpoint has such a layer, else lookup",
             metavar="SOURCE",
-            choices=SPECULATE,
+            parse=_speculate,
             group="speculation",
         ),
     ] = OFF
@@ -341,6 +347,12 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.speculate == OFF else self.num_drafts
 
     @property
+    def draft_head(self) -> str:
+        """Directory or hub id of the head that makes drafts; empty if none does."""
+        kind, _, head = self.speculate.partition(":")
+        return head if kind == EAGLE3 else ""
+
+    @property
     def simulated(self) -> bool:
         return self.engine == "simulated"
 
@@ -372,6 +384,7 @@ def node_words(options: NodeOptions) -> list[str]:
 def check_options(options: NodeOptions) -> None:
     """Raise ConfigError for options that are invalid for every checkpoint and device."""
     declaration.check_ranges(options)
+    _speculate(options.speculate)
     if options.load_from != "disk" and not options.reads_weights:
         raise ConfigError(f"load_from {options.load_from}: this node has no weights of a checkpoint; leave it at disk")
     if options.load_from == "peer" and not options.weight_peers:

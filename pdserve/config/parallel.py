@@ -18,6 +18,7 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
 from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.eagle3 import Eagle3Config
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.moe import MoEConfig
 from pdserve.state import StateShare
@@ -245,14 +246,17 @@ def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
 
 def _parameters(model: ModelConfig, position: RankPosition, active: bool = False) -> tuple[int, int, int]:
     """Count the weights of linear layers, of the ``active`` or all experts, and of tables and routers."""
-    mine = shard_of(model, position)
+    mine, head = shard_of(model, position), 0
+    if model.draft_head is not None and mine.num_draft_layers:
+        head = _head_parameters(model, model.draft_head, position)
+        mine = msgspec.structs.replace(mine, num_draft_layers=0)
     layers = [*position.layers, *range(model.num_layers, model.num_layers + mine.num_draft_layers)]
     mixers = _mixer_parameters(mine)
     num_tables = position.is_first + position.is_last
     if mine.num_draft_layers and not position.is_first:
         num_tables += 1  # the embedding
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
-    tables += mine.num_draft_layers * 2 * mine.hidden_size**2  # projections of embeddings and hidden states
+    tables += head + mine.num_draft_layers * 2 * mine.hidden_size**2  # projections of embeddings and hidden states
     dense, moe = 3 * mine.hidden_size * mine.intermediate_size, mine.moe
     if moe is None or model.moe is None:
         return mixers + len(layers) * dense, 0, tables
@@ -263,6 +267,15 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
     routers = num_moe * model.moe.num_experts * mine.hidden_size
     linear = mixers + num_dense * dense + num_moe * shared
     return linear, num_moe * used * expert, tables + routers
+
+
+def _head_parameters(model: ModelConfig, head: Eagle3Config, position: RankPosition) -> int:
+    """Count a rank's weights of the head that makes drafts, with a copy of the model's embedding where it needs one."""
+    tp, size = position.parallel.tp, head.hidden_size
+    embedding = model.vocab_size * size if head.has_embedding or not position.is_first else 0
+    attention = (3 * model.num_heads + 2 * 2 * max(model.num_kv_heads, tp)) * model.head_dim * size  # of pairs of rows
+    split = attention + 3 * size * head.intermediate_size + embedding + head.draft_vocab_size * size
+    return split // tp + len(head.layers) * model.hidden_size * size
 
 
 def _mixer_parameters(mine: ModelConfig) -> int:

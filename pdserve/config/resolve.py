@@ -25,7 +25,17 @@ from pdserve.config.attention_backends import (
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.node_options import ALWAYS, AUTO, LOOKUP, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options
+from pdserve.config.node_options import (
+    ALWAYS,
+    AUTO,
+    EAGLE3,
+    LOOKUP,
+    MTP,
+    OFF,
+    SYNTHETIC_SUFFIX,
+    NodeOptions,
+    check_options,
+)
 from pdserve.config.parallel import (
     ParallelConfig,
     choose_parallel_config,
@@ -40,6 +50,7 @@ from pdserve.config.triton_hosts import try_triton
 from pdserve.cpus import usable_cpus
 from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
+from pdserve.model.eagle3 import load_eagle3
 from pdserve.model.families import FAMILIES
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
@@ -86,6 +97,9 @@ def resolve(
     speculate, model = _choose_speculation(options, model, model_dir, parallel, pooling, choices)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
+    draft_dir = resolve_model(options.draft_head, weights=options.reads_weights) if options.draft_head else None
+    if draft_dir is not None:
+        speculate, model = EAGLE3, _with_draft_head(options, model, draft_dir, pooling)
     kv_dtype = choose_kv_dtype(options, device, model, dtype, choices)
     kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
     _check_state_options(options, model, parallel, speculate)
@@ -127,6 +141,7 @@ def resolve(
         sim_crash_token=options.sim_crash_token,
         synthetic_acceptance=options.synthetic_acceptance,
         speculate=speculate,
+        draft_dir="" if draft_dir is None else str(draft_dir),
         always_draft=options.speculate_when == ALWAYS,
         max_drafts=0 if options.speculate == AUTO and speculate == OFF else options.max_drafts,
         compat_fields=_compat_fields(compat_model, options, layout, dtype, kv_scales)
@@ -297,14 +312,45 @@ def _draft_layer_problem(
         return f"{model.architecture} has no layer here that predicts further tokens; {able} may have one"
     if not model.num_nextn_layers:
         return "config.json names no layer that predicts further tokens (num_nextn_predict_layers)"
-    if any(spec.window for spec in model.attention):
-        return "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
-    if model.rope.rope_type == "dynamic":
-        return "rotary frequencies of this model depend on the length of a sequence"
+    if problem := _further_layer_problem(model):
+        return problem
     stored = chain.from_iterable(read_headers(model_dir).values()) if options.reads_weights else (model.predictor,)
     if not any(name.startswith(model.predictor) for name in stored):
         return f"the checkpoint has no tensors {model.predictor}…, although config.json names such a layer"
     return ""
+
+
+def _further_layer_problem(model: ModelConfig) -> str:
+    """Say why no layer can lie behind those of the model; empty if one can."""
+    if any(spec.window for spec in model.attention):
+        return "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
+    if model.rope.rope_type == "dynamic":
+        return "rotary frequencies of this model depend on the length of a sequence"
+    return ""
+
+
+def _with_draft_head(
+    options: NodeOptions, model: ModelConfig, draft_dir: Path, pooling: PoolingConfig | None
+) -> ModelConfig:
+    """Return the model with the head in ``draft_dir``. Raises ConfigError unless it can make drafts."""
+    if pooling is not None:
+        problem = f"a node with task {pooling.task} generates nothing"
+    elif model.impl == TRANSFORMERS:
+        problem = f"{model.architecture} runs through transformers, which gives no auxiliary hidden states"
+    elif model.latent is not None or model.state is not None:
+        kind = "latents" if model.latent is not None else "recurrent states"
+        problem = f"{model.architecture} keeps {kind}, and a head keys and values"
+    else:
+        problem = _further_layer_problem(model)
+    if problem:
+        raise ConfigError(f"speculate {options.speculate}: {problem}. Use lookup or off")
+    head = load_eagle3(draft_dir, model.sizes_for_head, weights=options.reads_weights)
+    if head.intermediate_size % options.tp:
+        raise ConfigError(
+            f"tp {options.tp} does not divide the intermediate_size of {draft_dir}, {head.intermediate_size}; choose a "
+            "divisor"
+        )
+    return model.with_draft_layers(1, head)
 
 
 def _choose_layouts(

@@ -30,7 +30,7 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     """Raise CheckpointError with the first field in which another checkpoint's configuration differs."""
     embeds = config.pooling is not None and config.pooling.task == EMBED
     mine, other = config.model, load_model_config(model_dir, config.model.impl, embeds=embeds)
-    other = other.with_draft_layers(mine.num_draft_layers)
+    other = other.with_draft_layers(mine.num_draft_layers, mine.draft_head)
     for name, ours, theirs in _differences(mine, other):
         raise CheckpointError(
             f"{model_dir} has {name} {shown(theirs)}, this node has {shown(ours)}; only weights of the same model can "

@@ -15,6 +15,7 @@ _MAX_BYTES = 4 << 20
 #: The largest value of each number of a config, well beyond those of known models.
 LARGEST: Mapping[str, int] = {
     "vocab_size": 1 << 21,
+    "draft_vocab_size": 1 << 21,
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 20,
     "num_hidden_layers": 1024,

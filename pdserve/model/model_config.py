@@ -18,6 +18,7 @@ from pdserve.kv_groups import KVCacheGroups, cut_into_groups
 from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, read_windows, rename_fields
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.eagle3 import Eagle3Config, TargetSizes
 from pdserve.model.families import FAMILIES
 from pdserve.model.kept_weights import kept_format
 from pdserve.model.latent import LatentConfig, read_latent
@@ -79,7 +80,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     latent: LatentConfig | None = None  # None: the KV cache has keys and values of heads
     use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens
-    num_draft_layers: int = 0  # of these, the first ones that are loaded, to make drafts; see ``with_draft_layers``
+    num_draft_layers: int = 0  # that are loaded to make drafts: the first of these, or a head; ``with_draft_layers``
+    draft_head: Eagle3Config | None = None  # of a checkpoint of its own, which makes the drafts
     multimodal: str = ""  # architecture of the checkpoint of which this is the text model; "": it is all of it
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
@@ -110,10 +112,17 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """Layers with a KV cache: ``kv_layers``, and behind them those that make drafts."""
         return len(self.kv_layers) + self.num_draft_layers
 
-    def with_draft_layers(self, count: int) -> ModelConfig:
-        """Return the model with the first ``count`` layers that predict further tokens; they attend as the last one."""
+    def with_draft_layers(self, count: int, head: Eagle3Config | None = None) -> ModelConfig:
+        """Return the model with ``count`` layers that make drafts and attend as the last one.
+
+        They are the first ones that predict further tokens, or the one of ``head``.
+        """
         attention = self.attention + self.attention[-1:] * count
-        return msgspec.structs.replace(self, num_draft_layers=count, attention=attention)
+        return msgspec.structs.replace(self, num_draft_layers=count, attention=attention, draft_head=head)
+
+    @property
+    def sizes_for_head(self) -> TargetSizes:
+        return TargetSizes(**{name: getattr(self, name) for name in TargetSizes.__struct_fields__})
 
     @property
     def predictor(self) -> str:

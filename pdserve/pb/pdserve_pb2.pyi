@@ -1228,8 +1228,11 @@ class HandshakeReply(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
+    drafts: _builtins.str
+    """what makes drafts from KV: empty, "mtp", or the digest of a head"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKV]: ...
     def __init__(
@@ -1238,10 +1241,11 @@ class HandshakeReply(_message.Message):
         node_id: _builtins.str = ...,
         epoch: _builtins.str = ...,
         ranks: _abc.Iterable[Global___RankKV] | None = ...,
+        drafts: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "node_id", b"node_id", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "epoch", b"epoch", "node_id", b"node_id", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,7 +98,8 @@ class PagedTorchAttention(AttentionBackend):
         self._fp8_scales = _Fp8Scales(cache) if cache.is_fp8 else None
         self._norms: dict[int, _FusedNorms] = {}
         self._bands: dict[int | None, _BandMask] = {}
-        self._cos_sin: tuple[Tensor, Tensor] | None = None  # expanded for this step by its first layer
+        self._rotary: RotaryCosSin | None = None  # of the layer before; the model's layers have the same one
+        self._cos_sin: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))  # ``_rotary``, expanded
         self._num_tokens = 0  # of sequences, without padding
         self._stored: Tensor | None = None  # tokens that have a slot, None for all
         self._slots: list[Tensor] = []  # by group: [stored tokens * planes * num_kv_heads] int64
@@ -114,7 +115,7 @@ class PagedTorchAttention(AttentionBackend):
             _HostBatch(query_starts, seq_lens, each.page_table.cpu().numpy(), each.slots.shape[0])
             for each in batch.by_group
         ]
-        self._cos_sin, self._num_tokens = None, int(query_starts[-1])
+        self._num_tokens = int(query_starts[-1])
         self._slots = [self._plan_stores(each.slots.cpu().numpy()) for each in batch.by_group]
         self._plans = {
             (group, window): _WindowPlan(
@@ -132,8 +133,8 @@ class PagedTorchAttention(AttentionBackend):
             if fused is None or fused.source is not norms:
                 fused = self._norms[layer] = _FusedNorms(norms, self._heads, self._kv_heads)
             qk = rms_norm(qk, fused.weight, fused.eps)
-        if self._cos_sin is None:
-            self._cos_sin = expand_cos_sin(rotary, self._placement.dtype)
+        if self._rotary is not rotary:
+            self._rotary, self._cos_sin = rotary, expand_cos_sin(rotary, self._placement.dtype)
         q, k = torch.split(apply_rotary(qk, *self._cos_sin), [self._heads, self._kv_heads], dim=1)
         self.store(layer, k, v)
         return q

@@ -6,7 +6,8 @@
         └─────────────────── tokens ─────────────────┘
 
 A shard exchanges messages with the same shard of other stages: the residual of each token after the layers of a stage,
-[tokens, hidden_size], and the next token of each sequence that samples, [rows] int32.
+[tokens, hidden_size], beside it the auxiliary hidden states so far if a head drafts from them, and the next token of
+each sequence that samples, [rows] int32.
 
 Between GPUs of one host, messages are copied into each other's memory (``peer_copies.py``). Elsewhere each channel has
 a process group of its own, so messages never overtake each other. On GPUs they travel on streams of their own; events
@@ -19,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ from runner.distributed.parallel_state import ParallelState, PeerChannel
 from runner.distributed.peer_copies import CopyChannel, CopyReceiver, CopySender
 
 _ALIGNMENT = 128  # elements: kernels are compiled for aligned addresses, and again for others
+
+
+class Beside(NamedTuple):
+    """Values of a step's tokens that travel beside their hidden states, [tokens, …] each."""
+
+    received: Tensor
+    sent: Tensor
 
 
 class TensorSender(Protocol):
@@ -137,10 +145,12 @@ class PipelineStages:
         self.tokens_in: TensorReceiver | None = None
         self.tokens_out: TensorSender | None = None
         self._hidden_size = config.model.hidden_size
+        head = config.model.draft_head
+        most = 1 + (0 if head is None else len(head.layers))  # hidden states of a token in a message
         pp, tp = config.parallel.pp, config.parallel.tp
         if pp == 1:
             return
-        hidden, tokens = _aligned(config.max_batch_tokens * self._hidden_size), _aligned(config.max_num_seqs)
+        hidden, tokens = _aligned(config.max_batch_tokens * most * self._hidden_size), _aligned(config.max_num_seqs)
         for source in range(pp):
             target = (source + 1) % pp
             for shard in range(tp):
@@ -163,20 +173,31 @@ class PipelineStages:
             if end is not None:
                 end.close()
 
-    def compute(self, layers: Callable[[Tensor], Pausing[Tensor]], input_ids: Tensor) -> Pausing[Tensor]:
+    def compute(
+        self,
+        layers: Callable[[Tensor], Pausing[Tensor]],
+        input_ids: Tensor,
+        beside: Beside | None = None,
+    ) -> Pausing[Tensor]:
         """Run ``layers`` on input_ids [tokens], on later stages on the hidden states of the stage before.
 
         Pause where ``layers`` does. The result is sent to the next stage and returned: [tokens, hidden_size], on the
-        last stage of wanted tokens only.
+        last stage of wanted tokens only. ``beside`` is received before ``layers`` runs, and sent after it.
         """
+        tokens = len(input_ids)
         with ExitStack() as received:
             start = input_ids
             if self.hidden_in is not None:
-                self.hidden_in.expect(len(input_ids), self._hidden_size)
+                width = 0 if beside is None else beside.received.shape[1]
+                self.hidden_in.expect(tokens, self._hidden_size + width)
                 start = received.enter_context(self.hidden_in.take())
+                if beside is not None and width:
+                    beside.received.copy_(start[:, self._hidden_size :])
+                    start = start[:, : self._hidden_size].contiguous()
             result = yield from layers(start)
             if self.hidden_out is not None:
-                self.hidden_out.send(result)
+                sends = beside is not None and beside.sent.shape[1]
+                self.hidden_out.send(torch.cat((result, beside.sent), dim=1) if beside and sends else result)
         return result
 
 

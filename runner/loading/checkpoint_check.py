@@ -11,6 +11,7 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.model.model_config import TRANSFORMERS
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
+from runner.loading.draft_head import check_draft_head
 from runner.loading.memory import check_room
 from runner.loading.weights import open_weights
 from runner.models.quantization.unquantized import held_dtype
@@ -32,7 +33,7 @@ def check_tensors(config: NodeConfig) -> int | None:
     path = Path(config.model_dir)
     with open_weights(path, config.model, torch.device("cpu"), dtype) as stored:
         _, names = DecoderWeights(decoder).find(path, stored)
-    return len(names)
+    return len(names) + check_draft_head(decoder, Path(config.draft_dir))
 
 
 def check_memory(config: NodeConfig) -> str:

@@ -98,8 +98,9 @@ class DecoderWeights(ModelWeights):
 
     @property
     def _copied_embedding(self) -> VocabParallelEmbedding | None:
-        """The embedding that a predictor of tokens has for itself."""
-        return None if self._decoder.predictor is None else self._decoder.predictor.own_embedding
+        """The copy of the embedding that what makes drafts has for itself."""
+        drafts = self._decoder.predictor or self._decoder.draft_head
+        return None if drafts is None else drafts.own_embedding
 
     def _process_head(self) -> None:
         decoder = self._decoder

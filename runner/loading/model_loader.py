@@ -20,6 +20,7 @@ from pdserve.weights.change import FileStates
 from pdserve.weights.sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
+from runner.loading.draft_head import load_draft_head
 from runner.loading.memory import check_room
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.offered_weights import offer_shards
@@ -27,6 +28,7 @@ from runner.loading.patches import CheckedPatch
 from runner.loading.peer_weights import PeerWeights
 from runner.loading.stored_weights import StoredWeights
 from runner.loading.weights import OpenWeights, open_weights
+from runner.models.decoder import Decoder
 from runner.models.model import Model
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
@@ -65,6 +67,10 @@ class LoadedModel:
         self._source: Mapping[str, StoredTensor] | None = None  # the checkpoint's tensors that are in memory
         self.files: FileStates = {}  # that the weights were read from
         self._offered: list[Tensor] = []
+        if isinstance(self.decoder, Decoder):
+            if self.decoder.auxiliary is not None:
+                self.decoder.auxiliary.allocate(config.max_batch_tokens)
+            load_draft_head(self.decoder, None if config.load_format == "dummy" else Path(config.draft_dir))
         if config.load_format == "dummy":
             with torch.inference_mode():
                 self.weights.load_random(Path(config.model_dir))

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from pdserve.config.parallel import shard_of
+from pdserve.model.eagle3 import Eagle3Config
 from pdserve.model.model_config import ModelConfig
 from pdserve.pausing import Pausing
 from runner.attention import AttentionBackend
 from runner.batch import Activations
 from runner.distributed.parallel_state import ParallelState
+from runner.distributed.pipeline_stages import Beside
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.decoder_layer import DecoderLayer, Mixer, RMSNorm
+from runner.models.layers.eagle3 import AuxiliaryStates, Eagle3Head
 from runner.models.layers.latent_attention import LatentAttention
 from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.moe import MixtureOfExperts
@@ -52,7 +55,10 @@ class Decoder(Model):
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self.norm = RMSNorm(self.context) if position.is_last else None
         self.head = ParallelLMHead(self.context) if position.is_last else None
-        self.predictor = self._make_predictor() if config.num_draft_layers and position.is_last else None
+        drafts = config.num_draft_layers > 0 and position.is_last
+        self.predictor = self._make_predictor() if drafts and config.draft_head is None else None
+        self.draft_head = self._make_draft_head(config.draft_head) if drafts and config.draft_head is not None else None
+        self.auxiliary = None if config.draft_head is None else AuxiliaryStates(self.context, config.draft_head)
         self.rotary = RotaryEmbedding(
             config.rope, config.rope_head_dim, config.max_position_embeddings, placement.device
         )
@@ -83,6 +89,9 @@ class Decoder(Model):
         layer = DecoderLayer(self.context, attention, self.make_mlp(self.config.num_layers))
         return TokenPredictor(self.context, layer, self.predictor_names, self.embedding)
 
+    def _make_draft_head(self, head: Eagle3Config) -> Eagle3Head:
+        return Eagle3Head(self.context, head, self.config.kv_layers_in(self.context.position.layers), self.embedding)
+
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that Llama calls ``name``."""
         return name
@@ -103,9 +112,11 @@ class Decoder(Model):
         rotary = self.rotary(positions, lengths)
         x, residual = self._begin(inputs)
         *others, last = self.layers
-        for layer, next_norm in zip(others, self._next_norms, strict=True):
+        self._keep(self.first_layer, residual)
+        for number, (layer, next_norm) in enumerate(zip(others, self._next_norms, strict=True), self.first_layer + 1):
             output, residual = layer(x, residual, rotary, backend)
             x = next_norm.add(output, residual)
+            self._keep(number, residual)
             yield
         if output_tokens is not None and not len(output_tokens):
             last.attention.store(x, rotary, backend)
@@ -113,7 +124,12 @@ class Decoder(Model):
         output, residual = last(x, residual, rotary, backend, output_tokens)
         if self.norm is None:
             return residual.add_(self._parallel.all_reduce(output))
-        return self.norm.add(output, residual)
+        normed = self.norm.add(output, residual)
+        self._keep(self.config.num_layers, residual)
+        return normed
+
+    def beside(self, tokens: int) -> Beside | None:
+        return None if self.auxiliary is None else self.auxiliary.beside(tokens)
 
     def predict(
         self,
@@ -123,8 +139,18 @@ class Decoder(Model):
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
     ) -> Tensor:
+        if self.draft_head is not None:
+            return self.draft_head(token_ids, hidden, positions, backend, output_tokens)
         assert self.predictor is not None
         return self.predictor(token_ids, hidden, positions, self.rotary(positions, None), backend, output_tokens)
+
+    def draft_inputs(self, hidden: Tensor) -> Tensor:
+        if self.draft_head is None or self.auxiliary is None:
+            return hidden
+        return self.draft_head.combined(self.auxiliary.rows(len(hidden)))
+
+    def likeliest(self, predicted: Tensor) -> Tensor:
+        return super().likeliest(predicted) if self.draft_head is None else self.draft_head.likeliest(predicted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.head is not None
@@ -141,6 +167,11 @@ class Decoder(Model):
         if self.head is not None:
             for count in samples:
                 self.logits(self._zeros(count, self.config.hidden_size))
+
+    def _keep(self, layer: int, hidden: Tensor) -> None:
+        """Keep the hidden states before ``layer``, counted in the whole model, if a head drafts from them."""
+        if self.auxiliary is not None:
+            self.auxiliary.keep(layer, hidden)
 
     def _zeros(self, rows: int, width: int) -> Tensor:
         return torch.zeros(rows, width, dtype=self.context.placement.dtype, device=self.context.placement.device)

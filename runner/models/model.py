@@ -17,6 +17,7 @@ from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
 from pdserve.pausing import Pausing, complete
 from runner.attention import AttentionBackend
+from runner.distributed.pipeline_stages import Beside
 
 
 class Model(ABC):
@@ -56,6 +57,10 @@ class Model(ABC):
         """Return the result of ``forward``."""
         return complete(self.forward(inputs, positions, lengths, backend, output_tokens))
 
+    def beside(self, tokens: int) -> Beside | None:
+        """Return what travels between pipeline stages beside the hidden states of a step; None if nothing does."""
+        return None
+
     def predict(
         self,
         token_ids: Tensor,
@@ -64,11 +69,19 @@ class Model(ABC):
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Predict one token further, on the last stage of a model with draft layers; see TokenPredictor.
+        """Predict one token further, on the last stage of a model with draft layers; see TokenPredictor, Eagle3Head.
 
         The layer's keys and values are those of the last layer of ``backend``.
         """
         raise NotImplementedError(f"{type(self).__name__} predicts no further tokens")
+
+    def draft_inputs(self, hidden: Tensor) -> Tensor:
+        """Return what ``predict`` takes for the tokens of the latest step, whose ``hidden`` states are given."""
+        return hidden
+
+    def likeliest(self, predicted: Tensor) -> Tensor:
+        """Return the most likely tokens [rows], integers, of results of ``predict``."""
+        return self.logits(predicted).argmax(-1)
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

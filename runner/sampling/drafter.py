@@ -54,7 +54,8 @@ class Drafter:
     def store(self, tokens: PredictedTokens) -> None:
         """Store keys and values of a step without drafts behind it. ``backend`` has planned the step."""
         nothing = tokens.positions[:0]
-        self._model.predict(tokens.next_ids, tokens.hidden, tokens.positions, self._backend, nothing)
+        hidden = self._model.draft_inputs(tokens.hidden)
+        self._model.predict(tokens.next_ids, hidden, tokens.positions, self._backend, nothing)
 
     def draft(self, tokens: PredictedTokens, rows: DraftRows, count: int, graph: bool = False) -> Tensor:
         """Do ``store``, and return the next ``count`` drafts of each row: [rows, count] int32, device.
@@ -62,14 +63,15 @@ class Drafter:
         They are the most likely tokens. Host and device do not wait for each other. With ``graph`` the call is captured
         into a CUDA graph: then the arrays of ``rows`` on the host have the right sizes, and any values.
         """
-        result = self._model.predict(tokens.next_ids, tokens.hidden, tokens.positions, self._backend, rows.last)
+        hidden = self._model.draft_inputs(tokens.hidden)
+        result = self._model.predict(tokens.next_ids, hidden, tokens.positions, self._backend, rows.last)
         position = tokens.positions.index_select(0, rows.last)
-        drafts = [self._model.logits(result).argmax(-1)]
+        drafts = [self._model.likeliest(result)]
         for number in range(1, count):
             held = torch.minimum(position + number, rows.device_limits - 1)
             self._backend.plan(self._batch(rows, held, position + number < rows.device_limits, number), graph)
             result = self._model.predict(drafts[-1], result, held, self._backend)
-            drafts.append(self._model.logits(result).argmax(-1))
+            drafts.append(self._model.likeliest(result))
         return torch.stack(drafts, dim=1).int()
 
     def _batch(self, rows: DraftRows, positions: Tensor, stored: Tensor, number: int) -> AttentionBatch:

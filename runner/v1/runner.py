@@ -195,6 +195,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         hidden = yield from self._stages.compute(
             lambda start: self._model.decoder.forward(start, device_positions, rope_lengths, self._attention, keep),
             self._to_device(table.token_ids[token_rows, positions]),
+            self._model.decoder.beside(len(positions)),
         )
         return hidden
 

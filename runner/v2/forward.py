@@ -77,6 +77,7 @@ class ForwardPass:
                 self._layers(start, keep) if descriptor is None else completed(self._replay(start, descriptor))
             ),
             self._inputs.input_ids[: indices.num_tokens],
+            self._model.decoder.beside(indices.num_tokens),
         )
         if not self._position.is_last or not len(indices.sampling):
             return hidden, None

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from cli.explain import as_text, describe
+from cli.plan.costs import Shape
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import ATTENTION_BACKENDS, find_platform
+from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import num_parameters
@@ -275,6 +277,73 @@ def test_speculation_needs_room_for_drafts(resolved: Resolve) -> None:
     assert resolved(num_drafts=7).max_drafts == 0
     with pytest.raises(ConfigError, match="max_batch_tokens 1024 is less than 8 times max_num_seqs 256"):
         resolved(speculate="lookup", num_drafts=7, max_batch_tokens=1024)
+
+
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "vocab_size": 1000,
+    "draft_vocab_size": 600,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> str:
+    directory = tmp_path / "head"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(HEAD))
+    return str(directory)
+
+
+def test_peers_tell_heads_apart(resolved: Resolve, head: str) -> None:
+    def drafts_by(**fields: Any) -> str:
+        (Path(head) / "config.json").write_text(json.dumps(HEAD | fields))
+        return with_weight_digests(resolved(speculate=f"eagle3:{head}")).drafts_by
+
+    assert drafts_by() == drafts_by() != drafts_by(norm_output=True)
+    assert with_weight_digests(resolved(speculate="lookup")).drafts_by == ""
+
+
+def test_a_head_counts_in_weights_and_kv(resolved: Resolve, head: str) -> None:
+    with_head, without = resolved(speculate=f"eagle3:{head}"), resolved()
+    attention, mlp = 128 * 128 * (3 * 4 + 4 * 2), 3 * 128 * 192
+    weights = 3 * 256 * 128 + attention + mlp + (1000 + 600) * 128
+    sizes = [num_parameters(config.model, config.position) for config in (with_head, without)]
+    assert sizes[0] - sizes[1] == weights
+    assert with_head.kv_layout.bytes_per_token * 4 == without.kv_layout.bytes_per_token * 5
+    assert Shape.of(with_head.model).kv_bytes == with_head.kv_layout.bytes_per_token
+    text = as_text(with_head)
+    assert f"by the EAGLE-3 head {head}: 1 MiB of these weights, 1024 bytes of KV per token, up to 3 per step" in text
+    assert "from the hidden states before layers 1, 2, 3 of 4" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2},
+            {},
+            "layers of this model have slid",
+        ),
+        ({}, {"model_impl": "transformers"}, "Qwen3ForCausalLM runs through transformers, which gives no auxiliary"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {}, "rotary frequencies of this model depend"),
+        ({"num_key_value_heads": 4}, {}, "num_key_value_heads 2, here it must be 4"),
+        ({}, {"engine": "simulated"}, "is not possible for a simulated node; use off"),
+        ({}, {"speculate": "eagle3:"}, "'eagle3:' is not one of off, auto, lookup, mtp, eagle3:DIR"),
+        ({}, {"speculate": "eagle3:/no/such"}, "model '/no/such' is neither an existing directory nor a hub id"),
+    ],
+)
+def test_heads_that_cannot_draft_are_refused(
+    model: dict[str, Any], options: dict[str, Any], message: str, resolved: Resolve, head: str
+) -> None:
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        resolved(HOST, model=model, **{"speculate": f"eagle3:{head}", **options})
 
 
 def test_synthetic_acceptance_is_in_the_name(resolved: Resolve) -> None:

@@ -191,15 +191,15 @@ def test_blocks_have_as_few_ranges_as_possible(ours: Node, theirs: Node, num_sou
     assert [source.num_ranges for source in found] == [num_ranges] * num_sources
 
 
-@pytest.mark.parametrize(("here", "there"), [(1, 0), (0, 1), (1, 1)])
-def test_layers_that_make_drafts_are_read_if_both_nodes_have_them(here: int, there: int) -> None:
+@pytest.mark.parametrize(("here", "there", "other"), [(1, 0, False), (0, 1, False), (1, 1, False), (1, 1, True)])
+def test_layers_that_make_drafts_are_read_if_both_nodes_have_the_same(here: int, there: int, other: bool) -> None:
     """Layer 2 of three makes drafts."""
     model = Model(4, 64, 2, "float16")
     ours, theirs = (node(model, (2 + drafting,), 1, 64, [4], drafting) for drafting in (here, there))
-    (source,) = source_ranks(ours, 0, Peer("node", "e1", theirs.ranks))
+    (source,) = source_ranks(ours, 0, Peer("node", "e1", theirs.ranks, other_drafts=other))
     (slices,) = source.slices
-    layout = ours.layouts[0]
-    assert slices.num_bytes == layout.block_bytes // layout.num_layers * (2 + min(here, there))
+    layout, drafting = ours.layouts[0], 0 if other else min(here, there)
+    assert slices.num_bytes == layout.block_bytes // layout.num_layers * (2 + drafting)
 
 
 # ---------------------------------------------------------------- refusals

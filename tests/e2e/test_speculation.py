@@ -17,8 +17,12 @@ import pytest
 from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import MODEL_NAME, Fleet
 
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from training.batches import Generator
-from training.predictor import PlainMiMo, plain_acceptance, train
+from training.eagle3 import STEPS as HEAD_STEPS
+from training.eagle3 import PlainEagle3
+from training.eagle3 import train as train_head
+from training.predictor import FirstDrafts, PlainMiMo, plain_acceptance, train
 
 LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
@@ -53,7 +57,8 @@ def answers(fleet: Fleet, wanted: Sequence[dict[str, Any]], **fields: Any) -> li
     """Send all requests at once. Return the choices of each."""
 
     def answer(body: dict[str, Any]) -> Any:
-        found = fleet.post("/v1/completions", {"model": MODEL_NAME, "return_token_ids": True} | body | fields)
+        whole = {"model": MODEL_NAME, "return_token_ids": True} | body | fields
+        found = fleet.post("/v1/completions", whole, timeout=150.0)
         return found["choices"]
 
     with ThreadPoolExecutor(len(wanted)) as pool:
@@ -187,14 +192,63 @@ def test_draft_layers_change_no_answer(prefill: str, decode: str, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("1 eagle3", "1 eagle3"),
+        ("1", "1 eagle3"),
+        ("1 eagle3", "1"),
+        ("1 other-eagle3", "1 eagle3"),
+        ("tp2 eagle3", "pp2 eagle3"),
+        ("pp2 eagle3", "tp2 eagle3"),
+    ],
+)
+def test_eagle3_heads_change_no_answer(prefill: str, decode: str, tmp_path: Path) -> None:
+    """Where P lacks the head of D, also if it has another one, D makes no drafts behind prompts of P."""
+    with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
+        check(served.fleet, seed=7)
+        (d,) = served.fleet.decode
+        assert d.counter("handoffs") > 0
+        assert d.counter("handoff_failures") == 0
+        assert (d.counter("spec_decode_num_drafts") > 100) == (prefill.split()[-1] == decode.split()[-1] == "eagle3")
+        served.wait_idle()
+
+
+@pytest.mark.slow
+def test_v2_answers_with_an_eagle3_head_are_those_of_v1(tmp_path: Path) -> None:
+    """With few requests: a step takes the interpreter a second."""
+    wanted = [each | {"max_tokens": 8} for each in bodies(5)[:4:3]]
+    with Served(LLAMA, tmp_path / "v1") as served:
+        expected = answers(served.fleet, wanted)
+    flags = ("--block-size", "16")
+    with Served(LLAMA, tmp_path / "v2", ["1 eagle3"], ["1 eagle3"], flags=flags, runner="V2") as served:
+        found = answers(served.fleet, wanted)
+        assert drafted(served.fleet.decode[0]) > 10
+    assert [each[0]["token_ids"] for each in found] == [each[0]["token_ids"] for each in expected]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     """A trained model drafts with the KV of P's layer."""
     directory = tmp_path / "trained"
     train(directory, steps=120)
+    check_acceptance(directory, PlainMiMo.read(directory), "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_acceptance_of_an_eagle3_head_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """A head that was trained for the embedded model drafts with the KV that P's head has left."""
+    train_head(tmp_path, steps=HEAD_STEPS)
+    check_acceptance(EMBEDDED_MODEL, PlainEagle3.read(tmp_path, EMBEDDED_MODEL), f"eagle3:{tmp_path}")
+
+
+def check_acceptance(directory: Path, plain: FirstDrafts, source: str) -> None:
     tokens = Generator(directory / "tokenizer.json", 990_002, evaluating=True).batch([(12, 320)]).tokens
     prompts = [row[:96].tolist() for row in tokens.reshape(12, 320)]
-    flags = ("--speculate", "auto", "--speculate-when", "always", "--num-drafts", "1", "--threads", "1")
+    drafts = ("--speculate", source, "--speculate-when", "always", "--num-drafts", "1")
+    flags = (*drafts, "--dtype", "float32", "--threads", "1")
     with Fleet() as fleet:
         fleet.start_prefill(directory, flags)
         fleet.start_decode(directory, (*flags, "--handoff-min-tokens", "0"))
@@ -208,7 +262,6 @@ def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> N
         (node,) = fleet.decode
         assert node.counter("handoffs") == len(prompts)
         found = accepted(node) / node.counter("spec_decode_num_draft_tokens")
-    plain = PlainMiMo.read(directory)
     made, right = map(sum, zip(*map(plain_acceptance, [plain] * len(prompts), prompts, outputs), strict=True))
     assert right > 0.1 * made, "the model has learned too little to tell"
     assert found == pytest.approx(right / made, abs=0.01)

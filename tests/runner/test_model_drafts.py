@@ -15,15 +15,13 @@ import msgspec
 import pytest
 import torch
 from checkpoints import add_predictor, make_checkpoint, make_mimo, node_config
-from drafted_node import Answers, DraftedNode
+from drafted_node import DraftedNode, Request, WatchedNode, run, token_ids_of
 
 from engine.draft_source import ModelDrafts
-from pdserve.records import StepOutput, StepPlan
 from pdserve.sampling_params import SamplingParams
 from training.predictor import PlainMiMo, plain_acceptance, train
 
 VOCAB = 128
-Request = tuple[list[int], SamplingParams]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,35 +38,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(checkpoint: Path, version: str, **options: Any) -> Any:
     of_v2: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
     return functools.partial(node_config, checkpoint, runner=version, **of_v2, **options)
-
-
-def run(node: DraftedNode, requests: Sequence[Request]) -> Answers:
-    for rid, (prompt, sampling) in enumerate(requests):
-        node.submit(rid, prompt, sampling)
-    node.run()
-    node.close()
-    return node.answers
-
-
-def token_ids_of(answers: Answers) -> dict[tuple[int, int], list[int]]:
-    return {key: answer.token_ids for key, answer in answers.items()}
-
-
-class WatchedNode(DraftedNode):
-    """Notes what the model has predicted behind how many tokens of which sequence."""
-
-    def __init__(self, config: Any, max_drafts: int) -> None:
-        super().__init__(config, max_drafts, ModelDrafts)
-        self.made: list[tuple[list[int], tuple[int, ...]]] = []  # tokens, drafts
-
-    def _apply(self, result: Any) -> None:
-        super()._apply(result)
-        if result is not None:
-            self._note(result[0], result[1].step)
-
-    def _note(self, plan: StepPlan, output: StepOutput) -> None:
-        running = self.scheduler._live.running
-        self.made += [(list(running[seq].token_ids), drafts) for seq, drafts in output.drafts if seq in running]
 
 
 REQUESTS = [

@@ -23,9 +23,12 @@ from pdserve.config.parallel import choose_parallel_config, shard_of
 from pdserve.config.quantized_layers import keep_quantized
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, KVLayout, KVScales
+from pdserve.model.eagle3 import load_eagle3
 from pdserve.model.model_config import load_model_config
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.state import StateLayout
+from training.eagle3 import random_weights as random_head
+from training.eagle3 import write_head
 
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
@@ -262,6 +265,30 @@ def add_predictor(path: Path, family: str, **fields: Any) -> Path:
     return path
 
 
+def make_eagle3(path: Path, target: Path, seed: int = 0, **fields: Any) -> Path:
+    """Write a random EAGLE-3 head for the checkpoint ``target`` in the form that its authors publish.
+
+    ``fields`` are those of its config.json. It can draft half of the tokens.
+    """
+    model = json.loads((target / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    layers = {"eagle_aux_hidden_state_layer_ids": list(range(model["num_hidden_layers"] - 1))}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **{name: model[name] for name in names},
+        "head_dim": model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"],
+        "draft_vocab_size": model["vocab_size"] // 2,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 2048,
+        "rope_theta": 5000.0,
+        "eagle_config": layers,
+        **fields,
+    }
+    write_head(path, config, random_head(config, model["hidden_size"], seed))
+    return path
+
+
 def change_weight(directory: Path, tensor: str) -> None:
     """Change one element in the middle of a tensor in place. Header, size and all other bytes stay equal."""
     path = directory / "model.safetensors"
@@ -332,14 +359,17 @@ def node_config(
     kv_scales: tuple[KVScales, ...] = (),
     state_slots: int = 8,
     draft_layers: int = 0,
+    draft_head: Path | None = None,
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
 
     ``state_slots`` are those of recurrent state, if the model has any. With ``kv_scales``, one per layer that attends,
-    the KV cache is FP8.
+    the KV cache is FP8. ``draft_head`` is the checkpoint of an EAGLE-3 head.
     """
     decision = Decision(runner=runner, reasons=("test",))
-    model = keep_quantized(load_model_config(model_dir, impl), decision).with_draft_layers(draft_layers)
+    model = keep_quantized(load_model_config(model_dir, impl), decision)
+    head = None if draft_head is None else load_eagle3(draft_head, model.sizes_for_head)
+    model = model.with_draft_layers(draft_layers if head is None else 1, head)
     layout = KVLayout(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -354,6 +384,7 @@ def node_config(
     config = NodeConfig(
         model_dir=str(model_dir),
         model=model,
+        draft_dir="" if draft_head is None else str(draft_head),
         served_model_name="test",
         device=DeviceInfo(kind=device, index=0, name=device, memory=1 << 34),
         dtype=dtype,

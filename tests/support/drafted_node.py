@@ -16,7 +16,7 @@ import msgspec
 import runner
 from connector.backends.null import NullConnector
 from connector.setup import ConnectorSetup
-from engine.draft_source import DraftSource
+from engine.draft_source import DraftSource, ModelDrafts
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import Result, StepPipeline
 from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
@@ -24,10 +24,11 @@ from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.config.node_config import NodeConfig
 from pdserve.ipc.messages import Mode, Submit
-from pdserve.records import FinishReason, StepPlan, TokenLogprobs
+from pdserve.records import FinishReason, StepOutput, StepPlan, TokenLogprobs
 from pdserve.sampling_params import SamplingParams
 
 Answers = dict[tuple[int, int], "Answer"]  # by request and choice
+Request = tuple[list[int], SamplingParams]
 
 
 class Answer:
@@ -142,3 +143,33 @@ class DraftedNode:
             answer.token_ids.append(token_id)
             answer.logprobs.append(logprobs)
             answer.finish = finish or answer.finish
+
+
+class WatchedNode(DraftedNode):
+    """Notes what the model has predicted behind how many tokens of which sequence."""
+
+    def __init__(self, config: NodeConfig, max_drafts: int) -> None:
+        super().__init__(config, max_drafts, ModelDrafts)
+        self.made: list[tuple[list[int], tuple[int, ...]]] = []  # tokens, drafts
+
+    def _apply(self, result: Result | None) -> None:
+        super()._apply(result)
+        if result is not None:
+            self._note(result[1].step)
+
+    def _note(self, output: StepOutput) -> None:
+        running = self.scheduler._live.running
+        self.made += [(list(running[seq].token_ids), drafts) for seq, drafts in output.drafts if seq in running]
+
+
+def run(node: DraftedNode, requests: Sequence[Request]) -> Answers:
+    """Send requests at once, and close the node. Return their answers."""
+    for rid, (prompt, sampling) in enumerate(requests):
+        node.submit(rid, prompt, sampling)
+    node.run()
+    node.close()
+    return node.answers
+
+
+def token_ids_of(answers: Answers) -> dict[tuple[int, int], list[int]]:
+    return {key: answer.token_ids for key, answer in answers.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from any_models import make_any_checkpoint
-from checkpoints import make_checkpoint, reference_greedy, reference_model
+from checkpoints import make_checkpoint, make_eagle3, reference_greedy, reference_model
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 
 from pdserve.config.runner_oracle import VARIABLE
@@ -17,13 +17,15 @@ from pdserve.config.runner_oracle import VARIABLE
 BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
+ALWAYS = ("--speculate-when", "always")
 KINDS = {  # of nodes
     "1": (),
     "tp2": ("--tp", "2"),
     "pp2": ("--pp", "2"),
-    "mtp": ("--speculate", "mtp", "--speculate-when", "always"),
-    "lookup": ("--speculate", "lookup", "--speculate-when", "always"),
+    "mtp": ("--speculate", "mtp", *ALWAYS),
+    "lookup": ("--speculate", "lookup", *ALWAYS),
 }
+HEADS = ("eagle3", "other-eagle3")
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -55,9 +57,9 @@ class Served:
         self.reference = reference_model(directory)
         self.fleet = Fleet()
         for kinds in prefill:
-            self.fleet.start_prefill(directory, (*FLAGS, *flags, *_flags_of(kinds)), environ)
+            self.fleet.start_prefill(directory, (*FLAGS, *flags, *_flags_of(kinds, directory)), environ)
         for kinds in decode:
-            more = (*flags, *decode_flags, *_flags_of(kinds), "--handoff-min-tokens", "0")
+            more = (*flags, *decode_flags, *_flags_of(kinds, directory), "--handoff-min-tokens", "0")
             self.fleet.start_decode(directory, (*FLAGS, *more), environ)
         self.fleet.start_router(directory)
 
@@ -89,8 +91,8 @@ def check_unequal_pages(model: Model, path: Path, prefill: str, decode: str) -> 
     directory, prompt = model.make(path), random_prompt(1, 101)
     of_2, of_8 = (("--block-size", "8", "--kernel-block-size", page) for page in "28")
     with Fleet() as fleet:
-        fleet.start_prefill(directory, (*FLAGS, *of_2, *_flags_of(prefill)))
-        fleet.start_decode(directory, (*FLAGS, *of_8, *_flags_of(decode), "--handoff-min-tokens", "0"))
+        fleet.start_prefill(directory, (*FLAGS, *of_2, *_flags_of(prefill, directory)))
+        fleet.start_decode(directory, (*FLAGS, *of_8, *_flags_of(decode, directory), "--handoff-min-tokens", "0"))
         fleet.start_router(directory)
         fleet.wait_ready()
         tokens = fleet.complete(prompt, OUTPUT)
@@ -105,8 +107,14 @@ def check_preemption(served: Served) -> None:
     served.wait_idle()
 
 
-def _flags_of(kinds: str) -> list[str]:
-    return [word for kind in kinds.split() for word in KINDS[kind]]
+def _flags_of(kinds: str, directory: Path) -> list[str]:
+    """Return the flags of a node that serves ``directory``. Kinds with a name of HEADS draft with a head made there."""
+    words: list[str] = []
+    for kind in kinds.split():
+        if kind in HEADS and not (directory / kind).exists():
+            make_eagle3(directory / kind, directory, seed=HEADS.index(kind))
+        words += ["--speculate", f"eagle3:{directory / kind}", *ALWAYS] if kind in HEADS else KINDS[kind]
+    return words
 
 
 def check_turns_of_an_agent(served: Served, turns: int) -> None:

@@ -29,8 +29,12 @@ class Attention:
         qkv_bias: bool = False,
         out_bias: bool = False,
         head_norms: bool = False,
+        in_features: int = 0,
     ) -> None:
-        """``layer`` counts the layers of this rank that attend; ``head_norms`` norms each query and key head."""
+        """``layer`` counts the layers of this rank that attend; ``head_norms`` norms each query and key head.
+
+        ``in_features`` are those of queries, keys and values; 0: the model's hidden_size.
+        """
         config, position = context.config, context.position
         self._layer = layer
         share = position.parallel.shares(config)[position.rank]
@@ -43,7 +47,7 @@ class Attention:
         if self._num_gates:
             outputs["q_proj"] = ShardRange(0, 2 * heads.size, 2 * heads.full_size)
             rows["q_proj"] = _gates_before_queries(heads, config.head_dim, self._order)
-        self._qkv = MergedColumnParallelLinear(context, config.hidden_size, outputs, qkv_bias, rows)
+        self._qkv = MergedColumnParallelLinear(context, in_features or config.hidden_size, outputs, qkv_bias, rows)
         self._ops = context.ops
         self._out = RowParallelLinear(context, "o_proj", heads, config.hidden_size, out_bias)
         self.quantized_group = self._qkv.quantized_group  # see MLPBlock
