@@ -296,7 +296,9 @@ def _draft_layer_problem(
         able = ", ".join(name for name, family in FAMILIES.items() if family.predictor)
         return f"{model.architecture} has no layer here that predicts further tokens; {able} may have one"
     if not model.num_nextn_layers:
-        return "config.json names no layer that predicts further tokens (num_nextn_predict_layers)"
+        return (
+            "config.json names no layer that predicts further tokens (num_nextn_predict_layers, mtp_num_hidden_layers)"
+        )
     if any(spec.window for spec in model.attention):
         return "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
     if model.rope.rope_type == "dynamic":
