@@ -197,7 +197,7 @@ class InputBuffers:
         if self._state_slots is not None:
             self._state_slots[:rows] = NO_SLOT
         self.drafted[:rows] = 0
-        return self._attention_batch(query_starts, lengths, descriptor, descriptor.row_tokens > 1)
+        return self._attention_batch(query_starts, lengths, descriptor, self._has_drafts and descriptor.row_tokens > 1)
 
     def _attention_batch(
         self,

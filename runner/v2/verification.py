@@ -28,7 +28,8 @@ class DeviceVerification:
     def __init__(self, config: NodeConfig, inputs: InputBuffers, backend: AttentionBackend) -> None:
         self._inputs, self._backend, self._states = inputs, backend, backend.recurrent
         self._most = config.max_drafts
-        has_graphs = config.cuda_graphs and config.max_drafts > 0
+        follows = self._states is not None or config.model.num_draft_layers > 0
+        has_graphs = config.cuda_graphs and config.max_drafts > 0 and follows
         #: The sizes of steps whose samples have a fixed address.
         self.sizes = GraphSizes.of_node(config).of_decodes if has_graphs else GraphSizes(())
         self._graphs = CudaGraphs(GraphSizes(()))

@@ -200,7 +200,7 @@ def test_drafts_beside_recurrent_layers_are_those_of_a_plain_loop(family: str, v
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("count", [1, 3, 17])
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "glm4_moe_lite", "qwen3_5_text"])
 def test_drafts_of_cuda_graphs_are_those_without_graphs(family: str, count: int, tmp_path: Path) -> None:
     """In float32, with rows of padding (17), prompts that join, and answers that end at different steps.
 
@@ -208,6 +208,8 @@ def test_drafts_of_cuda_graphs_are_those_without_graphs(family: str, count: int,
     """
     if family == "mimo":
         path = make_mimo(tmp_path / "m", num_hidden_layers=2)
+    elif family not in NEXTN:
+        path = make_checkpoint(tmp_path / "m", family, predicts=True)
     else:
         fields = NEXTN[family]
         path = add_predictor(make_checkpoint(tmp_path / "m", family, **fields), family, **fields)
@@ -215,7 +217,7 @@ def test_drafts_of_cuda_graphs_are_those_without_graphs(family: str, count: int,
         (prompt_of(15 + rid, rid), SamplingParams(30 + rid, temperature=0.7, seed=rid, ignore_eos=True))
         for rid in range(count)
     ]
-    config = config_of(path, "V2", draft_layers=1)(max_num_seqs=20)
+    config = config_of(path, "V2", draft_layers=1)(max_num_seqs=20, state_slots=64)
     made: list[dict[tuple[int, ...], tuple[int, ...]]] = []  # drafts behind tokens
     answers: list[dict[tuple[int, int], list[int]]] = []
     for graphs in (True, False):
