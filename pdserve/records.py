@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.kv import KVLayout, KVRegion, KVShare
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT, RankStates
+from pdserve.state import NO_SLOT, RankStates, StateSnapshot
 from pdserve.transports import Connected
 
 TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
@@ -207,14 +207,6 @@ class NewBlocks(msgspec.Struct, frozen=True):
 
     seq: int
     block_ids: tuple[int, ...]
-
-
-class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """The recurrent state in the midst of a prompt's chunk: after its first ``num_tokens`` tokens, but not all."""
-
-    seq: int
-    num_tokens: int
-    slot: int  # where it is stored; each sequence has one snapshot at most in a step
 
 
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):

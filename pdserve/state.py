@@ -12,7 +12,7 @@ reads, or a prefix hit copies, is a slot that no step writes to.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -116,6 +116,21 @@ class RankStates(msgspec.Struct, frozen=True):
     region: KVRegion
     layout: StateLayout
     share: StateShare
+
+
+class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The recurrent state in the midst of a prompt's chunk: after its first ``num_tokens`` tokens, but not all."""
+
+    seq: int
+    num_tokens: int
+    slot: int  # where it is stored; each sequence has one snapshot at most in a step
+
+
+class StateOrders(NamedTuple):
+    """What a step stores and copies of recurrent states."""
+
+    snapshots: tuple[StateSnapshot, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots, behind the step
 
 
 def _aligned(num_bytes: int) -> int:

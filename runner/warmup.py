@@ -13,12 +13,11 @@ from pdserve.records import (
     Drafts,
     NewSequence,
     ScheduledSequence,
-    StateSnapshot,
     StepPlan,
     TokenMask,
 )
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
+from pdserve.state import NO_SLOT, StateSnapshot
 from runner.graph_sizes import GraphSizes
 
 #: Prompt tokens of steps; those run that are too large for a graph. Each is at most twice the one before: the tiles of

@@ -22,8 +22,7 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
-from pdserve.records import StateSnapshot
-from pdserve.state import NO_SLOT, handoff_position
+from pdserve.state import NO_SLOT, StateOrders, handoff_position
 
 
 class _Found(NamedTuple):
@@ -169,13 +168,11 @@ class KVCacheManager:
         if self._states is not None:
             self._states.launched(sequence, num_tokens)
 
-    def take_state_snapshots(self) -> tuple[StateSnapshot, ...]:
-        """Return the snapshots of recurrent states amid the step that has been planned."""
-        return () if self._states is None else self._states.take_snapshots()
-
-    def take_state_copies(self, step: int) -> tuple[tuple[int, int], ...]:
-        """Return the copies of recurrent states behind ``step``, which has been planned."""
-        return () if self._states is None else self._states.take_copies(step)
+    def take_state_orders(self, step: int) -> StateOrders:
+        """Return what ``step``, which has been planned, stores and copies of recurrent states."""
+        if self._states is None:
+            return StateOrders()
+        return StateOrders(self._states.take_snapshots(), self._states.take_copies(step))
 
     def applied(self, step: int) -> None:
         """``step`` has ended."""

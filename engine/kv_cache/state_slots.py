@@ -29,8 +29,7 @@ from collections import deque
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.sequence_state import SequenceState
-from pdserve.records import StateSnapshot
-from pdserve.state import LEAST_SLOTS, NO_SLOT, handoff_position
+from pdserve.state import LEAST_SLOTS, NO_SLOT, StateSnapshot, handoff_position
 
 DISTANCE = 8192  # tokens between snapshots of a long prompt, at least: they bound what is computed again
 DECODE_DISTANCE = 256  # tokens between snapshots of a sequence that decodes

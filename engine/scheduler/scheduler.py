@@ -268,9 +268,9 @@ class Scheduler:
         for rid in self.connector.take_last_chunks():
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
-        states = self._kv.take_state_snapshots(), self._kv.take_state_copies(self._num_plans)
+        states = self._kv.take_state_orders(self._num_plans)
         builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
-        return builder.plan(finished, self.connector.take_digest_orders(), *states)
+        return builder.plan(finished, self.connector.take_digest_orders(), states)
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""

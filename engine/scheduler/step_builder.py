@@ -8,16 +8,8 @@ from engine.request import Sequence
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.step_cost_meter import StepWork
-from pdserve.records import (
-    DigestOrder,
-    Drafts,
-    NewBlocks,
-    NewSequence,
-    ScheduledSequence,
-    StateSnapshot,
-    StepPlan,
-    TokenMask,
-)
+from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
+from pdserve.state import StateOrders
 
 Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
@@ -121,10 +113,7 @@ class StepBuilder:
         self._drafts += drafts
 
     def add_prompt(self, sequence: Sequence) -> int:
-        """Add as many of its missing tokens as fit, at least one. Return how many.
-
-        With a recurrent state, its chunk has a snapshot in its midst at most, and ends at the next one.
-        """
+        """Add as many of its missing tokens as fit, at least one, with one snapshot among them. Return how many."""
         missing = sequence.missing
         num_tokens = max(1, min(missing, self._room(sequence, self.crowding), sequence.covered - sequence.num_launched))
         if sequence.state is not None:
@@ -149,13 +138,7 @@ class StepBuilder:
     def sequences(self) -> StepSequences:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
-    def plan(
-        self,
-        finished: tuple[int, ...],
-        digests: tuple[DigestOrder, ...],
-        state_snapshots: tuple[StateSnapshot, ...],
-        state_copies: tuple[tuple[int, int], ...],
-    ) -> StepPlan:
+    def plan(self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], states: StateOrders) -> StepPlan:
         return StepPlan(
             self._step,
             finished=finished,
@@ -167,8 +150,8 @@ class StepBuilder:
             masks=tuple(self._masks),
             drafts=tuple(self._drafts),
             drafts_ahead=self.drafts_ahead,
-            state_snapshots=state_snapshots,
-            state_copies=state_copies,
+            state_snapshots=states.snapshots,
+            state_copies=states.copies,
         )
 
     def _add_masks(self, sequence: Sequence, count: int = 1) -> None:

@@ -311,7 +311,9 @@ def _draft_layer_problem(
         able = ", ".join(name for name, family in FAMILIES.items() if family.predictor)
         return f"{model.architecture} has no layer here that predicts further tokens; {able} may have one"
     if not model.num_nextn_layers:
-        return "config.json names no layer that predicts further tokens (num_nextn_predict_layers)"
+        return (
+            "config.json names no layer that predicts further tokens (num_nextn_predict_layers, mtp_num_hidden_layers)"
+        )
     if problem := _further_layer_problem(model):
         return problem
     stored = chain.from_iterable(read_headers(model_dir).values()) if options.reads_weights else (model.predictor,)

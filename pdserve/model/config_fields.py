@@ -41,6 +41,7 @@ LARGEST: Mapping[str, int] = {
     "num_nextn_predict_layers": 64,
     "num_mtp_modules": 64,
     "num_mtp_layers": 64,
+    "mtp_num_hidden_layers": 64,
     "kv_lora_rank": 1 << 16,
     "q_lora_rank": 1 << 16,
     "qk_nope_head_dim": 4096,

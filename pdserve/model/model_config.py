@@ -159,7 +159,12 @@ MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _MAX_EOS_TOKENS = 64
-_NEXTN = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # the first that a config has counts
+_NEXTN = (  # the first that a config has counts
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_mtp_modules",
+    "mtp_num_hidden_layers",
+)
 
 
 def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = False) -> ModelConfig:

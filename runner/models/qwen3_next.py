@@ -5,10 +5,12 @@ from __future__ import annotations
 from runner.models.decoder import Decoder
 from runner.models.layers.attention import Attention
 from runner.models.layers.gated_delta_net import GatedDeltaNet
+from runner.models.layers.token_predictor import QWEN_NAMES
 
 
 class Qwen3NextForCausalLM(Decoder):
-    unused_tensors = ("mtp.",)  # layers that predict further tokens
+    unused_tensors = ("mtp.",)
+    predictor_names = QWEN_NAMES
     merged_inputs = True  # of gated delta nets
 
     def make_attention(self, layer: int) -> Attention:

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
-from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
 from runner.v2.cuda_graphs import CudaGraphs
 from runner.v2.device_sampler import SamplerOutput
 from runner.v2.device_state import DeviceState
-from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch, InputBuffers
+from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch
 from runner.v2.sampling_metadata import SamplingMetadata, copy_to_device
 from runner.v2.verification import DeviceVerification
 
@@ -55,17 +54,15 @@ class DeviceDrafts:
     def __init__(
         self,
         config: NodeConfig,
+        layout: KVLayout,
         drafter: Drafter | None,
         state: DeviceState,
-        inputs: InputBuffers,
-        backend: AttentionBackend,
-        layout: KVLayout,
         hidden: Tensor,
         verification: DeviceVerification,
     ) -> None:
         """``hidden`` [tokens, hidden_size] is where graphs of the layers leave hidden states."""
-        self._drafter, self._state, self._inputs, self._backend = drafter, state, inputs, backend
-        self._verification = verification
+        self._drafter, self._state, self._verification = drafter, state, verification
+        self._inputs, self._backend = verification.inputs, verification.backend
         self._block_size, self._page_size = layout.block_size, layout.kernel_block_size
         self._max_model_len, self._most = config.max_model_len, config.max_drafts
         self._sizes = GraphSizes(()) if drafter is None else verification.sizes

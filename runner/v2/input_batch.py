@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.state import NO_SLOT
 from runner.batch import AttentionBatch, RowSnapshot
@@ -95,20 +96,13 @@ class InputBuffers:
     """
 
     def __init__(
-        self,
-        max_seqs: int,
-        max_tokens: int,
-        max_pages: int,
-        layout: KVLayout,
-        device: torch.device,
-        has_states: bool,
-        has_drafts: bool = False,
-        drafts_ahead: int = 0,
+        self, config: NodeConfig, layout: KVLayout, max_pages: int, device: torch.device, makes_drafts: bool
     ) -> None:
-        """``has_drafts``: decodes may have drafts. ``drafts_ahead``: those that the model makes behind a step; tables
-        also have the pages of these.
-        """
-        self._layout, self._has_drafts, self._ahead = layout, has_drafts, drafts_ahead
+        """Rows of tables have ``max_pages``. If the model ``makes_drafts``, also the pages of those behind a step."""
+        max_seqs, max_tokens = config.max_num_seqs, config.max_batch_tokens
+        self._layout, self._has_drafts = layout, config.max_drafts > 0
+        self._ahead = config.max_drafts if makes_drafts else 0
+        has_states = config.state_layout is not None
         self._state_slots = torch.zeros(max_seqs, dtype=torch.int32, device=device) if has_states else None
         self.drafted = torch.zeros(max_seqs, dtype=torch.int32, device=device)  # see AttentionBatch
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -197,7 +191,7 @@ class InputBuffers:
         if self._state_slots is not None:
             self._state_slots[:rows] = NO_SLOT
         self.drafted[:rows] = 0
-        return self._attention_batch(query_starts, lengths, descriptor, descriptor.row_tokens > 1)
+        return self._attention_batch(query_starts, lengths, descriptor, self._has_drafts and descriptor.row_tokens > 1)
 
     def _attention_batch(
         self,

@@ -49,32 +49,14 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         writes = StagedWrites(words, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
-        has_states = config.state_layout is not None
-        ahead = config.max_drafts if self._drafter is not None else 0
-        self._inputs = InputBuffers(
-            max_num_seqs,
-            config.max_batch_tokens,
-            max_pages,
-            layout,
-            device,
-            has_states,
-            has_drafts=config.max_drafts > 0,
-            drafts_ahead=ahead,
-        )
+        self._inputs = InputBuffers(config, layout, max_pages, device, makes_drafts=self._drafter is not None)
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
         self._output_copy = AsyncOutputCopy(device, max_num_seqs * (1 + config.max_drafts), self.max_in_flight)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
         self._verification = DeviceVerification(config, self._inputs, self._attention)
         self._drafts = DeviceDrafts(
-            config,
-            self._drafter,
-            self._state,
-            self._inputs,
-            self._attention,
-            layout,
-            self._forward.hidden,
-            self._verification,
+            config, layout, self._drafter, self._state, self._forward.hidden, self._verification
         )
         features: list[StepFeature[InputBatch]] = []
         if self._is_last_stage:
@@ -90,9 +72,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     @torch.inference_mode()
     def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
         if config.cuda_graphs:
-            self._forward.capture(lambda fraction: progress("capturing CUDA graphs", fraction))
-            self._verification.capture(lambda fraction: progress("capturing CUDA graphs of verification", fraction))
-            self._drafts.capture(lambda fraction: progress("capturing CUDA graphs of drafts", fraction))
+            for part in (self._forward, self._verification, self._drafts):
+                part.capture(lambda fraction: progress("capturing CUDA graphs", fraction))
 
     @torch.inference_mode()
     def _graph_bytes(self, config: NodeConfig) -> int:
@@ -100,9 +81,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
             return 0
         torch.cuda.empty_cache()
         before = process_memory(self._device)
-        self._forward.capture(lambda fraction: None, most=2)
-        self._verification.capture(lambda fraction: None, most=2)
-        self._drafts.capture(lambda fraction: None, most=2)
+        for part in (self._forward, self._verification, self._drafts):
+            part.capture(lambda fraction: None, most=2)
         # Further graphs fit into the memory pool of these two and add only their nodes; as much again is plenty.
         return (process_memory(self._device) - before) * 2
 

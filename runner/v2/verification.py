@@ -26,9 +26,10 @@ class DeviceVerification:
     """Steps that only decode have CUDA graphs for what follows their samples, which are then at a fixed address."""
 
     def __init__(self, config: NodeConfig, inputs: InputBuffers, backend: AttentionBackend) -> None:
-        self._inputs, self._backend, self._states = inputs, backend, backend.recurrent
+        self.inputs, self.backend, self._states = inputs, backend, backend.recurrent
         self._most = config.max_drafts
-        has_graphs = config.cuda_graphs and config.max_drafts > 0
+        follows = self._states is not None or config.model.num_draft_layers > 0
+        has_graphs = config.cuda_graphs and config.max_drafts > 0 and follows
         #: The sizes of steps whose samples have a fixed address.
         self.sizes = GraphSizes.of_node(config).of_decodes if has_graphs else GraphSizes(())
         self._graphs = CudaGraphs(GraphSizes(()))
@@ -41,7 +42,7 @@ class DeviceVerification:
         """Capture graphs that advance recurrent states: of all sizes with drafts, or of the ``most`` largest."""
         sizes = [each for each in self.sizes.descriptors if self._states is not None and each.row_tokens > 1]
         graphs = CudaGraphs(GraphSizes(tuple(sizes[:most])))
-        graphs.capture(self.sampled.device, self._inputs.padding, self._captured, on_progress)
+        graphs.capture(self.sampled.device, self.inputs.padding, self._captured, on_progress)
         self._graphs = graphs
 
     def follow(self, plan: StepPlan, batch: InputBatch, sampled: Tensor) -> None:
@@ -56,7 +57,7 @@ class DeviceVerification:
             self._graphs.replay(size)
             return
         if batch.graph is not None:  # it has a plan of its own
-            self._backend.plan(self._inputs.attention_batch(batch))
+            self.backend.plan(self.inputs.attention_batch(batch))
         self._states.commit(self._counts(batch.indices.descriptor, sampled))
 
     def size_for(self, batch: InputBatch) -> BatchDescriptor | None:
@@ -68,7 +69,7 @@ class DeviceVerification:
 
         Only device memory at fixed addresses is read, beside ``sampled``, so a graph can capture it.
         """
-        inputs = self._inputs
+        inputs = self.inputs
         starts, lengths = inputs.query_starts[: size.rows].long(), inputs.query_lengths(size.rows)
         number = torch.arange(min(size.row_tokens - 1, self._most), device=starts.device)
         samples = (starts[:, None] + number).clamp_max(len(sampled) - 1)
@@ -81,12 +82,12 @@ class DeviceVerification:
     def _captured(self, size: BatchDescriptor, padding: AttentionBatch) -> None:
         """Compute what the graph of this size captures."""
         assert self._states is not None
-        self._backend.plan(padding, graph=True)
+        self.backend.plan(padding, graph=True)
         self._states.commit(self._counts(size, self.sampled[: size.tokens]))
 
     def _counts(self, size: BatchDescriptor, sampled: Tensor) -> Tensor:
         """Return the tokens that stay of each sequence with drafts, 0 of others: [size.rows] int64."""
-        drafted = self._inputs.drafted[: size.rows].bool() & (self._inputs.query_lengths(size.rows) > 0)  # no padding
+        drafted = self.inputs.drafted[: size.rows].bool() & (self.inputs.query_lengths(size.rows) > 0)  # no padding
         return (self.num_accepted(size, sampled) + 1) * drafted
 
     def _order(self, plan: StepPlan) -> None:

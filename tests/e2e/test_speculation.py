@@ -27,6 +27,7 @@ from training.predictor import FirstDrafts, PlainMiMo, plain_acceptance, train
 LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
 QWEN35 = Model("qwen3_5_text", {"vocab_size": 4096})
+QWEN35_MTP = QWEN35._replace(fields=dict(QWEN35.fields, predicts=True))
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -178,11 +179,15 @@ def test_v2_answers_are_those_of_v1(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "pp2 mtp")]
+    ("model", "prefill", "decode"),
+    [
+        *((MIMO, *each) for each in (("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "pp2 mtp"))),
+        *((QWEN35_MTP, *each) for each in (("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "tp2 mtp"))),
+    ],
 )
-def test_draft_layers_change_no_answer(prefill: str, decode: str, tmp_path: Path) -> None:
+def test_draft_layers_change_no_answer(model: Model, prefill: str, decode: str, tmp_path: Path) -> None:
     """P and D need not both have the layer. Where P lacks it, D makes no drafts behind prompts of P."""
-    with Served(MIMO, tmp_path / "m", [prefill], [decode]) as served:
+    with Served(model, tmp_path / "m", [prefill], [decode]) as served:
         check(served.fleet, seed=6)
         (d,) = served.fleet.decode
         assert d.counter("handoffs") > 0

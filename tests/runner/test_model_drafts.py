@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checkpoints import add_predictor, make_checkpoint, make_mimo, node_config
+from checkpoints import add_mtp, add_predictor, make_checkpoint, make_mimo, node_config, reference_model
 from drafted_node import DraftedNode, Request, WatchedNode, run, token_ids_of
+from safetensors.torch import load_file
 
 from engine.draft_source import ModelDrafts
 from pdserve.sampling_params import SamplingParams
@@ -110,10 +111,65 @@ def test_a_layer_behind_the_model_makes_drafts(family: str, version: str, tmp_pa
     assert all(drafts == (tokens[-1],) * 2 for tokens, drafts in node.made)
 
 
+class PlainQwen:
+    """Drafts by the library's layers, without a cache."""
+
+    def __init__(self, path: Path, predictor: Path) -> None:
+        self._model, self._predictor = reference_model(path), reference_model(predictor)
+        weights = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        self._fc = weights["mtp.fc.weight"]
+        self._scales = [1.0 + weights[f"mtp.pre_fc_norm_{name}.weight"] for name in ("embedding", "hidden")]
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], count: int) -> tuple[int, ...]:
+        hidden = self._model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        ids = tokens[1:]
+        for _ in range(count):
+            inputs = self._model.model.embed_tokens(torch.tensor(ids)), hidden
+            normed = [self._norm(each, scale) for each, scale in zip(inputs, self._scales, strict=True)]
+            start = torch.cat(normed, dim=1) @ self._fc.T
+            result = self._predictor.model(inputs_embeds=start[None]).last_hidden_state[0]
+            ids = [*ids, int(self._model.lm_head(result[-1]).argmax())]
+            hidden = torch.cat((hidden, result[-1:]))
+        return tuple(ids[-count:])
+
+    @staticmethod
+    def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+
+
+@pytest.mark.parametrize(
+    ("family", "version"),
+    [
+        ("qwen3_5_text", "V1"),
+        pytest.param("qwen3_next", "V1", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe_text", "V1", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", "V2", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_drafts_beside_recurrent_layers_are_those_of_a_plain_loop(family: str, version: str, tmp_path: Path) -> None:
+    """Answers are those without drafts, which are hardly ever right."""
+    path = make_checkpoint(tmp_path / "m", family)
+    plain = PlainQwen(path, add_mtp(path, family))
+    requests = [
+        (prompt_of(length, length), SamplingParams(12, temperature=0.8, seed=length, ignore_eos=True))
+        for length in (3, 22)
+    ]
+    expected = run(DraftedNode(config_of(path, "V1")()), requests)
+    config = config_of(path, version, draft_layers=1)(max_batch_tokens=24, max_num_seqs=3)
+    node = WatchedNode(msgspec.structs.replace(config, cuda_graphs=version == "V2"), 3)
+    assert token_ids_of(run(node, requests)) == token_ids_of(expected)
+    assert len(node.made) > 15
+    assert [drafts for _, drafts in node.made] == [plain.drafts(tokens, 3) for tokens, _ in node.made]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("count", [1, 3, 17])
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "glm4_moe_lite", "qwen3_5_text"])
 def test_drafts_of_cuda_graphs_are_those_without_graphs(family: str, count: int, tmp_path: Path) -> None:
     """In float32, with rows of padding (17), prompts that join, and answers that end at different steps.
 
@@ -121,6 +177,8 @@ def test_drafts_of_cuda_graphs_are_those_without_graphs(family: str, count: int,
     """
     if family == "mimo":
         path = make_mimo(tmp_path / "m", num_hidden_layers=2)
+    elif family not in NEXTN:
+        path = make_checkpoint(tmp_path / "m", family, predicts=True)
     else:
         fields = NEXTN[family]
         path = add_predictor(make_checkpoint(tmp_path / "m", family, **fields), family, **fields)
@@ -128,7 +186,7 @@ def test_drafts_of_cuda_graphs_are_those_without_graphs(family: str, count: int,
         (prompt_of(15 + rid, rid), SamplingParams(30 + rid, temperature=0.7, seed=rid, ignore_eos=True))
         for rid in range(count)
     ]
-    config = config_of(path, "V2", draft_layers=1)(max_num_seqs=20)
+    config = config_of(path, "V2", draft_layers=1)(max_num_seqs=20, state_slots=64)
     made: list[dict[tuple[int, ...], tuple[int, ...]]] = []  # drafts behind tokens
     answers: list[dict[tuple[int, int], list[int]]] = []
     for graphs in (True, False):

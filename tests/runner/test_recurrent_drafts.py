@@ -94,6 +94,15 @@ def test_snapshots_are_those_of_accepted_tokens(checkpoint: Path, slots: int) ->
         assert cached > sum(len(prompt) for prompt, _ in REQUESTS) + 40, "no snapshot of an answer was found"
 
 
+def check_v2(checkpoint: Path, graphs: bool, requests: Sequence[Request]) -> None:
+    expected = Conversations(DraftedNode(config_of(checkpoint, state_slots=24))).run(requests)
+    texts = [requests[rid][0] + tokens for (rid, _), tokens in expected.items() if rid < 100]
+    config = config_of(checkpoint, "V2", graphs, state_slots=24, max_batch_tokens=40, max_num_seqs=4)
+    node = DraftedNode(config, 3, draft_always(texts, wrong=0.3))
+    assert Conversations(node).run(requests) == expected
+    assert node.num_accepted > 10
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
@@ -102,9 +111,16 @@ def test_snapshots_are_those_of_accepted_tokens(checkpoint: Path, slots: int) ->
 def test_v2_states_are_those_of_accepted_tokens(checkpoint: Path, graphs: bool) -> None:
     """Also with the padding of graphs; on a CPU their calls run one by one."""
     requests = [(prompt, msgspec.structs.replace(sampling, max_tokens=20, n=1)) for prompt, sampling in REQUESTS[:3]]
-    expected = Conversations(DraftedNode(config_of(checkpoint, state_slots=24))).run(requests)
-    texts = [requests[rid][0] + tokens for (rid, _), tokens in expected.items() if rid < 100]
-    config = config_of(checkpoint, "V2", graphs, state_slots=24, max_batch_tokens=40, max_num_seqs=4)
-    node = DraftedNode(config, 3, draft_always(texts, wrong=0.3))
-    assert Conversations(node).run(requests) == expected
-    assert node.num_accepted > 10
+    check_v2(checkpoint, graphs, requests)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_states_on_a_gpu_are_those_of_accepted_tokens(checkpoint: Path, graphs: bool) -> None:
+    """In float32, beside V1 on the CPU. Prompts join, and answers end at different steps."""
+    requests = [
+        (prompt, msgspec.structs.replace(sampling, max_tokens=30 + 7 * index, n=1))
+        for index, (prompt, sampling) in enumerate(REQUESTS * 2)
+    ]
+    check_v2(checkpoint, graphs, requests)

@@ -185,12 +185,14 @@ def make_checkpoint(
     dtype: str = "float32",
     max_shard_size: str = "5GB",
     fused: bool = False,
+    predicts: bool = False,
     **overrides: Any,
 ) -> Path:
     """Write a random checkpoint of a family of ``FAMILIES`` and return its directory.
 
     ``overrides`` are fields of the family's transformers config. Weights are drawn wider than transformers' initial
-    ones, so that logits differ clearly: an argmax of near-equal logits tests nothing. MiMo is a family here, too.
+    ones, so that logits differ clearly: an argmax of near-equal logits tests nothing. MiMo is a family here, too. If it
+    ``predicts``, ``add_mtp`` follows.
     """
     if family == "mimo":
         return make_mimo(path, seed=seed, dtype=dtype, **overrides)
@@ -213,6 +215,8 @@ def make_checkpoint(
             else:
                 parameter.copy_(1.3 * noise / parameter.shape[-1] ** 0.5)
     model.save_pretrained(path, max_shard_size=max_shard_size, save_original_format=not fused)
+    if predicts:
+        add_mtp(path, family, seed=seed, **overrides)
     return path
 
 
@@ -237,6 +241,32 @@ def make_mimo(path: Path, **overrides: Any) -> Path:
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def add_mtp(path: Path, family: str, **fields: Any) -> Path:
+    """Add a random layer that predicts further tokens to a checkpoint of Qwen3-Next or Qwen3.5, made with these fields.
+
+    Return a checkpoint of its layer and norm as a model of one layer.
+    """
+    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "seed": 1 + fields.get("seed", 0)}
+    other = make_checkpoint(path.parent / f"{path.name}-mtp", family, **fields | layers)
+    stored = load_file(other / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    hidden, generator = config["hidden_size"], torch.Generator().manual_seed(2)
+    tensors = {
+        f"mtp.pre_fc_norm_{name}.weight": 0.2 * torch.randn(hidden, generator=generator)
+        for name in ("embedding", "hidden")
+    }
+    tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    tensors["mtp.norm.weight"] = stored["model.norm.weight"]
+    tensors |= {
+        "mtp." + name.removeprefix("model."): tensor
+        for name, tensor in stored.items()
+        if name.startswith("model.layers.0.")
+    }
+    add_tensors(path, tensors)
+    (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    return other
 
 
 def add_predictor(path: Path, family: str, **fields: Any) -> Path:

@@ -26,16 +26,15 @@ from runner.models.quantization.unquantized import UnquantizedLinearMethod
 
 
 class PredictorNames(NamedTuple):
-    """The names of its own tensors in a checkpoint. Those of its layer are as in other layers.
-
-    All begin with ``ModelConfig.predictor``.
-    """
+    """The names of its own tensors in a checkpoint, which begin with ``ModelConfig.predictor``, and its inputs."""
 
     embedding_norm: str
     hidden_norm: str
     projection: str
     norm: str  # of its result
+    layer: str = ""  # before the names of its layer, which are as in other layers
     hidden_first: bool = False  # the projection takes hidden states, then embeddings
+    masks_first: bool = True  # embeddings at position 0 count as zeros
 
 
 #: Of DeepSeek-V3 and GLM-4.5, behind the layers of the model. Their copies of embedding and head are not loaded.
@@ -44,6 +43,16 @@ NEXTN_NAMES = PredictorNames(
     hidden_norm="hnorm",
     projection="eh_proj",
     norm="shared_head.norm",
+)
+
+#: Of Qwen3-Next and Qwen3.5.
+QWEN_NAMES = PredictorNames(
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    norm="norm",
+    layer="layers.0.",
+    masks_first=False,
 )
 
 
@@ -84,7 +93,8 @@ class TokenPredictor:
         """
         assert self._embedding is not None
         embedded = self._parallel.all_reduce(self._embedding(token_ids))
-        embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)  # as in training
+        if self._names.masks_first:
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         both = [self._embedding_norm(embedded), self._hidden_norm(hidden)]
         start = self._projection.apply(torch.cat(both[:: -1 if self._names.hidden_first else 1], dim=1))
         normed = self._layer.input_norm(start)
@@ -95,11 +105,11 @@ class TokenPredictor:
         return self._norm.add(output, residual)
 
     def weight_shards(self) -> WeightShards:
-        outputs, inputs = ShardRange.full(self._size), ShardRange.full(2 * self._size)
+        names, outputs, inputs = self._names, ShardRange.full(self._size), ShardRange.full(2 * self._size)
         for name, norm in self._norms():
             yield f"{name}.weight", norm.weight_shard()
-        yield from prefixed(f"{self._names.projection}.", self._projection.weight_shards(0, outputs, inputs))
-        yield from self._layer.weight_shards()
+        yield from prefixed(f"{names.projection}.", self._projection.weight_shards(0, outputs, inputs))
+        yield from prefixed(names.layer, self._layer.weight_shards())
 
     def process_weights_after_loading(self) -> None:
         for _, norm in self._norms():
