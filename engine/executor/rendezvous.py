@@ -214,7 +214,6 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
         compat_fields=config.compat_fields,
         device=device,
         model_dir=config.model_dir,
-        weight_files=config.weight_files,
         threads=threads,
         host=socket.gethostname(),
         triton_problem=config.triton_problem,
