@@ -75,7 +75,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
         grammars.load()
     scheduler = make_scheduler(configure.config, ranks, grammars, configure.agent)
     if configure.kv_events:
-        scheduler.record_cache(NetChanges())
+        scheduler.connector.record_cache(NetChanges())
     engine = Engine(scheduler, ranks, channel, configure.config.parallel.pp)
     channel.suspects = engine.suspects
     gc.collect()

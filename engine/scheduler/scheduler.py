@@ -28,7 +28,6 @@ from math import isfinite
 import msgspec
 
 from engine.kv_cache.block_pool import ONE_GROUP, BlockPool
-from engine.kv_cache.cache_recorder import CacheRecorder, StateRecorder
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
@@ -291,12 +290,6 @@ class Scheduler:
         """Return the events since the last call as one message; None if there are none."""
         self.totals.sampled_tokens += len(self.events.outputs.rids)
         return self.events.take(self.status(), *self.connector.take_events()) if self.events else None
-
-    def record_cache(self, recorder: CacheRecorder) -> None:
-        """Record all further changes of the prefix cache; snapshots of states are in a group of their own."""
-        self.pool.recorder = recorder
-        if self.states is not None:
-            self.states.pool.recorder = StateRecorder(recorder, self.pool.groups.num_groups)
 
     def status(self) -> Status:
         free, held, leased, quarantined = self.pool.counts

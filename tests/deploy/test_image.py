@@ -120,7 +120,7 @@ def test_packages_of_the_gpu_image_resolve_together(tmp_path: Path) -> None:
         "--report",
         str(report),
         "--constraint",
-        tmp_path / "gpu.txt",
+        str(tmp_path / "gpu.txt"),
     ]
     done = subprocess.run([*PIP, *words, f"{ROOT}[gpu]"], capture_output=True, text=True)
     if "Failed to establish a new connection" in done.stderr:
@@ -140,7 +140,7 @@ def test_bill_of_materials_names_the_packages(tmp_path: Path) -> None:
     if installed.returncode:
         pytest.skip(f"{tool} cannot be installed: {installed.stderr[-300:]}")
     output = tmp_path / "sbom.cdx.json"
-    command = [tmp_path / "sbom/bin/cyclonedx-py", "environment", "--output-file", output, sys.executable]
+    command = [str(tmp_path / "sbom/bin/cyclonedx-py"), "environment", "--output-file", str(output), sys.executable]
     subprocess.run(command, check=True, capture_output=True)
     content = json.loads(output.read_text())
     assert content["bomFormat"] == "CycloneDX"

@@ -144,7 +144,7 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
     monkeypatch.setattr(state_slots, "DISTANCE", 3 * BLOCK)
     monkeypatch.setattr(state_slots, "DECODE_DISTANCE", 2 * BLOCK)
     node, chance, recorder = Node(60, *depth, state_slots=9), random.Random(5), NetChanges()
-    node.scheduler.record_cache(recorder)
+    node.scheduler.connector.record_cache(recorder)
     states = node.scheduler.states
     assert states is not None
     log, copy = EventLog([FULL, SNAPSHOT], BLOCK), CacheCopy()
