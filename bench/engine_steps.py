@@ -178,7 +178,7 @@ async def run(args: argparse.Namespace) -> None:
     publisher = None
     if args.kv_events:
         options, layout = KVEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"), config.kv_layout
-        publisher = KVEventPublisher(options, group_kinds(layout), layout.block_size)
+        publisher = KVEventPublisher(options, group_kinds(layout, config.model.state is not None), layout.block_size)
         publisher.start()
         engine.on_batch = partial(publish, publisher)
     start = time.perf_counter()

@@ -28,7 +28,7 @@ from decode_node.decode_metrics import PeerMetrics
 from decode_node.prefill_stream import PrefillStream
 from node.context import NodeContext
 from node.health import State
-from pdserve.config.compatibility import PROTOCOL_VERSION
+from pdserve.config.compatibility import common_protocol, describe_window
 from pdserve.errors import ConfigError, PdserveError, PeerError, shown
 from pdserve.ipc.messages import Connect, Disconnect
 from pdserve.pb import pdserve_pb2 as pb
@@ -183,8 +183,11 @@ class PrefillPeer:
         self._check_identity(description)
         if (state := _state(description)) != "ready":
             raise PeerLoading(f"is {state}")
+        protocol = common_protocol(description.protocol)
+        if protocol is None:
+            raise PeerError(describe_window(description.protocol))
         request = pb.HandshakeRequest(
-            protocol=PROTOCOL_VERSION,
+            protocol=protocol,
             compat_hash=self._node.compat_hash,
             compat_fields=self._node.config.compat_fields,
             node_id=self._node.node_id,

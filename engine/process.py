@@ -73,9 +73,9 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
-    scheduler = _scheduler(configure.config, ranks, grammars, configure.agent)
+    scheduler = make_scheduler(configure.config, ranks, grammars, configure.agent)
     if configure.kv_events:
-        scheduler.pool.recorder = NetChanges()
+        scheduler.connector.record_cache(NetChanges())
     engine = Engine(scheduler, ranks, channel, configure.config.parallel.pp)
     channel.suspects = engine.suspects
     gc.collect()
@@ -121,7 +121,8 @@ def _draft_options(config: NodeConfig) -> DraftOptions:
     return DraftOptions(most, _DRAFT_SOURCES.get(config.speculate), always)
 
 
-def _scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
+def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
+    """Return the scheduler of a node with these ranks. ``agent`` is the connector's name; empty for none."""
     layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1

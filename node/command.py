@@ -106,7 +106,9 @@ async def _serve(
     if (events := frontend.kv_events(f"kv@{address}@{config.served_model_name}")) is not None:
         from node.kv_events import KVEventPublisher, group_kinds  # imports ZeroMQ
 
-        kv_events = KVEventPublisher(events, group_kinds(config.kv_layout), config.kv_layout.block_size)
+        kv_events = KVEventPublisher(
+            events, group_kinds(config.kv_layout, config.model.state is not None), config.kv_layout.block_size
+        )
     placement = RankPlacement(devices, local.leader, local.timeout)
     engine = EngineClient(config, agent, placement, kv_events=kv_events is not None)
     tracer = make_tracer(frontend.traces, role.name, node_id)

@@ -34,7 +34,7 @@ from pdserve.ipc.messages import (
 )
 from pdserve.records import RankKV
 from pdserve.transports import Connected
-from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.change import WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
 _SLEEP_SECONDS = 10.0  # for all ranks to free their devices
@@ -72,10 +72,10 @@ class EngineClient:
 
     # ------------------------------------------------------------ start and end
 
-    async def start(self, config: NodeConfig, peer: WeightPeer | None = None) -> tuple[FileStates, ...]:
+    async def start(self, config: NodeConfig, peer: WeightPeer | None = None) -> Ready:
         """Start the engine, which loads weights from ``peer`` if there is one, and wait until it is ready.
 
-        Return the files that each rank has loaded. Raises the error that the engine reports, or EngineDied.
+        Raises the error that the engine reports, or EngineDied.
         """
         self._started = asyncio.get_running_loop().create_future()
         # Stale references to an earlier start cannot match.
@@ -93,7 +93,7 @@ class EngineClient:
         total = ready.kv_layout.num_blocks
         self.status = Status(free=total, total=total)
         self.has_weights = True
-        return ready.loaded_files
+        return ready
 
     async def sleep(self) -> None:
         """End the engine, or what has failed to start, until the next ``start``. No request may be open."""
@@ -134,8 +134,12 @@ class EngineClient:
 
     @property
     def has_remote_ranks(self) -> bool:
-        """Whether ranks on other hosts join; they must have the configuration that ``start`` is given."""
+        """Whether ranks on other hosts join."""
         return bool(self._placement.listen)
+
+    @property
+    def local_ranks(self) -> range:
+        return range(len(self._placement.devices))
 
     @property
     def pid(self) -> int | None:

@@ -52,9 +52,11 @@ class GroupKind(NamedTuple):
     window: int | None
 
 
-def group_kinds(layout: KVLayout) -> list[GroupKind]:
+def group_kinds(layout: KVLayout, has_states: bool) -> list[GroupKind]:
+    """Return the kinds of the KV cache groups; the last group is that of snapshots, if layers have recurrent states."""
     full = "mla_attention" if isinstance(layout.spec, LatentSpec) else "full_attention"
-    return [GroupKind("sliding_window" if window else full, window) for window in layout.groups.windows]
+    kinds = [GroupKind("sliding_window" if window else full, window) for window in layout.groups.windows]
+    return [*kinds, GroupKind("mamba", None)] if has_states else kinds
 
 
 def short_hash(block_hash: bytes) -> int:

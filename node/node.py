@@ -32,7 +32,7 @@ from node.service import NODE_SERVICE, NodeService, add_node_service, describe
 from node.weights.changes import CHANGES_SERVICE, Power, WeightChanges, WeightChangesService, WeightOrder
 from node.weights.peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from pdserve.checkpoint.file_states import check_same_files
-from pdserve.config.config_with_weights import with_weight_digests
+from pdserve.config.config_with_weights import host_digests, with_host_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
 from pdserve.ipc.heartbeat_monitor import LivenessWatch
@@ -160,20 +160,18 @@ class Node:
     async def _start_engine(self, config: NodeConfig) -> NodeConfig:
         """Start the engine. Return the configuration with the digests of the weights, computed while it loads them.
 
-        Raises CheckpointError if it has loaded other files than those digested.
+        Other hosts send the digests of their ranks' weights. Raises ConfigError if hosts have different weights, and
+        CheckpointError if the engine has loaded other files than those digested.
         """
         self._cache_is_empty()
         stop = threading.Event()
         peer = None if config.load_from == "disk" else await find_weights(self._context, config)
-        digests = asyncio.create_task(asyncio.to_thread(with_weight_digests, config, stop))
+        digests = asyncio.to_thread(host_digests, config, self._engine.local_ranks, stop)
         try:
-            if self._engine.has_remote_ranks:  # they send theirs when they join
-                config = await digests
-            loaded, digested = await asyncio.gather(self._engine.start(config, peer), digests)
-            if not self._engine.has_remote_ranks:  # ranks that know the digests before compare the files themselves
-                for files in loaded:
-                    check_same_files(config.model_dir, files, digested.weight_files)
-            return digested
+            ready, here = await asyncio.gather(self._engine.start(config, peer), digests)
+            for files in ready.loaded_files:
+                check_same_files(config.model_dir, files, here.files)
+            return with_host_digests(config, (here, *ready.digests))
         finally:
             stop.set()
 

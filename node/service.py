@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from node.context import NodeContext, Role
 from node.reports import NodeReports, sample_bits
 from pdserve import __version__
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.ipc.messages import Status
 from pdserve.metrics import flat
 from pdserve.model.pooling import GENERATE, YES_OR_NO
@@ -36,6 +37,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
         state=node.state,
         model=config.served_model_name,
         version=__version__,
+        protocol=PROTOCOL_VERSION,
         compat_hash=node.compat_hash,
         runner=node.engine.decision.runner,
         runner_reasons=node.engine.decision.reasons,

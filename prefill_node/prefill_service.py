@@ -9,7 +9,7 @@ from itertools import count
 from node.context import NodeContext
 from node.served_streams import ServedStreams
 from node.stream_writer import Context
-from pdserve.config.compatibility import PROTOCOL_VERSION, differences
+from pdserve.config.compatibility import SPOKEN_PROTOCOLS, describe_window, differences
 from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -54,7 +54,8 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             self._check_compatible(request)
         except PdserveError as exc:
             await abort(context, exc)
-        _log.info("handshake with decode node %s (epoch %s)", request.node_id, request.epoch)
+        line = "handshake with decode node %s (epoch %s), protocol %d"
+        _log.info(line, request.node_id, request.epoch, request.protocol)
         return pb.HandshakeReply(
             node_id=self._node.node_id,
             epoch=self._node.epoch,
@@ -75,10 +76,9 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         await self._streams.serve(stream, request_iterator, context)
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:
-        if request.protocol != PROTOCOL_VERSION:
+        if request.protocol not in SPOKEN_PROTOCOLS:
             raise PeerError(
-                f"protocol {request.protocol} of {request.node_id} is not {PROTOCOL_VERSION}; "
-                "run the same version of pdserve on both"
+                f"{request.node_id} cannot read from {self._node.node_id}: {describe_window(request.protocol)}"
             )
         if request.compat_hash != self._node.compat_hash:
             found = differences(self._node.config.compat_fields, dict(request.compat_fields))

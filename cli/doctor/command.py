@@ -12,7 +12,9 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from cli.doctor import checks
 from cli.doctor.findings import Finding, Level, fail, ok, run_check, warn
 from node.frontend_flags import FrontendOptions
 from pdserve import __version__
-from pdserve.config.compatibility import compat_hash
+from pdserve.config.compatibility import common_protocol, compat_hash, describe_window
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
@@ -46,6 +48,8 @@ from pdserve.transports import REQUIRABLE
 
 _ANSWER_SECONDS = 5.0
 _LIST_SECONDS = 10.0
+_NIXL_SECONDS = 60.0  # two agents connect within a few seconds, if at all
+_NIXL_THREAD = "nixl check"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,8 +82,11 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         findings.append(finding)
         if not args.json:
             print(finding, flush=True)
-    print(json.dumps(msgspec.to_builtins(findings), indent=2) if args.json else verdict(findings))
-    return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
+    print(json.dumps(msgspec.to_builtins(findings), indent=2) if args.json else verdict(findings), flush=True)
+    status = 1 if any(finding.level is Level.FAIL for finding in findings) else 0
+    if any(thread.name == _NIXL_THREAD for thread in threading.enumerate()):
+        os._exit(status)  # it may never end, and neither may the destructors of its libraries
+    return status
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -177,11 +184,28 @@ def _check_connector(back_end: str) -> Finding:
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
     from connector.backends.nixl.nixl_check import try_agents
 
+    connected: Future[tuple[str, str]] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(try_agents(required, "cuda" if on_gpu else "cpu"))
+        except Exception as exc:
+            connected.set_exception(exc)
+
+    thread = threading.Thread(target=connect, name=_NIXL_THREAD, daemon=True)
+    thread.start()
     try:
-        kind, lanes = try_agents(required, "cuda" if on_gpu else "cpu")
+        kind, lanes = connected.result(_NIXL_SECONDS)
+    except TimeoutError:
+        remedy = "check that this container has the network card and an interface on its network"
+        yield Finding("nixl", Level.FAIL, f"two agents have not connected within {_NIXL_SECONDS:g} s", remedy)
+        return
     except PdserveError as exc:
         yield Finding("nixl", Level.FAIL, str(exc))
         return
+    finally:
+        if connected.done():
+            thread.join()
     yield Finding("nixl", Level.OK, "two agents have connected")
     yield run_check("transport", checks.check_requirement, required, kind, lanes)
 
@@ -213,8 +237,8 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
         return fail(f"{address} does not answer: {rpc_reason(exc)}", remedy)
     if peer.role != "prefill":
         return fail(f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
-    if peer.version != __version__:
-        return fail(f"{address} runs pdserve {peer.version}, this is {__version__}", "run one version on all nodes")
+    if common_protocol(peer.protocol) is None:
+        return fail(f"{address} runs pdserve {peer.version}, this is {__version__}", describe_window(peer.protocol))
     if config is not None and peer.compat_hash not in ("", compat_hash(config.compat_fields)):
         return fail(
             f"{address} cannot exchange KV with this configuration", "give both nodes the same checkpoint and flags"

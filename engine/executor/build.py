@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -17,9 +17,10 @@ from engine.channel import Channel, ChannelClosed
 from engine.executor.aggregator import OutputAggregator
 from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
-from engine.executor.rank_messages import Assign
+from engine.executor.rank_messages import Assign, RankReady
 from engine.executor.rank_processes import Failure, RankChannel, RankProcesses, start_rank
 from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
+from pdserve.checkpoint.file_states import check_same_files
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.triton_hosts import without_triton
 from pdserve.errors import CapacityError
@@ -30,6 +31,7 @@ from pdserve.protocols import ModelRunner, WeightSource
 from pdserve.records import RankKV
 from pdserve.rpc.address import join_address, split_address
 from pdserve.state import RankStates
+from pdserve.weights.change import HostDigests
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
 _log = logging.getLogger(__name__)
@@ -126,8 +128,22 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
     executor = Executor(rank, others, OutputAggregator(config.parallel, config.shares), channel.wake)
     kvs = (kv, *(other.kv for other in ready)) if configure.agent else ()
     weights = _offers(rank.offered_weights, *(other.weights for other in ready))
-    loaded = (rank.loaded_files, *(other.loaded_files for other in ready))
-    return executor, Ready(executor.kv_layout, kvs, configs[0].decision, weights, loaded)
+    num_local = len(configure.placement.devices)
+    loaded = (rank.loaded_files, *(other.loaded_files for other in ready[: num_local - 1]))
+    digests = _digests_of_hosts(ready[num_local - 1 :], configs[num_local:])
+    return executor, Ready(executor.kv_layout, kvs, configs[0].decision, weights, loaded, digests)
+
+
+def _digests_of_hosts(ranks: Sequence[RankReady], configs: Sequence[NodeConfig]) -> tuple[HostDigests, ...]:
+    """Return the digests of the other hosts' weights.
+
+    Raises CheckpointError if a rank has loaded other files than those digested on its host.
+    """
+    hosts: list[HostDigests] = []
+    for rank, config in zip(ranks, configs, strict=True):
+        hosts += () if rank.digests is None else (rank.digests,)
+        check_same_files(config.model_dir, rank.loaded_files, hosts[-1].files)
+    return tuple(hosts)
 
 
 def _offers(*ranks: RankWeights | None) -> tuple[RankWeights, ...]:
@@ -161,7 +177,7 @@ def _start_ranks(
     remote: list[RankChannel] = []
     for rank, (hello, sock) in sorted(joined.items()):
         own = config.for_rank(rank, hello.device)
-        theirs = {name: getattr(hello, name) for name in ("model_dir", "draft_dir", "weight_files", "threads")}
+        theirs = {name: getattr(hello, name) for name in ("model_dir", "draft_dir", "threads")}
         configs.append(msgspec.structs.replace(own, **theirs))
         remote.append(RankChannel(parallel.position(rank), sock, timeout))
     local = [start_rank(parallel.position(rank), timeout) for rank in range(1, num_local)]

@@ -28,7 +28,7 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.ipc.messages import Failed, Heartbeat, Shutdown
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
-from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.change import FileStates, HostDigests, WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
 MAX_HELLO_BYTES = 1 << 20  # any program may connect; a layer's tensor groups take about 200 bytes, a file 100
@@ -44,9 +44,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     compat_fields: dict[str, str]
     device: DeviceInfo
     model_dir: str
-    draft_dir: str  # these two as in NodeConfig
-    draft_digest: str
-    weight_files: FileStates
+    draft_dir: str  # as in NodeConfig
     threads: int
     host: str  # its name
     triton_problem: str  # why it runs no Triton kernels; empty if it does
@@ -90,6 +88,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     kv_layout: KVLayout
     weights: RankWeights | None = None
     loaded_files: FileStates = {}  # see ModelRunner
+    digests: HostDigests | None = None  # of its host, from the first rank of another host than the leader's
 
 
 class RankOutput(msgspec.Struct, frozen=True, tag=True):

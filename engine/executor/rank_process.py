@@ -1,4 +1,7 @@
-"""A rank other than the leader: ``python -m engine.executor.rank_process FD``, its end of a socket to the leader.
+"""A rank other than the leader: ``python -m engine.executor.rank_process FD START STOP``.
+
+FD is its end of a socket to the leader. The first rank of a host that is not the leader's digests the weights of that
+host's ranks, START … STOP - 1, while it loads its part of the model; for other ranks that range is empty.
 
     leader ──► reader thread ─orders──► main thread: launch ──steps in flight──► reporter thread ──► leader
                end of stream: exit                               connector events ──►
@@ -18,12 +21,14 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from engine.executor.build import build_rank
 from engine.executor.rank import Pending, Rank
 from engine.executor.rank_messages import Assign, ChangeRank, FromRank, RankOutput, RankReady, Step, ToRank, Transfers
 from engine.heartbeat_sender import HeartbeatSender, LoopTimer
+from pdserve.config.config_with_weights import host_digests
 from pdserve.errors import CheckpointError
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Failed, Shutdown
@@ -45,8 +50,10 @@ def main(argv: list[str]) -> int:
     name = str(assign.config.position)
     set_process_fields(process=name)
     setup_logging("", chosen_format(), name=name)
+    host = range(int(argv[1]), int(argv[2]))
     in_flight: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()  # None: poll the connector
     try:
+        digests = ThreadPoolExecutor(1, "digests").submit(host_digests, assign.config, host) if host else None
         rank, kv = build_rank(
             assign.config,
             assign.agent,
@@ -57,7 +64,8 @@ def main(argv: list[str]) -> int:
         )
         gc.collect()
         gc.freeze()
-        leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights, rank.loaded_files))
+        known = None if digests is None else digests.result()
+        leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights, rank.loaded_files, known))
         HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
         threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
         while (order := leader.orders.get()) is not None:

@@ -134,10 +134,11 @@ def start_rank(rank: RankPosition, timeout: float) -> RankChannel:
         return RankChannel(rank, ours, timeout, spawn_rank(theirs))
 
 
-def spawn_rank(sock: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a rank process with its end of a socket to the leader."""
+def spawn_rank(sock: socket.socket, digests: range = range(0)) -> subprocess.Popen[bytes]:
+    """Start a rank process with its end of a socket to the leader. It digests the weights of the ranks ``digests``."""
+    arguments = map(str, (sock.fileno(), digests.start, digests.stop))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.executor.rank_process", str(sock.fileno())],
+        [sys.executable, "-P", "-m", "engine.executor.rank_process", *arguments],
         stdin=subprocess.DEVNULL,
         pass_fds=(sock.fileno(),),
     )

@@ -17,7 +17,6 @@ from types import FrameType
 
 from engine.executor.rank_processes import spawn_rank
 from engine.executor.rendezvous import connect_leader, join, make_hello
-from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
 from pdserve.config.multi_host import LocalRanks
 from pdserve.config.node_config import NodeConfig
@@ -63,14 +62,13 @@ def _join(
 ) -> NodeConfig:
     """Start each rank with a connection to the leader, which has accepted it."""
     devices = node_devices(options, len(local.ranks))
-    status.loading("weight digests", -1.0)
-    config = with_weight_digests(resolve(options, devices[0]))
+    config = resolve(options, devices[0])
     threads = max(1, config.threads // len(local.ranks))
     for rank, device in zip(local.ranks, devices, strict=True):
         status.loading(f"connecting to the leader at {local.leader}", -1.0)
         with connect_leader(local.leader, local.timeout) as sock:
             join(sock, make_hello(config, rank, device, threads), config.peer_timing)
-            processes.append(spawn_rank(sock))
+            processes.append(spawn_rank(sock, local.ranks if rank == local.ranks.start else range(0)))
         _log.info("%s has joined the node at %s", config.parallel.position(rank), local.leader)
     return config
 

@@ -184,7 +184,6 @@ def find_mismatch(hello: Hello, config: NodeConfig) -> str:
         ("pdserve", hello.version, __version__),
         ("parallel sizes", _describe(hello.parallel), _describe(config.parallel)),
         ("device", hello.device.kind, config.device.kind),
-        ("head that drafts", hello.draft_digest or "none", config.draft_digest or "none"),
     ):
         if there != here:
             return f"{name}: {there} there, {here} at the leader"
@@ -216,8 +215,6 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
         device=device,
         model_dir=config.model_dir,
         draft_dir=config.draft_dir,
-        draft_digest=config.draft_digest,
-        weight_files=config.weight_files,
         threads=threads,
         host=socket.gethostname(),
         triton_problem=config.triton_problem,

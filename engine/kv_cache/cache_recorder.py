@@ -62,3 +62,18 @@ class NetChanges(CacheRecorder):
         self._stored.clear()
         self._removed.clear()
         return [changes]
+
+
+class StateRecorder(CacheRecorder):
+    """Records snapshots of recurrent states as blocks of one more group, behind those of the KV cache."""
+
+    def __init__(self, recorder: CacheRecorder, group: int) -> None:
+        self._recorder = recorder
+        self._group = group
+
+    def store(self, sequence: Sequence, index: int, group: int) -> None:
+        self._recorder.store(sequence, index, self._group)
+
+    def remove(self, key: BlockKey) -> None:
+        _, block_hash = key
+        self._recorder.remove((self._group, block_hash))

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.cache_recorder import CacheRecorder, StateRecorder
 from engine.kv_cache.digest_orders import DigestOrders
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
@@ -144,6 +145,12 @@ class KVConnectorScheduler:
 
     def free_lease(self, rid: int) -> None:
         """Stop keeping the blocks of a request for its peer. Unknown rids are ignored."""
+
+    def record_cache(self, recorder: CacheRecorder) -> None:
+        """Record all further changes of the prefix cache; snapshots of states are in a group of their own."""
+        self._pool.recorder = recorder
+        if self._states is not None:
+            self._states.pool.recorder = StateRecorder(recorder, self._pool.groups.num_groups)
 
     def take_events(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
         """Return the hashes of blocks that became available and that were evicted since the last call.

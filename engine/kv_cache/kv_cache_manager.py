@@ -181,9 +181,9 @@ class KVCacheManager:
 
     def forget_cached(self) -> None:
         """Empty the prefix cache."""
-        self._pool.forget_cached()
         if self._states is not None:
             self._states.pool.forget_cached()
+        self._pool.forget_cached()  # last: KV events say that the whole cache is empty
 
     def received(self, sequence: Sequence, num_tokens: int) -> None:
         """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens.

@@ -116,7 +116,7 @@ class StateSlots:
             return
         block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
         if self.pool.find(block_hash) is None and (slots := self.pool.take(1)) is not None:
-            self.pool.cache(block_hash, state.slot)
+            self._cache(sequence, num_tokens, state.slot)
             state.start_from(state.slot, slots[0])
 
     def decoded(self, sequence: Sequence) -> None:
@@ -148,8 +148,7 @@ class StateSlots:
         assert state is not None
         while state.pending and state.pending[0][0] <= sequence.num_computed:
             num_tokens, slot = state.pending.pop(0)
-            block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
-            self.pool.cache(block_hash, slot)
+            block_hash = self._cache(sequence, num_tokens, slot)
             self.pool.drop((slot,), Use.HELD)
             if num_tokens > sequence.prompt_len:
                 self.pool.forget(state.decode_hash)
@@ -170,6 +169,13 @@ class StateSlots:
             return
         slots = [state.slot, state.source, state.lease_slot, *(slot for _, slot in state.pending)]
         self.pool.drop([slot for slot in slots if slot != NO_SLOT], Use.HELD)
+
+    def _cache(self, sequence: Sequence, num_tokens: int, slot: int) -> bytes:
+        """Enter a snapshot into the prefix cache, unless there is one after these tokens; return its hash."""
+        block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
+        if self.pool.cache(block_hash, slot):
+            self.pool.recorder.store(sequence, num_tokens // self._block_size - 1, 0)
+        return block_hash
 
     def _take_snapshot(self, sequence: Sequence) -> None:
         """Order a snapshot, if a slot is free for it."""

@@ -2,7 +2,7 @@
 
 The cache is ``.pdserve-digests.json`` beside the model, else a file in the user's cache directory. The digests of a
 weight file count only while its size, times and inode are those of the file that was digested. A cache that is
-truncated or changed is ignored: its first line is the SHA-256 of the rest.
+truncated or changed is ignored: its first line is the SHA-256 of the rest. Hosts that share it add their parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pdserve.weights.change import FileState
 _log = logging.getLogger(__name__)
 
 NAME = ".pdserve-digests.json"
-_VERSION = 2
+_VERSION = 3  # 2 had the digests of all tensors of a file, or none
+_READABLE = (2, _VERSION)
 _MAX_BYTES = 64 << 20
 
 TensorDigests = dict[str, str]  # hex digits by tensor
@@ -49,13 +50,14 @@ class DigestCache:
         self._files: dict[str, _Entry] = {}  # as they are now
         self._changed = False
 
-    def get(self, name: str, state: FileState) -> TensorDigests | None:
-        """Return the digests of a file's tensors; None unless they were taken in this state of the file."""
+    def get(self, name: str, state: FileState) -> TensorDigests:
+        """Return the digests of a file's tensors that are known and were taken in this state of the file."""
+        found: TensorDigests = {}
         for files in self._stored:
             if name in files and files[name].state == state:
-                self._files[name] = files[name]
-                return files[name].tensors
-        return None
+                found |= files[name].tensors
+        self._files[name] = _Entry(state, found)
+        return dict(found)
 
     def put(self, name: str, state: FileState, tensors: TensorDigests) -> None:
         """Keep digests, unless the file has changed so recently that a further change could leave the same state."""
@@ -67,14 +69,24 @@ class DigestCache:
         """Write new digests to the first place that is writable; without one, they are computed at each start."""
         if not self._changed:
             return
-        payload = msgspec.json.encode(_Content(_VERSION, self._files))
         for path in self._paths:
+            payload = msgspec.json.encode(_Content(_VERSION, _merged(self._files, _read(path))))
             try:
                 _write(path, hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
                 return
             except OSError as exc:
                 reason = exc.strerror
         _log.info("weight digests cannot be cached (%s): the next start computes them again", reason)
+
+
+def _merged(files: dict[str, _Entry], stored: dict[str, _Entry]) -> dict[str, _Entry]:
+    """Return the files' entries with the tensors that another host has stored meanwhile."""
+    return {
+        name: _Entry(entry.state, stored[name].tensors | entry.tensors)
+        if name in stored and stored[name].state == entry.state
+        else entry
+        for name, entry in files.items()
+    }
 
 
 def _user_cache(model_dir: Path) -> list[Path]:
@@ -98,7 +110,7 @@ def _read(path: Path) -> dict[str, _Entry]:
     except (CheckpointError, *DECODE_ERRORS) as exc:
         _log.warning("weight digests are computed again: %s", exc)
         return {}
-    return content.files if content.version == _VERSION else {}
+    return content.files if content.version in _READABLE else {}
 
 
 def _write(path: Path, data: bytes) -> None:

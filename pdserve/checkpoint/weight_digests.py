@@ -3,7 +3,8 @@
     tensor  model.layers.0.mlp.experts.7.up_proj.weight      XXH3 of dtype, shape and bytes, 128 bits
     group   layers.0.mlp                                      SHA-256 of the names and digests of its tensors
 
-They depend neither on the ranks of a node nor on how tensors are spread over files. Threads read the files while the
+They depend neither on the ranks of a node nor on how tensors are spread over files. A host of a node on several hosts
+digests the layers of its pipeline stages, and all tensors outside the layers. Threads read the files while the
 engine loads them, so the page cache serves both; ``digest_cache.py`` keeps the result for the next start. XXH3 takes a
 fifth of the CPU time of SHA-256, which a node with few cores would lose while it loads.
 """
@@ -17,7 +18,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +40,7 @@ _MAX_THREADS = 8
 _CHUNK = 1 << 20  # bytes; a buffer that stays in a core's cache
 _BATCH, _MAX_BATCH = 8 << 20, 1024  # bytes and tensors of a job
 _GROUP_DIGITS = 16
-_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\.[^.]+)")
+_LAYER = re.compile(r"(?:^|\.)(layers\.(\d+)\.[^.]+)")
 
 
 class Stopped(Exception):
@@ -53,9 +54,12 @@ class Digests(NamedTuple):
     files: FileStates
 
 
-def checkpoint_digests(model_dir: Path, stop: threading.Event | None = None) -> Digests:
+def checkpoint_digests(
+    model_dir: Path, stop: threading.Event | None = None, has_layer: Callable[[int], bool] = lambda layer: True
+) -> Digests:
     """Return the digests of a checkpoint's tensors; read those that are not cached.
 
+    Tensors of a layer are left out unless ``has_layer``; the states are those of all files.
     Raises CheckpointError; Stopped soon after ``stop`` was set.
     """
     started, stop = time.monotonic(), stop or threading.Event()
@@ -65,13 +69,15 @@ def checkpoint_digests(model_dir: Path, stop: threading.Event | None = None) -> 
     with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()), "digest") as pool:
         for path in weight_files(model_dir):
             with open_settled(path) as (fd, state):
-                digests = cache.get(path.name, state)
-                if digests is None:
-                    digests = _digest_tensors(path, fd, header_of(path, fd), pool, stop)
+                wanted = {name: each for name, each in header_of(path, fd).items() if _is_in(name, has_layer)}
+                cached = cache.get(path.name, state)
+                unknown = {name: tensor for name, tensor in wanted.items() if name not in cached}
+                if unknown:
+                    cached |= _digest_tensors(path, fd, unknown, pool, stop)
                     check_unchanged(path, state)
-                    cache.put(path.name, state, digests)
-                    num_read += state.size
-            found.tensors.update(digests)
+                    cache.put(path.name, state, cached)
+                    num_read += sum(tensor.end - tensor.begin for tensor in unknown.values())
+            found.tensors.update((name, cached[name]) for name in wanted)
             found.files[path.name] = state
     cache.save()
     _log.debug("weight digests: read %.2f GiB in %.2f s", num_read / 2**30, time.monotonic() - started)
@@ -86,10 +92,10 @@ def known_digests(model_dir: Path) -> Digests | None:
     cache = DigestCache(model_dir)
     found = Digests({}, {})
     for path in weight_files(model_dir):
-        with open_regular(path) as (_, status):
-            state = state_of(status)
+        with open_regular(path) as (fd, status):
+            state, names = state_of(status), header_of(path, fd).keys()
         digests = cache.get(path.name, state)
-        if digests is None:
+        if digests.keys() != names:
             return None
         found.tensors.update(digests)
         found.files[path.name] = state
@@ -117,6 +123,11 @@ def group_of(tensor: str) -> str:
     if match := _LAYER.search(tensor):
         return match[1]
     return tensor.removeprefix("model.").partition(".")[0]
+
+
+def _is_in(tensor: str, has_layer: Callable[[int], bool]) -> bool:
+    match = _LAYER.search(tensor)
+    return match is None or has_layer(int(match[2]))
 
 
 def _digest_tensors(

@@ -1,4 +1,7 @@
-"""Compatibility hash: two nodes may exchange KV if everything that must be equal on both sides is."""
+"""Which nodes may exchange KV: those whose protocol versions share a window and whose compatibility hashes are equal.
+
+The version of pdserve itself does not matter.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,33 @@ from pdserve.errors import cut
 _MAX_NAMED = 10  # fields in an error
 
 WEIGHTS_OF = "weights of "  # before the name of a tensor group, in the fields
-PROTOCOL_VERSION = 5  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
+PROTOCOL_VERSION = 6  # the newest version of proto/pdserve.proto that this node speaks; its rules are at the file's top
+UNDESCRIBED_PROTOCOL = 5  # the version of nodes that do not describe one; older ones are in no window
+SPOKEN_PROTOCOLS = range(max(PROTOCOL_VERSION - 1, UNDESCRIBED_PROTOCOL), PROTOCOL_VERSION + 1)
 
 
-def compat_hash(fields: Mapping[str, str], protocol: int = PROTOCOL_VERSION) -> str:
-    """Return the hex SHA-256 of the protocol version and the sorted fields. Equal hashes: nodes can exchange KV."""
-    text = json.dumps([protocol, sorted(fields.items())])
+def common_protocol(newest: int, other_newest: int = PROTOCOL_VERSION) -> int | None:
+    """Return the version that two nodes speak with each other, from the newest version of each; 0: not described.
+
+    It is the older of the two. None: they are more than one version apart, so there is none.
+    """
+    one, other = newest or UNDESCRIBED_PROTOCOL, other_newest or UNDESCRIBED_PROTOCOL
+    older = min(one, other)
+    return older if max(one, other) - older <= 1 and older >= UNDESCRIBED_PROTOCOL else None
+
+
+def describe_window(theirs: int) -> str:
+    """Return the error for a node that speaks none of this node's versions."""
+    spoken = " and ".join(map(str, SPOKEN_PROTOCOLS))
+    return f"protocol {theirs} is none of {spoken}; upgrade by releases whose protocols are at most one version apart"
+
+
+def compat_hash(fields: Mapping[str, str]) -> str:
+    """Return the hex SHA-256 of the sorted fields. Equal hashes: nodes can exchange KV.
+
+    Nodes of protocol 5 hash its version, too, so 5 stays part of every hash.
+    """
+    text = json.dumps([5, sorted(fields.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

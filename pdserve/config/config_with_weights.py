@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,8 @@ from pdserve.checkpoint.simulated_weights import simulated_digest
 from pdserve.checkpoint.weight_digests import checkpoint_digests, fold_digests, known_digests
 from pdserve.config.compatibility import WEIGHTS_OF
 from pdserve.config.node_config import NodeConfig
-from pdserve.weights.change import FileStates
+from pdserve.errors import ConfigError
+from pdserve.weights.change import FileStates, HostDigests
 
 
 def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:
@@ -22,32 +23,68 @@ def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None)
     Reads all weights, unless they are cached or not those of the checkpoint. ``draft_digest`` is that of the head that
     makes drafts. Raises CheckpointError, Stopped.
     """
-    config = _with_draft_digest(config, stop)
+    digests = host_digests(config, range(config.parallel.num_ranks), stop)
+    return with_host_digests(config, [digests])
+
+
+def host_digests(config: NodeConfig, ranks: range, stop: threading.Event | None = None) -> HostDigests:
+    """Return the digests of the tensor groups that these ranks load, from the checkpoint on this host.
+
+    Raises CheckpointError, Stopped.
+    """
     model_dir = Path(config.model_dir)
     match config.compat_fields["weights"]:
         case "simulated":
             simulated = simulated_digest(model_dir)
-            return _with_groups(config, {"simulated": simulated.digest.hex()}, simulated.files)
+            return HostDigests(ranks.start, {"simulated": simulated.digest.hex()}, simulated.files)
         case "dummy":
-            return config
-    digests = checkpoint_digests(model_dir, stop)
-    return _with_groups(config, fold_digests(digests.tensors), digests.files)
+            return HostDigests(ranks.start, draft=_draft_digest(config, stop))
+    stages = {config.parallel.position(rank).stage for rank in ranks}
+    digests = checkpoint_digests(model_dir, stop, lambda layer: config.parallel.stage_of(layer) in stages)
+    draft = _draft_digest(config, stop)
+    return HostDigests(ranks.start, fold_digests(digests.tensors), digests.files, draft)
 
 
-def _with_draft_digest(config: NodeConfig, stop: threading.Event | None) -> NodeConfig:
+def with_host_digests(config: NodeConfig, hosts: Sequence[HostDigests]) -> NodeConfig:
+    """Return the configuration with the digests of all hosts, and the files of the first, which is the leader's.
+
+    Raises ConfigError if two hosts have different weights.
+    """
+    groups: dict[str, str] = {}
+    for host in hosts:
+        for group in groups.keys() & host.groups.keys():
+            if groups[group] != host.groups[group]:
+                raise ConfigError(
+                    f"{WEIGHTS_OF}{group}: {host.groups[group]} on the host of rank {host.first_rank}, {groups[group]} "
+                    "on another host of this node; give all hosts the same checkpoint"
+                )
+        if host.draft != hosts[0].draft:
+            raise ConfigError(
+                f"head that makes drafts: {host.draft} on the host of rank {host.first_rank}, {hosts[0].draft} at the "
+                "leader; give all hosts the same head"
+            )
+        groups |= host.groups
+    config = msgspec.structs.replace(config, draft_digest=hosts[0].draft)
+    return _with_groups(config, groups, hosts[0].files)
+
+
+def _draft_digest(config: NodeConfig, stop: threading.Event | None = None) -> str:
+    """Return the digest of the head that makes drafts; empty if there is none."""
     head = config.model.draft_head
     if head is None:
-        return config
+        return ""
     digest = hashlib.sha256(msgspec.json.encode(head, order="sorted"))
     if config.load_format != "dummy":
         digest.update(msgspec.json.encode(checkpoint_digests(Path(config.draft_dir), stop).tensors, order="sorted"))
-    return msgspec.structs.replace(config, draft_digest=digest.hexdigest()[:16])
+    return digest.hexdigest()[:16]
 
 
 def with_known_digests(config: NodeConfig) -> NodeConfig | None:
     """Return what ``with_weight_digests`` does if that reads no weights, else None. Raises CheckpointError."""
     known = known_digests(Path(config.model_dir))
-    return None if known is None else _with_groups(config, fold_digests(known.tensors), known.files)
+    if known is None:
+        return None
+    return with_host_digests(config, [HostDigests(0, fold_digests(known.tensors), known.files, _draft_digest(config))])
 
 
 def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:

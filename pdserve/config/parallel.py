@@ -12,6 +12,7 @@ embedding, the last stage the final norm and the output projection; each shard o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -41,6 +42,11 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     @property
     def num_ranks(self) -> int:
         return self.pp * self.tp
+
+    def stage_of(self, layer: int) -> int:
+        """Return the pipeline stage of a layer. The last stage has the layers behind the model's, which make drafts."""
+        ends = accumulate(self.stage_layers[:-1])
+        return next((stage for stage, end in enumerate(ends) if layer < end), self.pp - 1)
 
     def position(self, rank: int) -> RankPosition:
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"

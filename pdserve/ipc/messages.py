@@ -49,7 +49,7 @@ from pdserve.request_cost import StepCosts
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 from pdserve.transports import Connected
-from pdserve.weights.change import FileStates, WeightChange
+from pdserve.weights.change import FileStates, HostDigests, WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
 #: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.
@@ -232,7 +232,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[RankKV, ...]  # empty without connector
     decision: Decision  # the configuration's, unless ranks on other hosts lack something
     weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
-    loaded_files: tuple[FileStates, ...] = ()  # of each rank, on its host
+    loaded_files: tuple[FileStates, ...] = ()  # of each rank on this host
+    digests: tuple[HostDigests, ...] = ()  # of other hosts
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

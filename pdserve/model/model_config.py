@@ -157,6 +157,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
 #: Fields that are the node's choice, not the checkpoint's, or that change nothing.
 MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 
+#: Fields that a release in the window of protocols lacks. Add each new field here, with an empty default.
+LATER_FIELDS = frozenset({"num_draft_layers"})
+
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _MAX_EOS_TOKENS = 64
 _NEXTN = (  # the first that a config has counts

@@ -7,6 +7,14 @@ The protocol between pdserve's processes. It carries token ids; text exists in t
 
 Both are long-lived streams whose messages batch simultaneous events. A call per request would make a handoff several
 times slower. Durations are in milliseconds and relative: clocks of two machines are never compared.
+
+Versions (pdserve/config/compatibility.py). A node speaks its newest version and the one before. Nodes of two releases
+speak the older of their newest versions, which D names in its handshake. So a fleet changes its release node by node.
+  - Messages only gain fields. Zero, or an absent message, means what it meant before the field was there. Names, numbers
+    and types never change (tests/nodes/test_protocol_window.py).
+  - A change that the version before would misread, and each new message of a oneof, raises the version. A node uses it
+    only with nodes that have the new version.
+  - What two nodes compute alike belongs to the compatibility hash: KV, digests, sampling noise.
 """
 
 from collections import abc as _abc
@@ -119,6 +127,7 @@ class NodeDescription(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     HANDS_OFF_ALL_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start, wake-up and change of the weights"""
@@ -146,6 +155,8 @@ class NodeDescription(_message.Message):
     """short name of the weights: equal for nodes with equal weights; empty while loading"""
     hands_off_all: _builtins.bool
     """--handoff-min-tokens 0: routers name a node to read from for every prompt"""
+    protocol: _builtins.int
+    """newest version of this protocol that the node speaks; 0: version 5, which does not say"""
     @_builtins.property
     def runner_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -180,10 +191,11 @@ class NodeDescription(_message.Message):
         pooling: Global___Pooling | None = ...,
         weights: _builtins.str = ...,
         hands_off_all: _builtins.bool = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,15 @@ class FileState(msgspec.Struct, frozen=True):
 FileStates = dict[str, FileState]  # of a checkpoint's files, by name in its directory
 
 
+class HostDigests(msgspec.Struct, frozen=True):
+    """Digests of the tensor groups that the ranks of a host load, and the files from which they were taken."""
+
+    first_rank: int
+    groups: dict[str, str] = {}
+    files: FileStates = {}
+    draft: str = ""  # digest of the head that makes drafts
+
+
 class WeightChange(msgspec.Struct, frozen=True):
     """A checkpoint or a patch that replaces weights in memory. One path is set, on the host of each rank."""
 

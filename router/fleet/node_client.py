@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import msgspec
 
+from pdserve.config.compatibility import common_protocol, describe_window
 from pdserve.hashing import unpack_block_hashes
 from pdserve.kv_groups import blocks_for
 from pdserve.pb import pdserve_pb2 as pb
@@ -94,7 +95,9 @@ class NodeClient:
     @property
     def _usable(self) -> bool:
         node = self.description
-        return node is not None and node.state == "ready" and node.role == self.role
+        if node is None or common_protocol(node.protocol) is None:
+            return False
+        return node.state == "ready" and node.role == self.role
 
     def view(self) -> NodeView | None:
         """None until the node has described itself."""
@@ -110,7 +113,7 @@ class NodeClient:
             ready=self.ready,
             compat_hash=node.compat_hash,
             weights=node.weights,
-            version=node.version,
+            protocol=node.protocol,
             connected_peers=self._peers,
             hands_off_all=node.hands_off_all,
             in_flight=self.in_flight,
@@ -280,6 +283,8 @@ class NodeClient:
         before = self.description
         if described.role != self.role and before is None:
             logger.error("%s is a %s node, not a %s node; it is not used", self.address, described.role, self.role)
+        if common_protocol(described.protocol) is None and before is None:
+            logger.error("%s is not used: %s", self.address, describe_window(described.protocol))
         if self.cached is None:
             self.cached = self._prefixes.open(described.cache_sample_bits)
         self.description = described

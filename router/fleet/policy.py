@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve import request_cost as cost
+from pdserve.config.compatibility import PROTOCOL_VERSION, common_protocol
 from pdserve.errors import Overloaded
 from pdserve.request_cost import LinearCost, RequestLoad, StepCosts
 
@@ -29,7 +30,7 @@ class NodeView(msgspec.Struct, frozen=True):
     model: str
     ready: bool
     compat_hash: str = ""
-    version: str = ""
+    protocol: int = PROTOCOL_VERSION
     connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
     in_flight: int = 0  # requests of this router; on P, those still in prefill
     stalled: bool = False  # a step may never end: chosen only if all are
@@ -60,11 +61,11 @@ class NodeView(msgspec.Struct, frozen=True):
 
     def may_read_from(self, prefill: NodeView) -> bool:
         """Return whether a connection to that P would suffice for ``reads_from``."""
-        return (
-            prefill.node_id != self.node_id
-            and prefill.compat_hash == self.compat_hash
-            and prefill.version == self.version
-        )
+        return prefill.node_id != self.node_id and self.is_compatible(prefill)
+
+    def is_compatible(self, node: NodeView) -> bool:
+        """Return whether the nodes can exchange KV and continue each other's answers."""
+        return node.compat_hash == self.compat_hash and common_protocol(node.protocol, self.protocol) is not None
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):

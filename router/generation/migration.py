@@ -196,7 +196,7 @@ class Migration:
 
     def _accepts(self, node: NodeView) -> bool:
         before = self._computed_by
-        if before is not None and (node.compat_hash, node.version) != (before.compat_hash, before.version):
+        if before is not None and not node.is_compatible(before):
             return False
         if node.node_id in self._left and perf_counter() < self._left_at + _AVOID:
             return False

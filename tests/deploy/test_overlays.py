@@ -33,6 +33,23 @@ CUSTOM = (
     "InferencePool",
 )  # whose schemas no package carries
 
+#: Plugins that llm-d-router registers in v0.10.0 and does not deprecate, as far as the example uses them.
+LLM_D_PLUGINS = {
+    "metrics-data-source",
+    "core-metrics-extractor",
+    "endpoint-notification-source",
+    "token-producer",
+    "precise-prefix-cache-producer",
+    "prefix-cache-scorer",
+    "queue-scorer",
+    "kv-cache-utilization-scorer",
+    "prefill-filter",
+    "decode-filter",
+    "max-score-picker",
+    "always-disagg-pd-decider",
+    "disagg-profile-handler",
+}
+
 EVENT_ENDPOINTS = ("kv-events-endpoint", "kv-events-replay-endpoint")
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
@@ -157,6 +174,35 @@ def test_query_of_the_keda_example_asks_for_an_exported_series() -> None:
     scaled = yaml.safe_load((KUBERNETES.parent / "examples" / "keda.yaml").read_text())
     (trigger,) = scaled["spec"]["triggers"]
     check_query(trigger["metadata"]["query"])
+
+
+def test_configuration_of_llm_d_fits_its_release_and_the_overlay() -> None:
+    """Names of plugins are those of llm-d-router v0.10.0; ports and the block size are those of the nodes."""
+    config = yaml.safe_load((KUBERNETES.parent / "examples" / "llm-d.yaml").read_text())
+    plugins = {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
+    assert plugins.keys() == LLM_D_PLUGINS
+    sources = config["dataLayer"]["sources"]
+    parts = [*sources, *(part for source in sources for part in source["extractors"])]
+    parts += [part for profile in config["schedulingProfiles"] for part in profile["plugins"]]
+    assert {part["pluginRef"] for part in parts} <= plugins.keys()
+    assert plugins["disagg-profile-handler"]["deciders"]["prefill"] in plugins
+    scored = plugins["prefix-cache-scorer"]["prefixMatchInfoProducerName"]
+    events = plugins[scored]["kvEventsConfig"]
+    for pod in pods("gateway"):
+        if not pod.is_node:
+            continue
+        discovery = events["podDiscoveryConfig"]
+        ports = [discovery["socketPort"], discovery["replaySocketPort"]]
+        assert [int(pod.flags(name)[0].rpartition(":")[2]) for name in EVENT_ENDPOINTS] == ports
+        assert pod.flags("kv-events-topic")[0].startswith(events["topicFilter"])
+        assert pod.flags("metrics-port") == [str(plugins["metrics-data-source"]["port"])]
+        assert pod.environment["MODEL_NAME"] == plugins["token-producer"]["modelName"]
+        size = node_options_from(parser_of(pod.arguments[0]).parse_args(pod.arguments[1:])).block_size
+        assert size == plugins[scored]["tokenProcessorConfig"]["blockSizeTokens"]
+    (decode,) = [pod for pod in pods("gateway") if pod.role == "decode"]
+    service, _, port = plugins["token-producer"]["vllm"]["url"].removeprefix("http://").partition(":")
+    assert service.split(".")[0] in {each["metadata"]["name"] for each in of_kind("gateway", "Service")}
+    assert decode.flags("http") == [port]
 
 
 def test_examples_are_yaml() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from overlays import COMPONENT, KUBERNETES, builder
+from overlays import COMPONENT, build_with
 
 COLLECTOR = "--traces=http://collector.observability:4318"
 
@@ -17,20 +13,7 @@ COLLECTOR = "--traces=http://collector.observability:4318"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Build the overlay for several machines with the tracing components."""
-    deploy = tmp_path_factory.mktemp("traces") / "deploy"
-    shutil.copytree(KUBERNETES.parent, deploy)
-    copy = deploy / KUBERNETES.name
-    for folder, component in (("", "../../components/router/tracing"), ("nodes", "../../../components/nodes/tracing")):
-        add(copy / "overlays/multi-node" / folder / "kustomization.yaml", component)
-    made = subprocess.run([*builder(), str(copy / "overlays/multi-node")], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    return list(yaml.load_all(made.stdout, yaml.CSafeLoader))
-
-
-def add(path: Path, component: str) -> None:
-    content = yaml.safe_load(path.read_text())
-    content["components"].append(component)
-    path.write_text(yaml.safe_dump(content))
+    return build_with(tmp_path_factory.mktemp("traces"), "multi-node", "router/tracing", "nodes/tracing")
 
 
 def test_tracing_components_configure_all_programs(built: list[dict[str, Any]]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from kv_event_reader import CacheCopy, EventReader
+from toy_node import Node
 
+from engine.kv_cache import state_slots
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
@@ -26,6 +28,7 @@ from pdserve.sampling_params import SamplingParams
 
 BLOCK = 4
 FULL = GroupKind("full_attention", None)
+SNAPSHOT = GroupKind("mamba", None)
 TOPIC = "kv@node@model"
 
 
@@ -133,6 +136,39 @@ def test_cache_is_rebuilt_after_ten_thousand_operations_with_losses(
     late = read(publisher)
     late.replay(0)
     assert late.copy.blocks == reader.copy.blocks
+
+
+@pytest.mark.parametrize("depth", [(1, 1), (3, 2)], ids=str)
+def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few blocks and slots, shared prefixes and long answers: snapshots come, go and are replaced."""
+    monkeypatch.setattr(state_slots, "DISTANCE", 3 * BLOCK)
+    monkeypatch.setattr(state_slots, "DECODE_DISTANCE", 2 * BLOCK)
+    node, chance, recorder = Node(60, *depth, state_slots=9), random.Random(5), NetChanges()
+    node.scheduler.connector.record_cache(recorder)
+    states = node.scheduler.states
+    assert states is not None
+    log, copy = EventLog([FULL, SNAPSHOT], BLOCK), CacheCopy()
+    most = 0
+    for rid in range(1, 40):
+        prefix = [chance.randrange(3)] * chance.choice([0, 8, 20])
+        prompt = [*prefix, *chance.choices(range(2, 50), k=chance.randint(1, 30))]
+        node.submit(rid, prompt, SamplingParams(max_tokens=chance.randint(1, 25)), Mode.LOCAL)
+        for _ in range(chance.randint(1, 30)):
+            for taken in (*node.step().cache_changes, *recorder.take()):  # the latter: of a step without other events
+                copy.take(*log.add(taken))
+            cached = {(0, short_hash(each)) for _, each in node.scheduler.pool._key_of.values()}
+            cached |= {(1, short_hash(each)) for _, each in states.pool._key_of.values()}
+            assert copy.blocks.keys() == cached
+            most = max(most, len(states.pool._key_of))
+    assert most > 3
+    assert {(known.kind, known.window) for known in copy.blocks.values()} == {FULL, SNAPSHOT}
+    while not node.engine.idle:
+        node.step()
+    node.scheduler.forget_cached()
+    for taken in recorder.take():
+        copy.take(*log.add(taken))
+    assert not copy.blocks
+    node.close()
 
 
 def stored(number: int, parent: int = 0) -> StoredBlock:

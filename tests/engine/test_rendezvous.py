@@ -106,7 +106,6 @@ def gathering() -> Iterator[Gathering]:
         (hello(2, version="0.0.1"), ["pdserve: 0.0.1 there"]),
         (hello(2, parallel=config_of(tp=2).parallel), ["tp 2 there", "tp 4 at the leader"]),
         (hello(2, device=DeviceInfo("cuda", 0, "GPU", 1)), ["cuda there", "cpu at the leader"]),
-        (hello(2, draft_digest="a1b2"), ["head that drafts: a1b2 there, none at the leader"]),
         (make_hello(config_of(block_size=32), 2, CPU, 1), ["block_size: 32 there, 16 at the leader"]),
         (make_hello(config_of(runner="0"), 2, CPU, 1), [VARIABLE, "V1 there", "nothing at the leader"]),
         (hello(2, forced_runner="V2"), [VARIABLE, "V2 there", "nothing at the leader"]),

@@ -146,22 +146,27 @@ class Cluster:
 
     def start(self, name: str) -> None:
         """Add a host for the pod and start the pod there."""
-        pod = self.pods[name]
         self.network.add(name)
         self.network.allow(list(self.allowed_connections()))
+        if self.pods[name].role == "router":
+            account = self.network.folder(name) / "run/secrets/kubernetes.io/serviceaccount"
+            account.mkdir(parents=True)
+            (account / "token").write_text("a token")
+            self.ca.cert_pem.write_to_path(account / "ca.crt")
+        self._write_hosts_files()
+        self.start_container(name)
+
+    def start_container(self, name: str) -> None:
+        """Start the container of a pod on its host, also after it has ended, as the kubelet does."""
+        pod = self.pods[name]
         environ = pod.kind.environment_of(name, self.network.address(name)) | {
             "MODEL": str(self._checkpoint),
             "KUBERNETES_SERVICE_HOST": self.network.address("api"),
             "KUBERNETES_SERVICE_PORT": str(API_PORT),
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": str(self._folder / "cache"),
         }
-        if pod.role == "router":
-            account = self.network.folder(name) / "run/secrets/kubernetes.io/serviceaccount"
-            account.mkdir(parents=True)
-            (account / "token").write_text("a token")
-            self.ca.cert_pem.write_to_path(account / "ca.crt")
-        self._write_hosts_files()
         argv = [sys.executable, "-P", "-m", "cli", *self._arguments_here(pod.kind.arguments_in(environ))]
         with pod.log.open("ab") as log:
             pod.program = self.network.start(name, argv, environ, log)

@@ -56,6 +56,17 @@ def test_a_wrong_runner_and_a_misspelled_variable_have_a_line_each() -> None:
 
 
 @pytest.mark.slow
+def test_doctor_ends_although_nixl_does_not() -> None:
+    """With no time for it, the check has always failed before NIXL is loaded."""
+    program = "from cli.doctor import command; command._NIXL_SECONDS = 0.0; command.main([MODEL, '--device', 'cpu'])"
+    program = program.replace("MODEL", repr(str(EMBEDDED_MODEL)))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(60.0))
+    assert done.returncode == 1
+    assert "two agents have not connected within 0 s" in done.stdout
+    assert done.stdout.splitlines()[-1] == "verdict: it would not start, nixl failed"
+
+
+@pytest.mark.slow
 def test_a_silent_fallback_to_tcp_fails() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TLS="tcp")
     assert (status, failed(findings)) == (1, {"transport"})

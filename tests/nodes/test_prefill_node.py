@@ -189,10 +189,16 @@ def test_an_incompatible_handshake_gets_no_memory_regions(nodes: Nodes) -> None:
         with pytest.raises(grpc.RpcError, match="block_size: 8 here, 4096 there") as raised:
             stub.Handshake(wrong)
         assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        wrong.CopyFrom(good)
-        wrong.protocol = 99
-        with pytest.raises(grpc.RpcError, match="99"):
-            stub.Handshake(wrong)
+        before = pb.HandshakeRequest()
+        before.CopyFrom(good)
+        before.protocol = PROTOCOL_VERSION - 1
+        assert stub.Handshake(before).epoch == reply.epoch
+        for protocol in (PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 1):
+            wrong.CopyFrom(good)
+            wrong.protocol = protocol
+            with pytest.raises(grpc.RpcError, match=f"protocol {protocol} is none of 5 and 6") as raised:
+                stub.Handshake(wrong)
+            assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_the_runner_is_described_and_its_choice_logged_once(nodes: Nodes) -> None:

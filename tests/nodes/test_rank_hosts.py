@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -23,7 +25,17 @@ from safetensors.torch import save_file
 
 from cli.main import main
 from node.command import role_parser
+from pdserve.checkpoint.digest_cache import NAME
+from pdserve.config.config_with_weights import (
+    host_digests,
+    with_host_digests,
+    with_known_digests,
+    with_weight_digests,
+)
+from pdserve.config.device import node_devices
 from pdserve.config.multi_host import LocalRanks, local_ranks_from
+from pdserve.config.node_options import NodeOptions
+from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
 
 FLAGS = (
@@ -177,7 +189,7 @@ def test_ranks_on_other_hosts_keep_running_until_the_node_has_drained(
 def test_a_load_error_on_another_host_is_the_error_of_the_node(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
-        while "connecting to the leader" not in other.status.readline():  # it reads its checkpoint before
+        while "connecting to the leader" not in other.status.readline():  # it reads the headers before
             pass
         (elsewhere / "model.safetensors").unlink()
         node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
@@ -237,15 +249,42 @@ def test_weights_of_ranks_on_two_hosts_are_reloaded_but_not_patched(
 
 
 @pytest.mark.slow
-def test_a_rank_with_other_weights_is_rejected(checkpoint: Path, elsewhere: Path, leader: str) -> None:
-    change_weight(elsewhere, "model.layers.1.mlp.up_proj.weight")
-    split = ("--tp", "2", "--leader", leader)
-    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
-        fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
-        _, stderr = other.process.communicate(timeout=patience(60.0))
-    assert other.process.returncode == 2
-    assert "the leader rejects rank 1: weights of layers.1.mlp: " in stderr.splitlines()[-1]
-    assert stderr.count("weights of") == 1
+@pytest.mark.parametrize("split", ["--tp", "--pp"])
+@pytest.mark.parametrize("changed", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_hosts_with_other_weights_end_the_node(
+    checkpoint: Path, elsewhere: Path, leader: str, split: str, changed: str
+) -> None:
+    """Stages digest their own layers: the changed one is on the leader's host alone, and there it is as it was."""
+    group = "layers.1.mlp" if "layers" in changed else "norm"
+    change_weight(elsewhere, changed)
+    flags = (split, "2", "--leader", leader)
+    with Fleet() as fleet, host(elsewhere, *flags, "--rank", "1"):
+        node = fleet.start_decode(checkpoint, [*FLAGS, *flags, "--rank", "0"])
+        if split == "--pp" and group != "norm":
+            fleet.wait_ready()
+            return
+        fleet.wait_until(lambda: node.child.state == "ended", 60.0)
+    assert node.child.process.returncode == 2
+    assert f"weights of {group}: " in node.child.last_lines[-1]
+    assert "on the host of rank 1" in node.child.last_lines[-1]
+
+
+def test_a_host_digests_its_stages_and_all_of_them_together_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """A second host, which shares the cache, adds its part; a node of one host then reads nothing."""
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns(NAME)))
+    time.sleep(0.03)  # digests of a file that has just changed are not cached
+    options = NodeOptions(model=str(copy), device="cpu", pp=2, tp=2)
+    config = resolve(options, node_devices(options, 1)[0])
+    first = host_digests(config, range(2))
+    assert with_known_digests(config) is None
+    second = host_digests(config, range(2, 4))
+    assert {"embed_tokens", "norm"} < first.groups.keys() & second.groups.keys()
+    common = {group for group in first.groups.keys() & second.groups.keys() if group.startswith("layers.")}
+    assert not common
+    whole = with_known_digests(config)
+    assert whole == with_host_digests(config, (first, second)) == with_weight_digests(config)
+    with pytest.raises(ConfigError, match=r"weights of norm: 0 on the host of rank 2, .* give all hosts the same"):
+        with_host_digests(config, (first, msgspec.structs.replace(second, groups=second.groups | {"norm": "0"})))
 
 
 @pytest.mark.parametrize(

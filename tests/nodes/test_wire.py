@@ -119,7 +119,6 @@ def test_an_unknown_kind_of_kv_cache_is_refused() -> None:
 def test_compat_hashes_are_equal_exactly_when_nothing_differs(mine: dict[str, str], theirs: dict[str, str]) -> None:
     assert (compat_hash(mine) == compat_hash(theirs)) == (differences(mine, theirs) == "")
     assert compat_hash(mine) == compat_hash(dict(reversed(mine.items())))
-    assert compat_hash(mine, 1) != compat_hash(mine, 2)
 
 
 def test_differences_name_both_values() -> None:

@@ -24,7 +24,7 @@ def node(name: str, decoding: int, prompt_share: float = 0.0, own: int = -1, bac
     )
     peers = frozenset(("a", "b", "c", "d"))
     in_flight = decoding if own < 0 else own
-    return NodeView(name, "both", "m", True, "h", "1", peers, in_flight, load=load, costs=TYPICAL)
+    return NodeView(name, "both", "m", True, "h", 6, peers, in_flight, load=load, costs=TYPICAL)
 
 
 def found(*nodes: NodeView) -> list[Move]:

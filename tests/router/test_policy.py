@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
 from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
 from router.fleet.policy import (
@@ -44,7 +45,7 @@ def prefill(name: str, **fields: object) -> NodeView:
 
 def view(name: str, role: str, **fields: object) -> NodeView:
     load = {key: fields.pop(key) for key in RequestLoad.__struct_fields__ if key in fields}
-    defaults = {"model": "m", "ready": True, "compat_hash": "h", "version": "1", "costs": COSTS}
+    defaults = {"model": "m", "ready": True, "compat_hash": "h", "costs": COSTS}
     return NodeView(name, role, load=msgspec.structs.replace(IDLE, **load), **{**defaults, **fields})  # type: ignore[arg-type]
 
 
@@ -216,12 +217,18 @@ def test_unmeasured_costs_default_to_the_mean() -> None:
         prefill("p0", ready=False),
         prefill("p0", model="x"),
         prefill("p0", compat_hash="y"),
-        prefill("p0", version="2"),
+        prefill("p0", protocol=PROTOCOL_VERSION + 2),
         prefill("stranger"),
     ],
 )
 def test_decode_node_prefills_without_a_compatible_prefill_node(policy: Policy, unusable: NodeView) -> None:
     assert policy(FleetSnapshot("m", (decode("d0"), unusable)), ASK) == Placement("d0", None)
+
+
+def test_nodes_of_neighbouring_protocols_are_compatible() -> None:
+    for protocol, compatible in ((-2, False), (-1, True), (0, True), (1, True), (2, False)):
+        node = prefill("p0", protocol=PROTOCOL_VERSION + protocol)
+        assert decode("d0").reads_from(node) == compatible
 
 
 @every_policy
@@ -259,7 +266,7 @@ views = st.builds(
     model=st.sampled_from("mx"),
     ready=st.booleans(),
     compat_hash=st.sampled_from("hk"),
-    version=st.sampled_from("12"),
+    protocol=st.sampled_from([0, 5, 6, 7, 8]),
     in_flight=st.integers(0, 3),
     connected_peers=st.frozensets(st.sampled_from("abcdefgh")),
     load=loads,
@@ -296,7 +303,8 @@ def test_only_ready_compatible_nodes_are_paired(policy: Policy, snapshot: FleetS
         assert placement.prefill != placement.decode
         peer = next(node for node in snapshot.nodes if node.node_id == placement.prefill)
         assert (peer.prefills, peer.ready, peer.model) == (True, True, "m")
-        assert (peer.compat_hash, peer.version) == (chosen.compat_hash, chosen.version)
+        assert peer.compat_hash == chosen.compat_hash
+        assert abs((peer.protocol or 5) - (chosen.protocol or 5)) <= 1
         assert peer.node_id in chosen.connected_peers
 
 

@@ -293,14 +293,16 @@ class Fleet:
         self.wait_until(lambda: self._is_ready(node.child), START_SECONDS)
         return node
 
-    def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:
+    def start_router(
+        self, model_dir: Path, flags: Sequence[str] = (), environ: Mapping[str, str] = NO_VARIABLES
+    ) -> Process:
         """Start a router for all nodes started so far, with policy least-loaded unless flags say otherwise."""
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
         peers += [word for node in self.decode for word in ("--decode", node.address)]
         peers += [word for node in self.both for word in ("--node", node.address)]
         named = [str(model_dir), "--served-model-name", MODEL_NAME, "--port", "0"]
         argv = [*named, "--policy", "least-loaded", *peers, *flags]
-        self.router = Process(self, self._spawn("router", "router", argv))
+        self.router = Process(self, self._spawn("router", "router", argv, environ), environ)
         return self.router
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:

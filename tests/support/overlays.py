@@ -38,6 +38,22 @@ def build(overlay: str) -> list[Manifest]:
     return list(yaml.load_all(built.stdout, yaml.CSafeLoader))
 
 
+def build_with(folder: Path, overlay: str, *components: str) -> list[Manifest]:
+    """Return all objects of an overlay with further components, such as nodes/roce, built in a copy in ``folder``."""
+    deploy = Path(shutil.copytree(KUBERNETES.parent, folder / "deploy"))
+    copy = deploy / KUBERNETES.name
+    for component in components:
+        where = copy / "overlays" / overlay / ("nodes" if component.startswith("nodes/") else "")
+        path = where / "kustomization.yaml"
+        content = yaml.safe_load(path.read_text())
+        up = "../" * len(where.relative_to(copy).parts)
+        content.setdefault("components", []).append(f"{up}components/{component}")
+        path.write_text(yaml.safe_dump(content))
+    built = subprocess.run([*builder(), str(copy / "overlays" / overlay)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return list(yaml.load_all(built.stdout, yaml.CSafeLoader))
+
+
 def of_kind(overlay: str, kind: str) -> list[Manifest]:
     return [each for each in build(overlay) if each["kind"] == kind]
 

@@ -1,0 +1,103 @@
+"""Components for RDMA networks, IPv6 and shared caches, and what several hosts need of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from overlays import COMPONENT, OVERLAYS, Manifest, Pod, build_with, of_kind, pods
+
+POD_SECURITY = {  # levels of namespaces: https://kubernetes.io/docs/concepts/security/pod-security-standards/
+    "cpu-demo": "restricted",
+    "single-node": "restricted",
+}
+
+
+@pytest.fixture(scope="module", params=["multi-node", "multi-node-pp"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
+    added = ["nodes/roce", "nodes/ipv6", "router/dual-stack"]
+    added += [] if request.param == "multi-node-pp" else ["nodes/cache"]  # the other overlay has it
+    return build_with(tmp_path_factory.mktemp("network"), request.param, *added)
+
+
+def templates(built: list[Manifest]) -> Iterator[dict[str, Any]]:
+    for each in built:
+        match each["kind"]:
+            case "Deployment" | "StatefulSet":
+                yield each["spec"]["template"]
+            case "LeaderWorkerSet":
+                group = each["spec"]["leaderWorkerTemplate"]
+                yield from (group["leaderTemplate"], group["workerTemplate"])
+
+
+def nodes(built: list[Manifest]) -> list[dict[str, Any]]:
+    return [each for each in templates(built) if each["metadata"]["labels"][COMPONENT] != "router"]
+
+
+def test_all_pods_of_nodes_are_on_the_network_of_the_card(built: list[Manifest]) -> None:
+    found = [each["metadata"].get("annotations") for each in nodes(built)]
+    assert len(found) in (2, 4)
+    assert all(each == {"k8s.v1.cni.cncf.io/networks": "roce"} for each in found)
+
+
+def test_all_programs_listen_on_both_families(built: list[Manifest]) -> None:
+    for each in templates(built):
+        args = each["spec"]["containers"][0]["args"]
+        assert "--host=::" in args
+        assert "--host=0.0.0.0" not in args
+        assert "--metrics-host=0.0.0.0" not in args
+
+
+def test_clients_reach_the_router_by_both_families_and_nodes_have_one_address(built: list[Manifest]) -> None:
+    policies = {each["metadata"]["name"]: each["spec"] for each in built if each["kind"] == "Service"}
+    assert policies.pop("pdserve")["ipFamilyPolicy"] == "PreferDualStack"
+    assert policies
+    for spec in policies.values():
+        assert (spec["clusterIP"], spec["ipFamilyPolicy"]) == ("None", "SingleStack")
+
+
+def test_digests_of_weights_are_kept_on_a_volume(built: list[Manifest]) -> None:
+    for each in nodes(built):
+        (container,) = each["spec"]["containers"]
+        (cache,) = (entry["value"] for entry in container["env"] if entry["name"] == "XDG_CACHE_HOME")
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == cache)
+        (volume,) = (volume for volume in each["spec"]["volumes"] if volume["name"] == mount["name"])
+        assert not mount.get("readOnly")
+        assert volume["persistentVolumeClaim"] == {"claimName": "cache"}
+
+
+def test_groups_are_not_recreated_when_a_container_ends() -> None:
+    groups = of_kind("multi-node-pp", "LeaderWorkerSet")
+    assert len(groups) == 2
+    assert {each["spec"]["leaderWorkerTemplate"]["restartPolicy"] for each in groups} == {"None"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_fit_the_pod_security_level_of_the_documentation(overlay: str) -> None:
+    """Without RDMA, pods meet all rules of the level restricted; IPC_LOCK is in the level privileged only."""
+    found = list(pods(overlay))
+    level = "restricted" if all(map(is_restricted, found)) else "privileged"
+    assert level == POD_SECURITY.get(overlay, "privileged")
+    rows = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text().splitlines()
+    (row,) = (row for row in rows if row.startswith("| `restricted` |"))
+    assert (f"`{overlay}`" in row) == (level == "restricted")
+
+
+def is_restricted(pod: Pod) -> bool:
+    security, volumes = pod.spec["securityContext"], pod.spec["volumes"]
+    kinds = {kind for volume in volumes for kind in volume if kind != "name"}
+    containers = [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]
+    return (
+        security["runAsNonRoot"]
+        and security["seccompProfile"]["type"] == "RuntimeDefault"
+        and not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
+        and kinds <= {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
+        and all(
+            not each["securityContext"]["allowPrivilegeEscalation"]
+            and each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            and not [port for port in each.get("ports", ()) if "hostPort" in port]
+            for each in containers
+        )
+    )
