@@ -93,6 +93,15 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: Annotated[float, Flag("time limit of a request in seconds", metavar="S", above=0, at_most=DAY)] = (
         600.0
     )
+    sse_keep_alive: Annotated[
+        float,
+        Flag(
+            "a stream that has sent nothing for so long gets its status line, and a comment or ping; 0: never",
+            metavar="S",
+            at_least=0,
+            at_most=DAY,
+        ),
+    ] = 10.0
     client_stall_timeout: Annotated[
         float,
         Flag("close the connection of a client that has read nothing for so long", metavar="S", above=0, at_most=DAY),

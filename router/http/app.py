@@ -121,7 +121,7 @@ def create_app(service: Service) -> ASGIApp:
         endpoints |= dict.fromkeys(pooling_dialect.paths, PoolingEndpoint(service, bodies, pooling_dialect))
     formats = ErrorFormats(generating)
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    add_stored_responses(app, store, running)
+    add_stored_responses(app, store, running, service.options.sse_keep_alive)
     add_info_routes(app, service)
     add_token_routes(app, service, bodies)
     add_server_routes(app, service)
