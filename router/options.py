@@ -17,7 +17,7 @@ from pdserve.flags.declaration import Flag, add_flags, options_from
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.shared import DAY, DRAIN_SECONDS, GRPC_TLS, LIFELINE_FD, STATUS_FD, drain_flag
 from pdserve.flags.value_types import natural, parse_size, port_number
-from pdserve.http.connections import UNREAD_SECONDS
+from pdserve.http.connections import IDLE_SECONDS, UNREAD_SECONDS
 from pdserve.logs import LOG_FORMAT, LOG_LEVEL
 from pdserve.tracing.trace_flags import TRACE_SAMPLE, TRACES
 from router.fleet.policy import POLICIES, PREFIX_AWARE
@@ -93,6 +93,24 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: Annotated[float, Flag("time limit of a request in seconds", metavar="S", above=0, at_most=DAY)] = (
         600.0
     )
+    sse_keep_alive: Annotated[
+        float,
+        Flag(
+            "a stream that has sent nothing for so long gets its status line, and a comment or ping; 0: never",
+            metavar="S",
+            at_least=0,
+            at_most=DAY,
+        ),
+    ] = 10.0
+    keep_alive_timeout: Annotated[
+        int,
+        Flag(
+            "close a connection without a request after so long; longer than proxies keep it",
+            metavar="S",
+            at_least=1,
+            at_most=int(DAY),
+        ),
+    ] = IDLE_SECONDS
     client_stall_timeout: Annotated[
         float,
         Flag("close the connection of a client that has read nothing for so long", metavar="S", above=0, at_most=DAY),

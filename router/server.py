@@ -19,7 +19,7 @@ import uvicorn
 from pdserve.checkpoint.files import read_text
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import CheckpointError, ConfigError
-from pdserve.http.connections import IDLE_SECONDS, BoundedConnection, ConnectionLimit, listen, raise_file_limit
+from pdserve.http.connections import BoundedConnection, ConnectionLimit, listen, raise_file_limit
 from pdserve.http.metrics_server import MetricsServer
 from pdserve.logs import set_process_fields
 from pdserve.process import StatusWriter
@@ -89,7 +89,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_keep_alive=IDLE_SECONDS,
+        timeout_keep_alive=options.keep_alive_timeout,
         proxy_headers=False,  # they would let a client pose as any address
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,

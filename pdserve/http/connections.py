@@ -22,8 +22,12 @@ MAX_HEADER_BYTES = 64 * 1024  # per request, with request line and trailers
 HEADER_SECONDS = 20.0  # from the connection or a request's first byte to the end of its headers
 BODY_SECONDS = 65.0  # from there to the end of its body; endpoints respond with 504 a little earlier
 UNREAD_SECONDS = 60.0  # in which the client reads nothing of its response
-IDLE_SECONDS = 75  # between requests: longer than clients and proxies, or one may send while we close
-LAST_SECONDS = 80.0  # from the end of a response until the client has read it and sent the next request, or has closed
+IDLE_SECONDS = 700  # between requests: longer than proxies (up to 650 s), or one may send while we close
+LAST_SECONDS = 80.0  # from the end of a response until the client has read it
+_IDLE_GRACE = 5.0  # seconds until a connection is aborted that was closed as idle
+# An interim response: a client that only shut its sending side skips it, a closed one refuses it.
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PROBE_SECONDS = (0.2, 5.0)  # between the first two probes, and further ones
 
 # Unread bytes in the connection, and in the kernel. Beyond them the writer of a response waits, over TLS and without.
 BUFFER_BYTES = _UNSENT_BYTES = 64 * 1024
@@ -153,6 +157,8 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
     _header_bytes = 0  # of this request, delivered by the parser
     _buffered_bytes = 0  # received without a parser event, so the parser may buffer them
     _progressed = False
+    _half_closed = False  # the client has shut its sending side
+    _probe_timer: asyncio.TimerHandle | None = None
 
     def __init__(
         self,
@@ -202,6 +208,8 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         self._set_deadline(None)
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self.resume_writing()
         super().connection_lost(exc)
 
@@ -276,8 +284,38 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete:
             self._limit.idle(self)
+            if self._half_closed:
+                self.transport.close()
             if self._arrival_timer is None:
-                self._set_deadline(LAST_SECONDS)
+                self._set_deadline(LAST_SECONDS, self._on_unread)
+
+    def _on_unread(self) -> None:
+        """Abort the connection if its last response is not read; else it is idle, which uvicorn ends."""
+        idle = self.timeout_keep_alive + _IDLE_GRACE - LAST_SECONDS
+        if self.transport.get_write_buffer_size() or idle <= 0:
+            self.abort()
+        else:
+            self._set_deadline(idle)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that only shut its sending side, until its response is complete.
+
+        A closed connection looks alike until something is sent, so probes are, up to the status line. TLS and HTTP/1.0
+        have none: there the end of what a client sends is the end of its connection.
+        """
+        is_plain = self.transport.get_extra_info("sslcontext") is None
+        if not (is_plain and self._responding and self.cycle.scope["http_version"] == "1.1"):
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self._probe(_PROBE_SECONDS[0])
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        running = self._running
+        if not self.transport.is_closing() and running is not None and not running.response_started:
+            self.transport.write(_PROBE)
+            self._probe_timer = self.loop.call_later(seconds, self._probe, _PROBE_SECONDS[1])
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
@@ -298,11 +336,11 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
         super().resume_writing()
         self._stop_watch()
 
-    def _set_deadline(self, seconds: float | None) -> None:
-        """Abort unless the next part of a request arrives in time; None: no part is expected."""
+    def _set_deadline(self, seconds: float | None, then: Callable[[], None] | None = None) -> None:
+        """Abort, or call ``then``, unless the next part of a request arrives in time; None: no part is expected."""
         if self._arrival_timer is not None:
             self._arrival_timer.cancel()
-        self._arrival_timer = None if seconds is None else self.loop.call_later(seconds, self.abort)
+        self._arrival_timer = None if seconds is None else self.loop.call_later(seconds, then or self.abort)
 
 
 async def _respond_busy(scope: Any, receive: Any, send: Any) -> None:

@@ -10,7 +10,7 @@ from router.service import ServedModel
 from router.text.chat.messages import join_parts
 from router.text.chat.output_parsing import OutputParsing, select_parsing
 from router.text.chat.parsers import ReasoningState
-from router.text.chat.strict_tools import has_strict
+from router.text.chat.strict_tools import calls_or_answer, has_strict
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import ToolUse
 from router.text.prompt import Prompt
@@ -27,15 +27,18 @@ class ChatOutput:
         self._state: ReasoningState = model.parsers.state_after(prompt.text or "", continued)
 
     async def grammar(self) -> OutputGrammar:
-        """Return the grammar of the request's fields, or of forced or strict tools. Reasoning may come first."""
+        """Return the grammar of the request's fields, of tools, or the union of both. Reasoning may come first."""
         model, body = self._model, self._body
         use, form = body.tool_use, model.parsers.tools
         if use.must_call:
             grammar = OutputGrammar(tool_call_grammar(use), "tools")
         elif has_strict(use) and form is not None and not body.structure.text:
-            grammar = OutputGrammar(form.grammar(use, partial(_marker, model)), "tools")
+            grammar = OutputGrammar(form.grammar(use, partial(_marker, model), False), "tools")
         else:
             grammar = await model.grammars.translated(body.structure)
+            if self._may_call and form is not None:
+                calls = form.grammar(use, partial(_marker, model), True)
+                grammar = OutputGrammar(calls_or_answer(calls, grammar.text), grammar.field)
         grammar.check_size()
         markers = self._state.markers
         if not grammar.text or markers is None:
@@ -43,6 +46,18 @@ class ChatOutput:
         start, end = _marker(model, markers.start), _marker(model, markers.end)
         text = after_reasoning(grammar.text, start, end, opened=self._state.opened)
         return OutputGrammar(text, grammar.field)
+
+    @property
+    def _may_call(self) -> bool:
+        """Whether the output follows a response format or is calls. Output under other grammars holds no calls."""
+        body = self._body
+        is_json = body.response_format.get("type") in ("json_object", "json_schema")
+        return (
+            is_json
+            and bool(body.tool_use.tools)
+            and not body.tool_use.must_call
+            and self._model.parsers.tools is not None
+        )
 
     def thinking(self) -> ThinkingParams:
         """Return the budget of reasoning. Raises RequestError."""
@@ -54,7 +69,7 @@ class ChatOutput:
     def parsing(self) -> OutputParsing | None:
         """Return the parsing of reasoning and tool calls; None for plain text. Raises RequestError."""
         body, use = self._body, self._body.tool_use
-        if body.structure.text and not use.must_call:  # output under another grammar holds no calls
+        if body.structure.text and not (use.must_call or self._may_call):
             use = ToolUse()
         parsers = self._model.parsers
         return select_parsing(

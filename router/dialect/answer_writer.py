@@ -11,7 +11,12 @@ from router.gate.rate_limits import Headers
 
 
 class AnswerWriter(Protocol):
-    """Writes the answer to one request."""
+    """Writes the answer to one request.
+
+    A stream that has sent nothing for ``keep_alive`` seconds gets a sign of life; 0: it needs none.
+    """
+
+    keep_alive: float
 
     async def send_json(self, pieces: Iterator[bytes], headers: Headers, disconnected: Callable[[], bool]) -> None:
         """Send a whole answer, a piece per ``turn``. Raises ClientDisconnected once ``disconnected`` returns True."""
@@ -21,6 +26,9 @@ class AnswerWriter(Protocol):
 
     def send_events(self, events: Sequence[Event], last: bool) -> Awaitable[None]:
         """Send events as fast as the client reads; after the ``last`` ones the answer is complete."""
+
+    async def send_sign_of_life(self, ping: Event | None) -> None:
+        """Send ``ping``, or a comment, between the events of a stream."""
 
     async def send_error(self, error: PdserveError, request_id: str) -> None:
         """Send an error in place of an answer."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from router.dialect.answer_writer import AnswerWriter
 from router.dialect.events import Event, parts_of
+from router.dialect.idle_timer import IdleTimer
 from router.dialect.node_headers import node_headers
 from router.dialect.wake import Wake
 from router.errors import ClientDisconnected, status_and_type
@@ -27,12 +29,14 @@ _RESUME_BYTES = 16 * 1024  # left to write when the connection takes bytes again
 class Response(ABC):
     """Base of all responses: the consumer of a generation. ``wake`` is set on every change."""
 
+    ping: ClassVar[Event | None] = None  # the sign of life of a stream; None: a comment
     generation: RequestGeneration  # set before the first output arrives
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.wake = Wake()
-        self.started = False  # a token, or the end without an error, has arrived
+        self.begun = False  # the status line of a stream is sent
+        self.started = False  # from here on an error is part of the answer; see ``_start``
         self.ended = False
         self.disconnected = False
         self.error: PdserveError | None = None
@@ -47,6 +51,12 @@ class Response(ABC):
 
         Raises PdserveError before the first byte, and ClientDisconnected.
         """
+
+    async def keep_open(self, writer: AnswerWriter, headers: Headers) -> None:
+        """Show the client of a stream that its request is alive: send the status line, and a sign of life."""
+        self.started = True
+        await self._begin(writer, headers)
+        await writer.send_sign_of_life(self.ping)
 
     @abstractmethod
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
@@ -68,6 +78,17 @@ class Response(ABC):
         self.generation.cancel()
         self.wake.set()
 
+    def _start(self) -> None:
+        """A token, the end without an error, or a sign of life has come."""
+        self.started = True
+        self.wake.set()
+
+    async def _begin(self, writer: AnswerWriter, headers: Headers) -> None:
+        """Send the status line of a stream, once. Ids of nodes are known after the first token only."""
+        if not self.begun:
+            self.begun = True
+            await writer.begin_events([*headers, *node_headers(self.generation)])
+
 
 class BodyResponse(Response):
     """A response that is sent after its end."""
@@ -75,6 +96,9 @@ class BodyResponse(Response):
     def __init__(self, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
         self._held = 0  # bytes
+
+    async def keep_open(self, writer: AnswerWriter, headers: Headers) -> None:
+        """Send nothing: there is no answer yet."""
 
     @abstractmethod
     def body(self) -> Iterator[bytes]:
@@ -102,7 +126,8 @@ class BodyResponse(Response):
 class EventStreamResponse(Response):
     """Events in a buffer, which the connection drains. While it does not, the nodes pause the request.
 
-    Large events are encoded part by part, as the client reads them.
+    Large events are encoded part by part, as the client reads them. The status line waits for the first token or the
+    first sign of life, so that an earlier failure has a status.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -126,15 +151,25 @@ class EventStreamResponse(Response):
         self.wake.set()
 
     async def deliver(self, writer: AnswerWriter, headers: Headers) -> str:
+        with IdleTimer(writer.keep_alive, self.wake.set) as timer:
+            return await self._deliver(writer, headers, timer)
+
+    async def _deliver(self, writer: AnswerWriter, headers: Headers, timer: IdleTimer) -> str:
         await self.wake.wait()
         if self.error is not None and not self.started:
             raise self.error
-        await writer.begin_events([*headers, *node_headers(self.generation)])
+        if self.started:
+            await self._begin(writer, headers)
         while not self.disconnected:
             events = self._take()
             has_more = bool(self._ready or self._later)
             last = self.ended and not has_more
-            await writer.send_events(events, last)
+            if events or last:
+                await writer.send_events(events, last)
+                timer.sent()
+            elif timer.due:
+                await self.keep_open(writer, headers)
+                timer.sent()
             self._sending = False
             if self._paused and self._buffered <= _RESUME_BYTES:
                 self._paused = False
@@ -146,10 +181,6 @@ class EventStreamResponse(Response):
             else:
                 await self.wake.wait()
         raise ClientDisconnected
-
-    def _start(self) -> None:
-        self.started = True
-        self.wake.set()
 
     def _append(self, event: Event) -> None:
         if self._later:

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdserve.errors import DeadlineExceeded, Draining, Overloaded
 from router.errors import ClientDisconnected
@@ -111,6 +111,20 @@ class RequestWork(NamedTuple):
     num_choices: int = 0
 
 
+class Idle(NamedTuple):
+    """A function to call after each ``seconds`` of a wait; 0: never."""
+
+    seconds: float
+    call: Callable[[], Awaitable[None]]
+
+
+async def _nothing() -> None:
+    """Do nothing."""
+
+
+NEVER_IDLE = Idle(0.0, _nothing)
+
+
 class RequestAdmission:
     """One request. ``client_tag`` tells clients apart at the nodes, which learn no names and no addresses."""
 
@@ -130,6 +144,7 @@ class RequestAdmission:
         self._output = output
         self._metrics = metrics
         self._ticket: Ticket | None = None
+        self._work = RequestWork(0)
         self._num_choices = 0
         self._expected_output = 0  # tokens
 
@@ -145,24 +160,31 @@ class RequestAdmission:
     def cache_salt(self, salt: str) -> str:
         return self._limits.client.cache_salt(salt)
 
-    async def wait_for_slot(
-        self, priority: int, work: RequestWork, timeout: float, disconnected: asyncio.Future[None]
-    ) -> Headers:
-        """Wait for a slot at the nodes, kept until ``release``. Return rate limit headers for the response.
+    def reserve(self, work: RequestWork) -> Headers:
+        """Count the prompt in the client's rate limits, and return their headers. Raises RateLimitExceeded."""
+        now = perf_counter()
+        self._limits.reserve_prompt(work.prompt_tokens, now)
+        self._work = work
+        return self._limits.headers(now)
 
-        ``timeout`` is in seconds. Raises RateLimitExceeded, Overloaded, DeadlineExceeded or ClientDisconnected.
+    async def wait_for_slot(
+        self, priority: int, timeout: float, disconnected: asyncio.Future[None], idle: Idle = NEVER_IDLE
+    ) -> None:
+        """Wait for a slot at the nodes, kept until ``release``. Call it after ``reserve``, once.
+
+        ``timeout`` is in seconds. Raises Overloaded, DeadlineExceeded or ClientDisconnected.
         """
-        num_tokens, self._num_choices = work.prompt_tokens, work.num_choices
+        work = self._work
+        self._num_choices = work.num_choices
         self._expected_output = min(work.max_output, round(work.num_choices * self._output.mean))
         started = perf_counter()
-        self._limits.reserve_prompt(num_tokens, started)
         decision: asyncio.Future[Overloaded | None] = asyncio.get_running_loop().create_future()
         try:
-            ticket = Ticket(self._client, priority, num_tokens + self._expected_output, decision.set_result)
+            ticket = Ticket(self._client, priority, work.prompt_tokens + self._expected_output, decision.set_result)
             self._queue.join(ticket, timeout, started)
             self._ticket = ticket
             if not ticket.admitted:
-                await asyncio.wait((decision, disconnected), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                await _first_of(decision, disconnected, timeout, idle)
                 if disconnected.done():
                     raise ClientDisconnected
                 if not decision.done():
@@ -170,11 +192,10 @@ class RequestAdmission:
                 if (error := decision.result()) is not None:
                     raise error
         except BaseException:
-            self._limits.add_usage(-num_tokens, perf_counter())  # the prompt is not computed
+            self._limits.add_usage(-work.prompt_tokens, perf_counter())  # the prompt is not computed
             raise
         self._metrics.queued.observe(perf_counter() - started)
-        self._metrics.count_key_tokens(self._limits.client.name, "prompt", num_tokens)
-        return self._limits.headers(started)
+        self._metrics.count_key_tokens(self._limits.client.name, "prompt", work.prompt_tokens)
 
     def record_output(self, num_tokens: int, cached_tokens: int) -> None:
         """Count the output tokens of a request that ran, and correct its cost; cached prompt tokens cost nothing."""
@@ -187,6 +208,18 @@ class RequestAdmission:
     def release(self, now: float) -> None:
         if self._ticket is not None:
             self._queue.leave(self._ticket, now)
+
+
+async def _first_of(one: asyncio.Future[Any], other: asyncio.Future[Any], timeout: float, idle: Idle) -> None:
+    """Wait until one of two futures is done, or for ``timeout`` seconds."""
+    ends = perf_counter() + timeout
+    while (left := ends - perf_counter()) > 0:
+        wait = min(left, idle.seconds) if idle.seconds > 0 else left
+        done, _ = await asyncio.wait((one, other), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return
+        if wait < left:
+            await idle.call()
 
 
 def _draining() -> Draining:

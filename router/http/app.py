@@ -33,6 +33,7 @@ from router.http.endpoints.server_info import add_server_routes
 from router.http.endpoints.small_endpoints import VERSION, add_info_routes, add_token_routes
 from router.http.endpoints.stored_responses import add_stored_responses
 from router.http.error_responses import ErrorFormats, error_response, http_error, server_error
+from router.http.incoming_bodies import receive_decoded, refused_body
 from router.http.openapi import all_operations, check_documented, openapi_document
 from router.http.request_ids import send_with_id
 from router.messages_api.dialect import MessagesDialect
@@ -49,7 +50,7 @@ from router.text.fair_slots import CLIENT
 class DirectRoutes:
     """ASGI middleware that calls the endpoints of models directly: each layer of FastAPI costs a call per chunk.
 
-    It also sets CLIENT.
+    It also sets CLIENT, decompresses bodies and answers HEAD like GET.
 
     FastAPI has the same routes, to reject other methods.
     """
@@ -60,8 +61,10 @@ class DirectRoutes:
         endpoints: Mapping[str, ASGIApp],
         sockets: Mapping[str, ASGIApp],
         formats: ErrorFormats,
+        max_body_bytes: int,
     ) -> None:
         """``sockets``: applications of WebSockets; other paths have none."""
+        self._max_body_bytes = max_body_bytes
         self._app = app
         self._endpoints = endpoints
         self._sockets = sockets
@@ -76,6 +79,12 @@ class DirectRoutes:
             await self._app(scope, receive, send)
             return
         errors = self._formats.of(scope["path"])
+        if scope["method"] == "HEAD":  # uvicorn drops the body
+            scope = {**scope, "method": "GET"}
+        if (refusal := refused_body(scope, self._max_body_bytes, errors)) is not None:
+            await refusal(scope, receive, send)
+            return
+        receive = receive_decoded(scope, receive)
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send_with_id(scope, send, errors))
@@ -104,6 +113,7 @@ def create_app(service: Service) -> ASGIApp:
             await store.close()
 
     app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # it would redirect to the scheme and host that a proxy has sent
     bodies = BodyReader(service.options.max_body_bytes, service.longest_context, service.metrics)
     responses = ResponsesDialect(store, running)
     generating: list[GenerateDialect[Any]] = [
@@ -121,7 +131,7 @@ def create_app(service: Service) -> ASGIApp:
         endpoints |= dict.fromkeys(pooling_dialect.paths, PoolingEndpoint(service, bodies, pooling_dialect))
     formats = ErrorFormats(generating)
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    add_stored_responses(app, store, running)
+    add_stored_responses(app, store, running, service.options.sse_keep_alive)
     add_info_routes(app, service)
     add_token_routes(app, service, bodies)
     add_server_routes(app, service)
@@ -133,7 +143,9 @@ def create_app(service: Service) -> ASGIApp:
     _add_error_handlers(app, formats)
     key_check = None if service.keys is None else KeyCheck(service.keys, service.metrics)
     sockets = {"/v1/responses": ResponsesSocket(service, bodies, responses, key_check=key_check)}
-    whole: ASGIApp = DirectRoutes(app, endpoints, sockets, formats=formats)
+    whole: ASGIApp = DirectRoutes(
+        app, endpoints, sockets, formats=formats, max_body_bytes=service.options.max_body_bytes
+    )
     if key_check is not None:
         public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE, *CHAT_PAGE}
         whole = Authentication(whole, key_check, public, formats=formats)
@@ -180,6 +192,17 @@ def _hint_of_path(path: str, app: FastAPI) -> str:
     return f"did you mean {nearest[0]}?" if nearest else f"{DOCS_PATH} lists the endpoints"
 
 
+def _without_slash(request: Request, app: FastAPI) -> str:
+    """Return a relative reference to a path without its last slash; empty if there is no such path.
+
+    Scheme, host and a prefix that a proxy has removed stay those of the client.
+    """
+    path, query = request.url.path, request.url.query
+    if not path.endswith("/") or not _methods_of_path(path.rstrip("/"), app):
+        return ""
+    return f"../{path.rstrip('/').rpartition('/')[2]}" + (f"?{query}" if query else "")
+
+
 def _methods_of_path(path: str, app: FastAPI) -> list[str]:
     matching = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
     routes = [route for route in matching if route.path == path] or matching  # one path is also another's {id}
@@ -198,6 +221,8 @@ def _add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_exception(request: Request, exc: HTTPException) -> Response:
         path = cut(request.url.path)
+        if exc.status_code == 404 and (location := _without_slash(request, app)):
+            return Response(status_code=307, headers={"location": location})
         messages = {
             404: f"unknown path {path}; {_hint_of_path(path, app)}",
             405: f"{request.method} is not allowed at {path}; use another method",

@@ -143,19 +143,23 @@ def _input(arguments: str) -> msgspec.Raw:
 
 
 class StreamedMessage(MessageResponse, EventStreamResponse):
+    ping = Event("ping", b'{"type":"ping"}')
+
     def __init__(
         self, body: MessagesBody, model: str, request_id: str, jobs: Sequence[Job], parsing: OutputParsing
     ) -> None:
         super().__init__(body, model, request_id, jobs=jobs, parsing=parsing)
         self._index = -1  # of the last block
         self._open: DeltaKind | None = None  # the kind of the last block, while it grows
+        self._has_start = False
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        if not self.started:
+        if not self._has_start:
+            self._has_start = True
             message = self._message([], None, None)
             message.usage.output_tokens = 0  # the first token is in a block after this event
             self._event("message_start", message=message)
-            self._event("ping")
+            self.write(self.ping)
             self._start()
         super().on_delta(choice, text, output)
 

@@ -11,6 +11,7 @@ from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from router.dialect.answer_writer import AnswerWriter
 from router.dialect.events import Event, batches, parts_of, server_sent
+from router.dialect.idle_timer import IdleTimer
 from router.dialect.json_pieces import json_chunks
 from router.dialect.responses import BodyResponse, Response
 from router.errors import ResponseNotStored, status_and_type
@@ -50,8 +51,19 @@ class EventLog:
         """All events. They do not change after the end, so another thread may encode them."""
         return chain.from_iterable(map(_parts, self._events))
 
-    async def read(self, after: int) -> AsyncIterator[list[Event]]:
-        """Yield the events behind sequence number ``after``, in batches, until the end. Other tasks run in between."""
+    async def read(self, after: int, idle: float) -> AsyncIterator[list[Event]]:
+        """Yield the events behind sequence number ``after``, in batches, until the end. Other tasks run in between.
+
+        A batch is empty when there was none for ``idle`` seconds; 0: no batch is.
+        """
+        with IdleTimer(idle, self._wake) as timer:
+            async for batch in self._read(after):
+                if batch or timer.due:
+                    yield batch
+                    timer.sent()
+
+    async def _read(self, after: int) -> AsyncIterator[list[Event]]:
+        """Like ``read``, with an empty batch after each ``_wake`` without an event."""
         while True:
             more, events = self._more, self._events[after + 1 :]
             after += len(events)
@@ -62,6 +74,8 @@ class EventLog:
                 if self.ended:
                     return
                 await more.wait()
+            if not events:
+                yield []
 
     def _add(self, event: Event | Callable[[], Iterator[Event]]) -> None:
         self._events.append(event)
@@ -118,13 +132,14 @@ class BackgroundItems(OutputItemsResponse, BodyResponse):
             self.on_final(self.response)
         running[key] = self
         try:
-            await self._check_stored()
+            if not self.begun:
+                await self._check_stored()
             if self.log is None:
                 await writer.send_json(self.body(), headers, lambda: False)
             else:
-                await writer.begin_events(headers)
-                async for events in self.log.read(after=-1):
-                    await writer.send_events(events, last=False)
+                await self._begin(writer, headers)
+                async for events in self.log.read(after=-1, idle=writer.keep_alive):
+                    await (writer.send_events(events, last=False) if events else writer.send_sign_of_life(self.ping))
                 await writer.send_events([], last=True)
             while not self.ended:
                 self.wake.clear()
@@ -132,6 +147,10 @@ class BackgroundItems(OutputItemsResponse, BodyResponse):
         finally:
             del running[key]
         return "ok" if self.error is None else status_and_type(self.error)[1]
+
+    async def keep_open(self, writer: AnswerWriter, headers: Headers) -> None:
+        if self.log is not None:
+            await Response.keep_open(self, writer, headers)
 
     async def _check_stored(self) -> None:
         """Raises RequestError if the response was not written: its client could never read it."""

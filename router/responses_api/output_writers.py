@@ -212,8 +212,18 @@ class CompactedItems(FullOutputItems):
 
 class StreamedOutputItems(OutputItemsResponse, EventStreamResponse):
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        self._open()
         if not self.started:
-            self._writer.stream = self
-            self._write_start()
             self._start()
         super().on_delta(choice, text, output)
+
+    def on_end(self, error: PdserveError | None) -> None:
+        if self.started:
+            self._open()
+        super().on_end(error)
+
+    def _open(self) -> None:
+        """Write the first events. Idempotent."""
+        if self._writer.stream is None:
+            self._writer.stream = self
+            self._write_start()

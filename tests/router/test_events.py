@@ -72,7 +72,7 @@ def test_both_writers_send_the_same_events() -> None:
         raise AssertionError
 
     turns = asyncio.Lock()
-    sent_by(HttpWriter({}, receive, send_http, errors=OPENAI_ERRORS, turns=turns), over_http, lists)
+    sent_by(HttpWriter({}, receive, send_http, errors=OPENAI_ERRORS, turns=turns, keep_alive=0), over_http, lists)
     sent_by(SocketWriter(send_socket, turns), over_socket, lists)
 
     body = b"".join(message.get("body", b"") for message in over_http)

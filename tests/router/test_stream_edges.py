@@ -107,7 +107,7 @@ def test_late_failure_without_streaming_sets_the_status(client: httpx.Client, pl
     assert client.post("/v1/completions", json=play(script)).status_code == 502
 
 
-def test_status_line_is_sent_with_the_first_token(client: httpx.Client, play: Any, scripted_node: ScriptedNode) -> None:
+def test_status_line_waits_for_the_first_token(client: httpx.Client, play: Any, scripted_node: ScriptedNode) -> None:
     go = asyncio.Event()
 
     async def script(conversation: Conversation) -> None:
@@ -441,3 +441,17 @@ def test_tokenizer_without_byte_table_streams(tmp_path: Path, scripted_node: Scr
         received = stream(client, {**body, "prompt": [1]})
         assert "".join(chunk["choices"][0]["text"] for chunk in received[:-1]) == text
         assert client.post("/v1/chat/completions", json={"messages": [{"role": "user"}]}).status_code == 400
+
+
+def test_ended_choices_are_counted_by_their_reason(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    def counted() -> dict[str, float]:
+        lines = client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith("vllm:request_success_total{")]
+        return {reason: float(line.split()[-1]) for line in found for reason in ("stop", "length") if reason in line}
+
+    before = counted()
+    body = play(saying(tokenizer.encode("abSTOP")))
+    client.post("/v1/completions", json={**body, "stop": "STOP"})
+    for streamed in (False, True):
+        client.post("/v1/completions", json={**body, "stream": streamed})
+    assert counted() == {"stop": before["stop"] + 1, "length": before["length"] + 2}

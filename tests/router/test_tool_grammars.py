@@ -6,11 +6,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import small_tokenizers
 from fleet import MODEL_NAME, Fleet
 from machine import patience
+from router_process import MODEL as SCRIPTED
+from router_process import RouterProcess
+from scripted_node import ScriptedNode
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
@@ -19,6 +23,7 @@ from pdserve.grammar import Grammar, GrammarVocabulary, from_regex
 from router.completions_api.request_bodies import parse_chat
 from router.text.chat.output_parser import DeltaKind
 from router.text.chat.parsers import TOOL_PARSERS
+from router.text.chat.strict_tools import calls_or_answer
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import tool_use
 from router.text.structured.structured_outputs import json_schema_grammar
@@ -182,7 +187,11 @@ def test_items_are_held_to_a_schema(sdk: openai.OpenAI) -> None:
 
 # ---------------------------------------------------------------- strict functions under tool_choice "auto"
 
-ADD: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
+ADD: Any = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "integer"}}},
+    "strict": True,
+}
 STRICT = [{"type": "function", "function": ADD}, STOP]
 GOOD, WRONG = '{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "arguments": {"b": 1}}'
 FREE = '{"name": "stop", "arguments": {"b": 1}}'  # not strict
@@ -219,7 +228,7 @@ def test_strict_functions_are_called_by_their_schema(
         allowed = [*allowed, '[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"a": 1}'] if family == "mistral" else allowed
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
     form, use = TOOL_PARSERS[family], tool_use(STRICT, "auto", True)
-    grammar = form.grammar(use, lambda text: Marker(text, backend.token_to_id(text) if added else None))
+    grammar = form.grammar(use, lambda text: Marker(text, backend.token_to_id(text) if added else None), False)
 
     def in_family(text: str) -> str:
         return text.replace('"arguments"', '"parameters"') if family == "llama3_json" else text
@@ -231,3 +240,93 @@ def test_strict_functions_are_called_by_their_schema(
         assert len(calls) == text.count("add") + text.count("stop"), "the parser finds what the grammar allows"
     for text in map(in_family, refused):
         assert not allows(vocabulary, grammar, text, backend), text
+
+
+# ---------------------------------------------------------------- a response format beside tools
+
+ANSWER = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["texts", "added tokens"])
+@pytest.mark.parametrize(
+    ("family", "call", "two"),
+    [
+        (
+            "hermes",
+            f"<tool_call>\n{GOOD}\n</tool_call>",
+            f"\n<tool_call>{FREE}</tool_call>\n<tool_call>{GOOD}</tool_call>",
+        ),
+        ("llama3_json", GOOD, f"<|python_tag|>{GOOD}; {FREE}"),
+        ("llama3_json", GOOD.replace(" ", ""), f"{FREE};{GOOD}"),
+        ("mistral", f"[TOOL_CALLS][{GOOD}]", '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]stop{}'),
+    ],
+)
+def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two: str, added: bool) -> None:
+    backend = small_tokenizers.byte_level()
+    if added:
+        backend.add_tokens([AddedToken(text, special=False) for text in TAGS])
+    vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
+    key = "parameters" if family == "llama3_json" else "arguments"
+    call, two, wrong = (text.replace("arguments", key) for text in (call, two, call.replace('{"a": 1}', '{"b": 1}')))
+    for parallel in (True, False):
+        use, form = tool_use(STRICT, "auto", parallel), TOOL_PARSERS[family]
+        calls = form.grammar(use, lambda text: Marker(text, backend.token_to_id(text) if added else None), True)
+        grammar = calls_or_answer(calls, json_schema_grammar(ANSWER))
+        found = {
+            text: allows(vocabulary, grammar, text, backend)
+            for text in (call, two, '{"sum": 3}', wrong, '{"sum": "3"}', "Hi", f"Hi {call}", f'{call}{{"sum": 3}}', "")
+        }
+        assert [text for text, allowed in found.items() if allowed] == [
+            call,
+            *([two] if parallel else []),
+            '{"sum": 3}',
+        ]
+        opened = after_reasoning(grammar, Marker("(think)"), Marker("(done)"), opened=True)
+        assert allows(vocabulary, opened, f"hm(done)\n{call}", backend)
+        assert allows(vocabulary, opened, 'hm(done){"sum": 3}', backend)
+        assert not allows(vocabulary, opened, "hm(done)Hi", backend)
+
+
+SCHEMA: dict[str, Any] = {"name": "total", "schema": ANSWER}
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": HELLO,
+        "tools": STRICT,
+        "response_format": {"type": "json_schema", "json_schema": SCHEMA},
+    },
+    "/v1/responses": {
+        "input": HELLO,
+        "tools": [{"type": "function", **tool["function"]} for tool in STRICT],
+        "text": {"format": {"type": "json_schema", **SCHEMA}},
+    },
+    "/v1/messages": {
+        "messages": HELLO,
+        "max_tokens": 100,
+        "tools": [{"name": "add", "input_schema": ADD["parameters"]}],
+        "output_config": {"format": {"type": "json_schema", "schema": ANSWER}},
+    },
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_model_may_call_a_tool_or_answer_by_the_format(
+    reading_router: RouterProcess, scripted_node: ScriptedNode, say_text: Any, path: str
+) -> None:
+    def ask(text: str, **fields: Any) -> str:
+        body = {**PATHS[path], "model": SCRIPTED, **say_text(text)["extra_body"], **fields}
+        response = httpx.post(reading_router.url + path, json=body, timeout=patience(20), trust_env=False)
+        assert response.status_code == 200, response.text
+        return response.text
+
+    call, answer = f"<tool_call>{GOOD}</tool_call>", '{"sum": 3}'
+    called = ask(call)
+    assert '"add"' in called
+    assert "tool_call" in called or "function_call" in called or "tool_use" in called
+    held = scripted_node.seen[say_text(call)["extra_body"]["cache_salt"]].message.sampling.grammar
+    assert "@calls | @answer" in held
+    assert '\\"sum\\": 3' in ask(answer)
+    none = {"type": "none"} if path == "/v1/messages" else "none"
+    ask(answer, tool_choice=none)
+    held = scripted_node.seen[say_text(answer)["extra_body"]["cache_salt"]].message.sampling.grammar
+    assert "@calls" not in held

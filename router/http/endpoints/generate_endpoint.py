@@ -1,26 +1,24 @@
 """The endpoint of all dialects that generate: from an HTTP request to a generation and its response.
 
-Raw ASGI, because there is a chunk per token. The status line waits for the first token, so an earlier failure has a
-real status. A later failure is an event.
+Raw ASGI, because there is a chunk per token. The status line of a stream waits for the first token, but at most
+--sse-keep-alive seconds, so an earlier failure has a real status. A later failure is an event.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from pdserve.errors import DeadlineExceeded
+from pdserve.errors import PdserveError
 from router.dialect.answer_writer import AnswerWriter
 from router.dialect.dialect import GenerateBodyT, GenerateDialect
-from router.gate.admission import RequestAdmission, RequestWork
+from router.gate.admission import Idle, RequestAdmission, RequestWork
 from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions
 from router.http.endpoints.body_reader import BodyReader
-from router.http.endpoints.delivery import delivery
+from router.http.endpoints.delivery import deadline, delivery
 from router.http.endpoints.model_endpoint import ModelEndpoint
 from router.http.endpoints.request_accounting import RequestAccounting
 from router.service import Service
-
-_DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
 
 
 class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
@@ -64,30 +62,26 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
             num_choices=sum(job.sampling.n for job in prepared.jobs),
         )
         accounting.prepared()
-        headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected=disconnected)
-        accounting.admitted()
-        headers += accounting.id_headers
+        headers = [*admission.reserve(work), *accounting.id_headers]
         response = dialect.respond(body, prepared, model, options=options)
         generation = RequestGeneration(
             prepared.jobs, options, model.tokenizer, consumer=response, metrics=accounting.metrics
         )
         response.generation = generation
-        await generation.prepare(model.fleet)
-        disconnected.add_done_callback(lambda _: response.on_disconnect())
-        loop = asyncio.get_running_loop()
-        deadline = loop.call_at(loop.time() + options.remaining + _DEADLINE_GRACE, _expire, generation)
+        idle = Idle(writer.keep_alive, lambda: response.keep_open(writer, headers))
         try:
-            with service.running(generation):
+            await admission.wait_for_slot(options.priority, options.remaining, disconnected, idle)
+            accounting.admitted()
+            disconnected.add_done_callback(lambda _: response.on_disconnect())
+            with accounting.generating(generation, admission), deadline(generation), service.running(generation):
+                await generation.prepare(model.fleet)
                 await generation.start(model.fleet)
                 async with delivery(options.remaining, options.request_id, options.log_fields):
                     return await response.deliver(writer, headers)
+        except PdserveError as exc:
+            if not response.begun:
+                raise
+            generation.fail(exc)  # an event of the stream
+            return await response.deliver(writer, headers)
         finally:
-            deadline.cancel()
             generation.close()
-            accounting.generated(generation)
-            admission.record_output(generation.usage.completion_tokens, generation.usage.cached_tokens)
-
-
-def _expire(generation: RequestGeneration) -> None:
-    timeout = generation.options.timeout
-    generation.fail(DeadlineExceeded(f"the request exceeded its time limit of {timeout:g} s; request fewer tokens"))

@@ -35,7 +35,14 @@ class ModelEndpoint(ABC, Generic[BodyT]):
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = HttpWriter(scope, receive, send, errors=self._dialect.errors, turns=self._service.turns)
+        writer = HttpWriter(
+            scope,
+            receive,
+            send,
+            errors=self._dialect.errors,
+            turns=self._service.turns,
+            keep_alive=self._service.options.sse_keep_alive,
+        )
         await self.answer(scope, receive, writer)
 
     async def answer(self, scope: Scope, receive: Receive, writer: AnswerWriter) -> None:

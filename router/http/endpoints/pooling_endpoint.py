@@ -55,9 +55,9 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
         )
         work = RequestWork(sum(prompt.num_tokens for prompt in prompts))
         accounting.prepared()
-        headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected=disconnected)
+        headers = [*admission.reserve(work), *accounting.id_headers]
+        await admission.wait_for_slot(options.priority, options.remaining, disconnected)
         accounting.admitted()
-        headers += accounting.id_headers
         run = PoolingRun(prompts, options, model.fleet, metrics=accounting.metrics)
         disconnected.add_done_callback(lambda _: run.fail(ClientDisconnected()))
         try:

@@ -11,6 +11,8 @@ See docs/traces.md.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 from uuid import uuid4
@@ -23,6 +25,7 @@ from pdserve.tracing.spans import NO_SPAN
 from router.dialect.dialect import Dialect
 from router.errors import status_and_type
 from router.fleet.policy import RoutingHint
+from router.gate.admission import RequestAdmission
 from router.gate.keys import Client
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
@@ -97,8 +100,16 @@ class RequestAccounting:
     def computed(self, usage: Usage) -> None:
         self._usage = usage
 
-    def generated(self, generation: RequestGeneration) -> None:
-        """The generation has ended, or is given up."""
+    @contextmanager
+    def generating(self, generation: RequestGeneration, admission: RequestAdmission) -> Iterator[None]:
+        """Count what the generation has done at its end, also for the limits of its client."""
+        try:
+            yield
+        finally:
+            self._generated(generation)
+            admission.record_output(self._usage.completion_tokens, self._usage.cached_tokens)
+
+    def _generated(self, generation: RequestGeneration) -> None:
         self._usage = generation.usage
         self._ttft = generation.ttft
         for run in generation.runs:

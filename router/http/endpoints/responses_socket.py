@@ -158,6 +158,8 @@ class _ErrorEvent(msgspec.Struct, tag="error"):
 class SocketWriter:
     """AnswerWriter of a WebSocket: each event is a message. ``turns`` is held for each part of a large one."""
 
+    keep_alive = 0.0  # WebSockets have pings of their own
+
     def __init__(self, send: Send, turns: asyncio.Lock) -> None:
         self._send = send
         self._turns = turns
@@ -179,6 +181,9 @@ class SocketWriter:
                 text = self._parts.decode()
                 self._parts.clear()
                 await self._send_text(text)
+
+    async def send_sign_of_life(self, ping: Event | None) -> None:
+        raise AssertionError("WebSockets have pings of their own")
 
     async def send_error(self, error: PdserveError, request_id: str = "") -> None:
         info = error_info(error)

@@ -26,6 +26,7 @@ _OPTIONS = (
     "max_queue",
     "max_body_bytes",
     "client_stall_timeout",
+    "sse_keep_alive",
     "generation_config",
     "tool_call_parser",
     "reasoning_parser",

@@ -132,6 +132,8 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
+        if not name:  # /v1/models/
+            return await models()
         return json_response(card(name, service.find(name)))
 
     @app.get("/health")

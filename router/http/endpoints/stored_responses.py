@@ -15,7 +15,7 @@ from pdserve.errors import RequestError, cut, shown
 from router.dialect.events import Event, server_sent
 from router.errors import ResponseNotStored
 from router.http.authentication import client_of
-from router.http.endpoints.delivery import STREAM_HEADERS
+from router.http.endpoints.delivery import COMMENT, STREAM_HEADERS
 from router.responses_api.background import RunningResponses
 from router.responses_api.output_objects import DeletedResponse, InputItemList
 from router.responses_api.response_database import ResponseDatabase
@@ -38,8 +38,10 @@ class ItemsQuery(msgspec.Struct, frozen=True):
 Query = TypeVar("Query", RetrieveQuery, ItemsQuery)
 
 
-def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: RunningResponses) -> None:
-    """``running``: background responses, until their end."""
+def add_stored_responses(
+    app: FastAPI, store: ResponseStore | None, running: RunningResponses, keep_alive: float
+) -> None:
+    """``running``: background responses, until their end. ``keep_alive``: seconds between comments in a stream."""
 
     def opened(name: str) -> ResponseStore:
         if store is None:
@@ -54,7 +56,7 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
             return _json(data)
         going = running.get((owner, name))
         if going is not None and going.log is not None:
-            return _event_stream(_server_sent(going.log.read(query.starting_after)))
+            return _event_stream(_server_sent(going.log.read(query.starting_after, keep_alive)))
         events = b"" if going is not None else await opened(name).events(owner, name)
         if not events:
             text = f"response {shown(name)} has no events: it was not created with background and stream"
@@ -132,7 +134,7 @@ def _events_after(events: bytes, number: int) -> bytes:
 
 async def _server_sent(batches: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
     async for events in batches:
-        yield b"".join(map(server_sent, events))
+        yield b"".join(map(server_sent, events)) or COMMENT
 
 
 def _event_stream(chunks: AsyncIterator[bytes]) -> Response:

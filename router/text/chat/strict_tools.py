@@ -1,6 +1,8 @@
-"""Grammars of free text with tool calls, for ``strict`` functions under ``tool_choice`` "auto".
+"""Grammars of tool calls under ``tool_choice`` "auto": in free text, for ``strict`` functions, or in place of an answer
+by a response format.
 
     start: (begin body)* TEXT      begin is text up to the marker that precedes calls; body holds the calls
+    start: (begin body)+           calls alone; begin is the marker after at most two blanks
 
 From a marker on, the output has to be a call as the model's tool parser expects it. Arguments follow the schema of a
 strict function; those of others are any object.
@@ -10,15 +12,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
 
 from router.text.chat.tool_grammar import Marker, arguments_schema
 from router.text.chat.tools import ToolUse
 
 MarkerOf = Callable[[str], Marker]  # by text
-StrictGrammar = Callable[[ToolUse, MarkerOf], str]  # in Lark
+StrictGrammar = Callable[[ToolUse, MarkerOf, bool], str]  # in Lark; the last: calls alone, without text around them
 
 _ANY_OBJECT = '{"type": "object"}'
 _TEXT = "TEXT: /(?s:.*)/"
+_BLANKS = "BLANKS: /\\s{0,2}/"
 
 
 def has_strict(use: ToolUse) -> bool:
@@ -26,16 +32,27 @@ def has_strict(use: ToolUse) -> bool:
     return not use.must_call and any(tool["function"].get("strict") for tool in use.tools)
 
 
-def hermes_grammar(use: ToolUse, marker: MarkerOf) -> str:
+def calls_or_answer(calls: str, answer: str) -> str:
+    """Return the union of two grammars: calls alone, in Lark, and an answer, in Lark or serialized."""
+    body = json.loads(answer) if answer.startswith("{") else {"grammars": [{"lark_grammar": answer}]}
+    first, *others = body["grammars"]
+    union = {"lark_grammar": "start: @calls | @answer\n"}
+    grammars = [union, {"lark_grammar": calls, "name": "calls"}, {**first, "name": "answer"}, *others]
+    return msgspec.json.encode({**body, "grammars": grammars}).decode()
+
+
+def hermes_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
     calls = _call_objects(use, "arguments")
-    body = f"body: SPACE call SPACE {marker('</tool_call>').term}"
-    return _lark(_start(use), _begin("begin", "TEXT", marker("<tool_call>")), body, "SPACE: /\\s{0,2}/", _TEXT, *calls)
+    body = f"body: BLANKS call BLANKS {marker('</tool_call>').term}"
+    return _lark(*_start(use, marker("<tool_call>"), alone), body, *calls)
 
 
-def llama_grammar(use: ToolUse, marker: MarkerOf) -> str:
+def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
     """An output that begins with a brace is a list of calls."""
     tag = marker("<|python_tag|>")
     more = "(/;?\\s{0,2}/ call)*" if use.parallel else ""
+    if alone:
+        return _lark(f"start: ({tag.term})? call {more}", *_call_schemas(use, "parameters"))
     return _lark(
         "start: FREE | body | begin_free body again",
         "again: (begin body)* TEXT" if use.parallel else "again: TEXT",
@@ -48,7 +65,7 @@ def llama_grammar(use: ToolUse, marker: MarkerOf) -> str:
     )
 
 
-def mistral_grammar(use: ToolUse, marker: MarkerOf) -> str:
+def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
     """A list of calls or, since tokenizer v11, a name and arguments."""
     more = "(/, ?/ call)*" if use.parallel else ""
     between = "".join(
@@ -58,19 +75,19 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf) -> str:
     )
     named = [f"named_{index}: {json.dumps(name)} {between}arguments_{index}" for index, name in enumerate(use.names)]
     return _lark(
-        _start(use),
-        _begin("begin", "TEXT", marker("[TOOL_CALLS]")),
-        f'body: SPACE "[" call {more} "]" | SPACE named',
-        "SPACE: / ?/",
+        *_start(use, marker("[TOOL_CALLS]"), alone),
+        f'body: BLANKS "[" call {more} "]" | BLANKS named',
         _alternatives("named", len(named)),
         *named,
-        _TEXT,
         *_call_objects(use, "arguments"),
     )
 
 
-def _start(use: ToolUse) -> str:
-    return f"start: (begin body){'*' if use.parallel else '?'} TEXT"
+def _start(use: ToolUse, marker: Marker, alone: bool) -> Sequence[str]:
+    """Rules for ``start``, ``begin`` and the terminal BLANKS."""
+    if alone:
+        return f"start: (begin body){'+' if use.parallel else ''}", f"begin: BLANKS {marker.term}", _BLANKS
+    return f"start: (begin body){'*' if use.parallel else '?'} TEXT", _begin("begin", "TEXT", marker), _TEXT, _BLANKS
 
 
 def _begin(name: str, text: str, marker: Marker) -> str:
@@ -89,6 +106,35 @@ def _call_objects(use: ToolUse, key: str) -> Sequence[str]:
         schema = arguments_schema(function) if function.get("strict") else _ANY_OBJECT
         lines.append(f"arguments_{index}: %json {schema}")
     return lines
+
+
+def _call_schemas(use: ToolUse, key: str) -> Sequence[str]:
+    """Rules ``call`` like those of ``_call_objects``, all of it JSON.
+
+    llguidance's lexer takes the longest lexeme and never returns: after the brace of a literal an answer that begins
+    with a brace, too, would be lost. In JSON all lexemes are alike.
+    """
+    lines = [_alternatives("call", len(use.tools))]
+    for index, tool in enumerate(use.tools):
+        function = tool["function"]
+        arguments = arguments_schema(function) if function.get("strict") else _ANY_OBJECT
+        properties = {"name": {"const": function["name"]}, key: _moved(json.loads(arguments), f"#/properties/{key}")}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        lines.append(f"call_{index}: %json {json.dumps(schema)}")
+    return lines
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """Return a schema whose references hold at ``to`` in another document."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: value if name in ("const", "enum") else _moved(value, to) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = to + reference[1:]
+    return moved
 
 
 def _alternatives(name: str, count: int) -> str:
