@@ -1,6 +1,7 @@
-"""Trains a small EAGLE-3 head for the embedded model, in a few minutes on a CPU, and drafts with it plainly.
+"""Trains an EAGLE-3 head for a small model, in a few minutes on a CPU, and drafts with it plainly.
 
-python -m training.eagle3 --out DIR          on the embedded model's data
+python -m training.eagle3 --out DIR                    for the embedded model, on its data
+python -m training.eagle3 --out DIR --target MODEL     for one that training/predictor.py has trained
 """
 
 from __future__ import annotations
@@ -28,34 +29,38 @@ _SEED = 11
 _RATE, _WARM_UP = 3e-3, 20  # of Adam; steps
 _COUNTED = 8  # batches, whose most frequent tokens the head can draft
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "draft_vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True},
-}
+_SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+
+def head_config(target: Path) -> dict[str, Any]:
+    """Return the config.json of a head for the model in ``target``; it can draft half of the tokens."""
+    model = json.loads((target / "config.json").read_text())
+    layers = model["num_hidden_layers"]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: model[name] for name in _SIZES},
+        "draft_vocab_size": model["vocab_size"] // 2,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": model["max_position_embeddings"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": sorted({0, (layers - 1) // 2, layers - 1})},
+    }
 
 
 class PlainTarget:
     """The model whose tokens a head drafts, through transformers in float32, without a cache."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoModelForCausalLM  # takes seconds
+        from transformers import AutoModelForCausalLM, Qwen2ForCausalLM  # takes seconds
 
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        is_mimo = json.loads((directory / "config.json").read_text())["model_type"] == "mimo"
+        model_class: Any = Qwen2ForCausalLM if is_mimo else AutoModelForCausalLM  # the library lacks MiMo
+        model: Any = model_class.from_pretrained(directory, dtype=torch.float32)
         self._model = model.eval().requires_grad_(False)
         self._behind_last: Tensor | None = None
         model.model.layers[-1].register_forward_hook(self._keep)
@@ -212,19 +217,18 @@ def write_head(out: Path, config: dict[str, Any], weights: dict[str, Tensor]) ->
 def train(out: Path, steps: int, rows: int = 4, length: int = 320, target: Path = _EMBEDDED_MODEL) -> None:
     """Train on ``steps`` batches of rows, and write the head. It learns first drafts; further ones are less right."""
     torch.manual_seed(_SEED)
-    source = Generator(target / "tokenizer.json", _SEED)
+    source, config = Generator(target / "tokenizer.json", _SEED), head_config(target)
 
     def batch() -> Tensor:
         return torch.from_numpy(source.batch([(rows, length)]).tokens.astype(np.int64)).view(rows, length)
 
-    counts = torch.bincount(torch.cat([batch().flatten() for _ in range(_COUNTED)]), minlength=CONFIG["vocab_size"])
-    tables = token_tables(counts.topk(CONFIG["draft_vocab_size"]).indices, CONFIG)
-    draft_ids = torch.full((CONFIG["vocab_size"],), -1).masked_scatter(
-        tables["t2d"], torch.arange(CONFIG["draft_vocab_size"])
-    )
-    weights = random_weights(CONFIG, CONFIG["hidden_size"]) | tables
+    drafted = config["draft_vocab_size"]
+    counts = torch.bincount(torch.cat([batch().flatten() for _ in range(_COUNTED)]), minlength=config["vocab_size"])
+    tables = token_tables(counts.topk(drafted).indices, config)
+    draft_ids = torch.full((config["vocab_size"],), -1).masked_scatter(tables["t2d"], torch.arange(drafted))
+    weights = random_weights(config, config["hidden_size"]) | tables
     learned = [tensor.requires_grad_() for tensor in weights.values() if tensor.is_floating_point()]
-    head = PlainEagle3(CONFIG, weights, PlainTarget(target))
+    head = PlainEagle3(config, weights, PlainTarget(target))
     optimizer = torch.optim.Adam(learned, lr=_RATE, betas=(0.9, 0.95))
     began = time.monotonic()
     for step in range(steps):
@@ -239,15 +243,16 @@ def train(out: Path, steps: int, rows: int = 4, length: int = 320, target: Path 
         optimizer.step()
         if step % 20 == 19:
             print(f"{time.monotonic() - began:6.1f} s, step {step + 1}: loss {float(loss.detach()):.2f}", flush=True)
-    write_head(out, CONFIG, weights)
+    write_head(out, config, weights)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     flags = argparse.ArgumentParser(prog="python -m training.eagle3", description=__doc__)
     flags.add_argument("--out", type=Path, required=True, help="directory of the trained head")
     flags.add_argument("--steps", type=int, default=STEPS, help="batches of 4 rows of 320 tokens")
+    flags.add_argument("--target", type=Path, default=_EMBEDDED_MODEL, help="directory of the model")
     options = flags.parse_args(arguments)
-    train(options.out, options.steps)
+    train(options.out, options.steps, target=options.target)
 
 
 if __name__ == "__main__":

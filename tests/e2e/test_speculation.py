@@ -17,10 +17,8 @@ import pytest
 from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import MODEL_NAME, Fleet
 
-from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from training.batches import Generator
-from training.eagle3 import STEPS as HEAD_STEPS
-from training.eagle3 import PlainEagle3
+from training.eagle3 import STEPS, PlainEagle3
 from training.eagle3 import train as train_head
 from training.predictor import FirstDrafts, PlainMiMo, plain_acceptance, train
 
@@ -244,9 +242,11 @@ def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_acceptance_of_an_eagle3_head_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    """A head that was trained for the embedded model drafts with the KV that P's head has left."""
-    train_head(tmp_path, steps=HEAD_STEPS)
-    check_acceptance(EMBEDDED_MODEL, PlainEagle3.read(tmp_path, EMBEDDED_MODEL), f"eagle3:{tmp_path}")
+    """A trained head drafts with the KV that P's head has left."""
+    directory, head = tmp_path / "trained", tmp_path / "head"
+    train(directory, steps=120)
+    train_head(head, STEPS, target=directory)
+    check_acceptance(directory, PlainEagle3.read(head, directory), f"eagle3:{head}")
 
 
 def check_acceptance(directory: Path, plain: FirstDrafts, source: str) -> None:

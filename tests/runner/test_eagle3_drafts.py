@@ -16,11 +16,11 @@ from checkpoints import make_checkpoint, make_eagle3, node_config
 from drafted_node import DraftedNode, WatchedNode, run, token_ids_of
 
 from engine.draft_source import ModelDrafts
-from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.sampling_params import SamplingParams
 from training.batches import Generator
 from training.eagle3 import STEPS, PlainEagle3, train
 from training.predictor import plain_acceptance
+from training.predictor import train as train_target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REQUESTS = [
@@ -77,14 +77,16 @@ def test_v2_drafts_are_those_of_a_plain_loop(graphs: bool, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_acceptance_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    train(tmp_path, STEPS)
-    plain = PlainEagle3.read(tmp_path, EMBEDDED_MODEL)
-    rows = Generator(EMBEDDED_MODEL / "tokenizer.json", 990_001, evaluating=True).batch([(12, 320)]).tokens
+    target, head = tmp_path / "target", tmp_path / "head"
+    train_target(target, steps=120)
+    train(head, STEPS, target=target)
+    plain = PlainEagle3.read(head, target)
+    rows = Generator(target / "tokenizer.json", 990_001, evaluating=True).batch([(12, 320)]).tokens
     requests = [
         (row[:64].tolist(), SamplingParams(60, temperature=0.6, seed=index, ignore_eos=True))
         for index, row in enumerate(rows.reshape(12, 320))
     ]
-    node = DraftedNode(node_config(EMBEDDED_MODEL, draft_head=tmp_path), 1, ModelDrafts)
+    node = DraftedNode(node_config(target, draft_head=head), 1, ModelDrafts)
     answers = run(node, requests)
     loops = [plain_acceptance(plain, prompt, answers[rid, 0].token_ids) for rid, (prompt, _) in enumerate(requests)]
     made, accepted = (sum(each) for each in zip(*loops, strict=True))

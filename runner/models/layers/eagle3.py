@@ -6,7 +6,7 @@
     drafts               the head's own logits; its hidden state takes the place of the combined one for the next draft
 
 At position t it takes what the model has at t and the embedding of token t + 1, as a TokenPredictor does
-(token_predictor.py), and attends to earlier positions by a KV cache of its own.
+(token_predictor.py), and attends to earlier positions by a KV cache of its own. Its DraftSource is ModelDrafts.
 """
 
 from __future__ import annotations
