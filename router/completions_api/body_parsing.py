@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -157,10 +158,23 @@ def convert(fields: dict[str, Any], kind: type[Body], token_ids: Container[str] 
         nearest = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
         raise RequestError(f"unknown parameter {name}; {remedy}", name, "unknown_parameter")
+    whole = _whole_numbers(kind)
+    known_fields = {name: value for name, value in fields.items() if name in known}
+    for name in whole & known_fields.keys():  # 4.0, as JavaScript and typed languages write numbers
+        value = known_fields[name]
+        if isinstance(value, float) and value.is_integer():
+            known_fields[name] = int(value)
     try:
-        return msgspec.convert({k: v for k, v in fields.items() if k in known}, kind)
+        return msgspec.convert(known_fields, kind)
     except msgspec.ValidationError as exc:
         raise _validation_error(str(exc)) from exc
+
+
+@cache
+def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the names of fields that are integers, or null."""
+    hints = get_type_hints(kind).items()
+    return frozenset(name for name, hint in hints if hint is int or set(get_args(hint)) == {int, type(None)})
 
 
 def _is_ignored(name: str) -> bool:

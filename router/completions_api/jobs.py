@@ -94,13 +94,17 @@ def make_job(
         raise RequestError(
             f"min_tokens {cut(str(body.min_tokens))} exceeds max_tokens {max_tokens}; lower it", "min_tokens"
         )
+    top_k = max(_first(body.top_k, defaults.top_k), 0)  # -1 also means off
+    top_p = _first(body.top_p, defaults.top_p)
+    if top_p == 0:  # the best token alone
+        top_k, top_p = 1, 1.0
     logprobs = len(named.logprob_token_ids) or min(body.num_logprobs, limits.vocab_size)
     sampling = SamplingParams(
         **{name: getattr(body, name) for name in BodyParams.__struct_fields__},
         max_tokens=max_tokens,
         temperature=_first(body.temperature, defaults.temperature),
-        top_k=max(_first(body.top_k, defaults.top_k), 0),  # -1 also means off
-        top_p=_first(body.top_p, defaults.top_p),
+        top_k=top_k,
+        top_p=top_p,
         min_p=_first(body.min_p, defaults.min_p),
         seed=random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
         repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),

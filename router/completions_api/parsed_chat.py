@@ -85,7 +85,6 @@ class FullParsedChat(FullResponse):
     def __init__(self, encoder: ResponseEncoder, body: ChatBody, jobs: Sequence[Job], parsing: OutputParsing) -> None:
         super().__init__(encoder, body, jobs)
         self._parsing = parsing
-        self._must_call = body.tool_use.must_call
         self._parsers = [ChoiceParser(parsing) for _ in range(self.num_choices)]
         self._messages = [MessageBuilder() for _ in range(self.num_choices)]
 
@@ -96,21 +95,9 @@ class FullParsedChat(FullResponse):
     def _finished(self, choice: Choice, prompt: int, echo: list[LogprobTable]) -> FinishedChoice:
         finished = super()._finished(choice, prompt, echo)
         message = self._messages[choice.index].message()
-        if choice.finish_reason == "length" and self._must_call:
-            message = _without_half_call(message)
         message = msgspec.structs.replace(message, content=self._echo_text(choice.index) + message.content)
         finished.message = _chat_message(message, self._parsing)
         return finished
-
-
-def _without_half_call(message: Message) -> Message:
-    """Leave out the last call if the length limit has cut its arguments: clients of forced calls parse them."""
-    try:
-        for call in message.calls[-1:]:
-            msgspec.json.decode(call.arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return msgspec.structs.replace(message, calls=message.calls[:-1])
-    return message
 
 
 def _chat_message(parsed: Message, parsing: OutputParsing) -> ChatMessage:

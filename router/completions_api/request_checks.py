@@ -11,7 +11,7 @@ from pdserve.ranges import ranges_of, within
 from pdserve.sampling_params import MAX_PROMPT_LOGPROBS, BodyParams, SamplingParams
 from router.completions_api.generate_body import GenerateBody
 
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64  # editors send 19 and more
 #: Fields with the ranges of SamplingParams; other fields mean more than the parameter, and are checked one by one.
 _AS_DECLARED = [name for name in (*BodyParams.__struct_fields__, *RECOMMENDED) if name in ranges_of(SamplingParams)]
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # nothing that ends a log line or a header
@@ -32,7 +32,7 @@ def check_ranges(body: GenerateBody) -> None:
         within(body.limit_field, body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
     for name in _AS_DECLARED:
         value = getattr(body, name)
-        if value is not None:
+        if value is not None and (name, value) != ("top_p", 0):  # as clients write "the best token" (make_job)
             ranges_of(SamplingParams)[name].check(name, value)
     within("seed", body.seed or 0, -(2**63), 2**64 - 1)
     if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens != -1:

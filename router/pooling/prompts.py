@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.errors import RequestError, RequestTooLong
+from pdserve.rpc.protobuf import unpack_tokens
 from router.completions_api.jobs import check_vocabulary
 from router.fleet.fleet import ModelLimits
 from router.fleet.policy import EMBED
@@ -53,6 +54,8 @@ async def pair_prompts(body: PairBody, encoder: PromptEncoder, limits: ModelLimi
     Raises RequestError for texts that the model cannot take.
     """
     queries, documents = body.pairs
+    if body.max_tokens_per_doc is not None:
+        documents = await _cut(documents, body.max_tokens_per_doc, encoder)
     if limits.task == EMBED:
         _refuse_instruction(body)
         return _checked(await encoder.encode_all([*queries, *documents], True, "documents"), "documents", limits)
@@ -68,6 +71,17 @@ async def pair_prompts(body: PairBody, encoder: PromptEncoder, limits: ModelLimi
         _refuse_instruction(body)
         prompts = await encoder.encode_all(pairs, True, "documents")
     return _checked(prompts, "documents", limits)
+
+
+async def _cut(documents: Sequence[str], most: int, encoder: PromptEncoder) -> list[str]:
+    """Return the texts of the first ``most`` tokens of each document."""
+    prompts = await encoder.encode_all(documents, False, "documents")
+    return [
+        document
+        if prompt.num_tokens <= most
+        else await encoder.decode(unpack_tokens(prompt.first(most)), lambda token_ids: None)
+        for document, prompt in zip(documents, prompts, strict=True)
+    ]
 
 
 def _check_size(pairs: Sequence[tuple[str, str]]) -> None:

@@ -42,6 +42,9 @@ class EmbeddingBody(PoolingBody, kw_only=True, frozen=True):
 class PairBody(PoolingBody, kw_only=True, frozen=True):
     """Pairs of a query and a document."""
 
+    max_tokens_per_doc: Annotated[
+        int | None, Meta(description="Keep so many tokens of a document, its first ones.")
+    ] = None
     instruction: Annotated[str | None, Meta(description="For a reranker whose template has one.")] = None
 
     @property
@@ -113,6 +116,8 @@ def parse_rerank(data: bytes) -> RerankBody:
 
 def _check_pairs(body: PairBody) -> None:
     queries, documents = body.pairs
+    if body.max_tokens_per_doc is not None:
+        within("max_tokens_per_doc", body.max_tokens_per_doc, 1, 2**31 - 1)
     _check(body, "documents", max(len(queries), len(documents)))
     if not documents:
         raise RequestError("documents is empty; give at least one text", "documents")

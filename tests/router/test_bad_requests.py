@@ -49,7 +49,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [1], "min_tokens": 20}, "min_tokens", "exceeds max_tokens 16"),
     ({"prompt": [1], "temperature": -0.1}, "temperature", "at least 0"),
     ({"prompt": [1], "temperature": 2.1}, "temperature", "at most 2"),
-    ({"prompt": [1], "top_p": 0}, "top_p", "above 0"),
+    ({"prompt": [1], "top_p": -0.1}, "top_p", "above 0"),
+    ({"prompt": [1], "max_tokens": 4.5}, "max_tokens", "expected int"),
     ({"prompt": [1], "top_k": -2}, "top_k", "at least -1"),
     ({"prompt": [1], "min_p": 1.1}, "min_p", "at most 1"),
     ({"prompt": [1], "repetition_penalty": 0}, "repetition_penalty", "above 0"),
@@ -64,7 +65,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [1], "logit_bias": {"9999": 1}}, "logit_bias", "9999 is outside"),
     ({"prompt": [1], "stop_token_ids": [9999]}, "stop_token_ids", "9999 is outside"),
     ({"prompt": [1], "stop": [""]}, "stop", "empty"),
-    ({"prompt": [1], "stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"prompt": [1], "stop": ["a"] * 65}, "stop", "at most 64"),
     ({"prompt": [1], "n": 0}, "n", "at least 1"),
     ({"prompt": [1], "n": 129}, "n", "at most 128"),
     ({"prompt": [1], "n": True}, "n", "expected int"),
@@ -326,3 +327,14 @@ def json_with_long_numbers(fields: Any) -> bytes:
 def test_long_path_is_cut_in_the_error(client: httpx.Client) -> None:
     for path in (f"/v1/models/{LONG}", f"/{LONG}", f"/v1/responses/{LONG}"):
         assert len(client.get(path).content) < 2000
+
+
+def test_numbers_as_clients_write_them(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(65, finish="length")
+
+    scripted_node.scripts["numbers"] = script
+    body = {"prompt": [1], "cache_salt": "numbers", "max_tokens": 4.0, "top_p": 0, "seed": 7.0, "stop": ["x"] * 64}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    sampling = scripted_node.seen["numbers"].message.sampling
+    assert (sampling.max_tokens, sampling.top_k, sampling.seed) == (4, 1, 7)

@@ -94,11 +94,11 @@ def test_truncated_call_ends_with_length(sdk: openai.OpenAI, say: Any) -> None:
     assert [call.function.arguments for call in choice.message.tool_calls or []] == ['{"a": ']
 
 
-def test_forced_call_that_is_cut_off_is_left_out(sdk: openai.OpenAI, say: Any) -> None:
+def test_forced_call_that_is_cut_off_is_the_same_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
     forced: Any = {"type": "function", "function": {"name": "f"}}
     whole = '[{"name": "f", "arguments": {}}'
     cuts: list[tuple[Any, str, list[str]]] = [
-        (forced, '{"a": "b', []),
+        (forced, '{"a": "b', ['{"a": "b']),
         (forced, '{"a": "b"}', ['{"a": "b"}']),
         ("required", "[", []),
         ("required", whole + ', {"name', ["{}"]),
@@ -109,8 +109,11 @@ def test_forced_call_that_is_cut_off_is_left_out(sdk: openai.OpenAI, say: Any) -
         assert choice.finish_reason == "length"
         assert not choice.message.content
         assert [call.function.arguments for call in choice.message.tool_calls or []] == calls
-        texts, _, finish = collect(sdk.chat.completions.create(tools=TOOLS, tool_choice=choose, stream=True, **fields))
+        texts, streamed, finish = collect(
+            sdk.chat.completions.create(tools=TOOLS, tool_choice=choose, stream=True, **fields)
+        )
         assert (texts["content"], finish) == ("", "length")
+        assert [call["arguments"] for call in streamed] == calls
 
 
 def test_tools_and_earlier_calls_reach_the_prompt(

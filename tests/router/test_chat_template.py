@@ -204,8 +204,14 @@ def test_tool_use_template_renders_requests_with_tools(tmp_path: Path) -> None:
 
 
 def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
-    assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "a b"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "a\nb"
+
+
+def test_type_of_a_call_may_be_null() -> None:
+    call = {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}"}}
+    (message,) = check_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["type"] == "function"
 
 
 @pytest.mark.parametrize("text", ['{"a": "b', "[1]", "{]"])

@@ -267,6 +267,17 @@ def test_reranker_sees_its_prompt_form(scorer: httpx.Client, tokenizer: Tokenize
     )
 
 
+def test_documents_are_cut(scorer: httpx.Client, tokenizer: Tokenizer) -> None:
+    document = "one two three four"
+    kept = tokenizer.decode(tokenizer.encode(document, add_special_tokens=False)[:5])
+    found = [
+        post(scorer, "/v1/rerank", query="q", documents=[text], **fields)["results"][0]["relevance_score"]
+        for text, fields in ((document, {"max_tokens_per_doc": 5}), (kept, {}), (document, {"max_tokens_per_doc": 500}))
+    ]
+    assert len(kept) < len(document)
+    assert found[0] == found[1] != found[2]
+
+
 # ------------------------------------------------------------ failures
 
 

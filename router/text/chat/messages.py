@@ -55,7 +55,7 @@ def _call(call: Any, where: str) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must have a function with a name", where)
-    if call.get("type", "function") != "function" or not isinstance(call.get("id"), str | None):
+    if (call.get("type") or "function") != "function" or not isinstance(call.get("id"), str | None):
         raise RequestError(f"{where} must have type 'function' and a string as id", where)
     arguments, field = function.get("arguments"), f"{where}.function.arguments"
     if isinstance(arguments, str):
@@ -71,7 +71,7 @@ def _call(call: Any, where: str) -> Message:
 
 
 def join_parts(content: Any, where: str = "messages") -> str | None:
-    """Return the text of a message's content, or None. Raises RequestError."""
+    """Return the text of a message's content, or None. A newline separates parts, as in vLLM. Raises RequestError."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -85,4 +85,4 @@ def join_parts(content: Any, where: str = "messages") -> str | None:
         if not isinstance(text, str):
             raise RequestError(f"{where}.content has a text part without text", where)
         texts.append(text)
-    return "".join(texts)
+    return "\n".join(texts)
