@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from overlays import COMPONENT, OVERLAYS, REVISION, Manifest, Pod, of_kind, pods, selects
 from policies import NAMESPACE, Endpoint, peer_selects
@@ -17,6 +19,9 @@ def peer_of(overlay: str, pod: Pod) -> Pod:
     """Return the pod of a node that this one exchanges KV with; nodes of both roles are peers of each other."""
     return next(each for each in pods(overlay) if each.is_node and (each.role != pod.role or pod.role == "both"))
 
+
+# Overlays for namespaces of this level: https://kubernetes.io/docs/concepts/security/pod-security-standards/
+RESTRICTED = ("cpu-demo", "single-node")
 
 each_pod = pytest.mark.parametrize(
     ("overlay", "pod"),
@@ -235,3 +240,37 @@ def test_ingress_and_egress_rules_match(overlay: str, pod: Pod) -> None:
                 if any(selects(peer["podSelector"], other.labels) for peer in rule.get("to", ())):
                     leaving |= {range(p["port"], p.get("endPort", p["port"]) + 1) for p in rule["ports"]}
     assert leaving == opened(overlay, pod.labels, other)
+
+
+def test_groups_are_not_recreated_when_a_container_ends() -> None:
+    groups = of_kind("multi-node-pp", "LeaderWorkerSet")
+    assert len(groups) == 2
+    assert {each["spec"]["leaderWorkerTemplate"]["restartPolicy"] for each in groups} == {"None"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_fit_the_pod_security_level_of_the_documentation(overlay: str) -> None:
+    """Without RDMA, pods meet all rules of the level restricted; IPC_LOCK is in the level privileged only."""
+    restricted = all(map(is_restricted, pods(overlay)))
+    assert restricted == (overlay in RESTRICTED)
+    rows = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text().splitlines()
+    (row,) = (row for row in rows if row.startswith("| `restricted` |"))
+    assert (f"`{overlay}`" in row) == restricted
+
+
+def is_restricted(pod: Pod) -> bool:
+    security, volumes = pod.spec["securityContext"], pod.spec["volumes"]
+    kinds = {kind for volume in volumes for kind in volume if kind != "name"}
+    containers = [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]
+    return (
+        security["runAsNonRoot"]
+        and security["seccompProfile"]["type"] == "RuntimeDefault"
+        and not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
+        and kinds <= {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
+        and all(
+            not each["securityContext"]["allowPrivilegeEscalation"]
+            and each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            and not [port for port in each.get("ports", ()) if "hostPort" in port]
+            for each in containers
+        )
+    )

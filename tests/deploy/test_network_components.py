@@ -1,18 +1,12 @@
-"""Components for RDMA networks, IPv6 and shared caches, and what several hosts need of the cluster."""
+"""Components for RDMA networks, IPv6 and shared caches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from overlays import COMPONENT, OVERLAYS, Manifest, Pod, build_with, of_kind, pods
-
-POD_SECURITY = {  # levels of namespaces: https://kubernetes.io/docs/concepts/security/pod-security-standards/
-    "cpu-demo": "restricted",
-    "single-node": "restricted",
-}
+from overlays import COMPONENT, Manifest, build_with
 
 
 @pytest.fixture(scope="module", params=["multi-node", "multi-node-pp"])
@@ -66,38 +60,3 @@ def test_digests_of_weights_are_kept_on_a_volume(built: list[Manifest]) -> None:
         (volume,) = (volume for volume in each["spec"]["volumes"] if volume["name"] == mount["name"])
         assert not mount.get("readOnly")
         assert volume["persistentVolumeClaim"] == {"claimName": "cache"}
-
-
-def test_groups_are_not_recreated_when_a_container_ends() -> None:
-    groups = of_kind("multi-node-pp", "LeaderWorkerSet")
-    assert len(groups) == 2
-    assert {each["spec"]["leaderWorkerTemplate"]["restartPolicy"] for each in groups} == {"None"}
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_overlays_fit_the_pod_security_level_of_the_documentation(overlay: str) -> None:
-    """Without RDMA, pods meet all rules of the level restricted; IPC_LOCK is in the level privileged only."""
-    found = list(pods(overlay))
-    level = "restricted" if all(map(is_restricted, found)) else "privileged"
-    assert level == POD_SECURITY.get(overlay, "privileged")
-    rows = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text().splitlines()
-    (row,) = (row for row in rows if row.startswith("| `restricted` |"))
-    assert (f"`{overlay}`" in row) == (level == "restricted")
-
-
-def is_restricted(pod: Pod) -> bool:
-    security, volumes = pod.spec["securityContext"], pod.spec["volumes"]
-    kinds = {kind for volume in volumes for kind in volume if kind != "name"}
-    containers = [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]
-    return (
-        security["runAsNonRoot"]
-        and security["seccompProfile"]["type"] == "RuntimeDefault"
-        and not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
-        and kinds <= {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
-        and all(
-            not each["securityContext"]["allowPrivilegeEscalation"]
-            and each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            and not [port for port in each.get("ports", ()) if "hostPort" in port]
-            for each in containers
-        )
-    )
