@@ -158,7 +158,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 
 #: Fields that a release in the window of protocols lacks. Add each new field here, with an empty default.
-LATER_FIELDS = frozenset({"num_draft_layers"})
+LATER_FIELDS = frozenset({"draft_head", "num_draft_layers"})
 
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _MAX_EOS_TOKENS = 64
