@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 
 from cli.commands import COMMANDS, module_of
 from pdserve import __version__
+from pdserve.errors import ConfigError
 from pdserve.flags.parser import CommandParser
 from pdserve.process import run_command
 
@@ -17,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
+        if argv and not argv[0].startswith("-"):
+            nearest = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(COMMANDS)}"
+            raise ConfigError(f"{argv[0]!r} is no command of pdserve; {remedy}")
         parser, _ = make_parser()
         parser.parse_args(argv)
         parser.print_help()

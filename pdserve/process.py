@@ -23,6 +23,7 @@ EXIT_FAILED = 1  # it failed while running
 EXIT_REFUSED = 2  # it cannot run with this configuration, checkpoint, memory or port
 EXIT_ORPHANED = 3  # the parent has exited
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -110,9 +111,14 @@ def run_command(command: Callable[[], int]) -> int:
     """Return the status of ``command``; print an exception as one line. ``PDSERVE_TRACEBACK=1`` adds the traceback."""
     try:
         _check_byte_order()
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has ended, such as ``head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        return EXIT_BROKEN_PIPE
     except Exception as exc:
         hint = "" if isinstance(exc, PdserveError) else " (set PDSERVE_TRACEBACK=1 for a traceback)"
         stack = os.environ.get("PDSERVE_TRACEBACK", "0") not in ("", "0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 #: Flags of other servers, and what does the same here: a flag, or words.
 MEANINGS = {
@@ -53,6 +53,28 @@ MEANINGS = {
     "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
 }
 
+#: Flags of other servers that ask for what is so anyway: accepted, with a line that says why.
+DEFAULTS = {
+    "--enable-prefix-caching": "prefixes are always cached",
+    "--enable-chunked-prefill": "long prompts are always computed in chunks; --itl-target bounds them",
+    "--enable-auto-tool-choice": "tools are called without it; --tool-call-parser auto finds the model's format",
+    "--disable-log-requests": "requests are not logged without --log-requests",
+    "--no-enable-log-requests": "requests are not logged without --log-requests",
+}
+
+#: Flags of other servers with equal values and meaning: accepted, with a line that names ours.
+RENAMED = {
+    "-tp": "--tp",
+    "--tp-size": "--tp",
+    "-pp": "--pp",
+    "--pp-size": "--pp",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--uvicorn-log-level": "--log-level",
+    "--enable-log-requests": "--log-requests",
+}
+
 _NO_COPIES = "experts have no copies; --ep gives each shard as many experts as the others"
 
 #: Flags of other servers that have no counterpart, each with the reason.
@@ -61,13 +83,9 @@ REASONS = {
     "--quantization": "the checkpoint says how its weights are quantized",
     "--tokenizer": "the tokenizer comes from MODEL",
     "--tokenizer-path": "the tokenizer comes from MODEL",
-    "--enable-prefix-caching": "prefixes are always cached",
     "--no-enable-prefix-caching": "prefixes are always cached; `cache_salt` in requests divides the cache",
     "--disable-radix-cache": "prefixes are always cached; `cache_salt` in requests divides the cache",
-    "--enable-chunked-prefill": "long prompts are always computed in chunks; --itl-target bounds them",
-    "--enable-auto-tool-choice": "tools are called without it; --tool-call-parser auto finds the model's format",
     "--kv-transfer-config": "--kv-connector names the back end, and a decode node's --prefill what it reads from",
-    "--disable-log-requests": "requests are not logged without --log-requests",
     "--speculative-config": "--speculate lookup, mtp or eagle3:DIR, and --num-drafts; there are no other draft models",
     "--speculative-algorithm": "--speculate lookup, mtp or eagle3:DIR, and --num-drafts; no other draft models",
     "--enable-lora": "there are no LoRA adapters; merge the adapter into the checkpoint",
@@ -99,6 +117,24 @@ OF_ROUTERS = {
 }
 
 _SIMILAR = 0.7  # of letters
+
+
+def translated(words: Sequence[str], known: Collection[str], say: Callable[[str], None]) -> list[str]:
+    """Return a command line in our flags. ``say`` gets a line for each flag of another server that is accepted."""
+    found = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        name = flag.replace("_", "-") if flag.startswith("-") else flag
+        if name in known:
+            found.append(word)
+        elif name in DEFAULTS:
+            say(f"{name} has no effect: {DEFAULTS[name]}")
+        elif (ours := RENAMED.get(name)) in known:
+            say(f"{name} is {ours} here")
+            found.append(f"{ours}{equals}{value}")
+        else:
+            found.append(word)
+    return found
 
 
 def describe_unknown(flag: str, known: Collection[str], program: str) -> str:

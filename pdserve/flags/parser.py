@@ -8,7 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from pdserve.errors import ConfigError
-from pdserve.flags.meanings import describe_unknown
+from pdserve.flags.meanings import describe_unknown, translated
 from pdserve.flags.sources import FlagSources, add_config_flag
 
 
@@ -42,15 +42,20 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but raise for unknown arguments here, where the subcommand's flags are known."""
         words = sys.argv[1:] if args is None else list(args)
+        words = translated(words, self._option_string_actions, self._say)
         if "--config" in self._option_string_actions:
             self._sources = FlagSources(self, words, self._describe_unknown)
             words = self._sources.words
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            raise ConfigError(self._describe_unknown(unknown[0]))
+            flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
+            raise ConfigError(". Also, ".join(map(self._describe_unknown, flags)))
         if self._sources is not None:
             found.flag_sources = self._sources.found
         return found, unknown
+
+    def _say(self, text: str) -> None:
+        print(f"{self.prog}: {text}", file=sys.stderr)
 
     def _describe_unknown(self, argument: str) -> str:
         if not argument.startswith("-"):

@@ -99,6 +99,28 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
     assert "chosen: dtype=bfloat16" in out
 
 
+def test_flags_of_other_servers_that_mean_the_same_are_accepted_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = ["--enable-prefix-caching", "--enable_chunked_prefill", "-tp", "1", "--kv-cache-memory-bytes=64M"]
+    assert main(["explain", "--json", "--device", "cpu", "--tp", "1", "--kv-cache-memory", "64M"]) == 0
+    ours = capsys.readouterr().out
+    assert main(["explain", "--json", "--device", "cpu", *theirs]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ours
+    lines = shown.err.splitlines()
+    assert [line.split()[2] for line in lines] == [
+        "--enable-prefix-caching",
+        "--enable-chunked-prefill",
+        "-tp",
+        "--kv-cache-memory-bytes",
+    ]
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m cli explain --device cpu | true"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=patience(60))
+    assert ended.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -129,6 +151,8 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
         (["up", "--max-inflight", "0"], ["--max-inflight", "at least 1"]),
         (["up", "--host", "no.such.host.invalid"], ["no.such.host.invalid", "--host"]),
         (["bogus"], ["bogus", "explain"]),
+        (["explian"], ["explian", "did you mean explain?"]),
+        (["up", "--decod", "2", "--trust-remote-code", "--bogus=1"], ["--decode?", "never runs", "--bogus"]),
     ],
 )
 def test_invalid_flags_give_one_line_with_a_remedy(

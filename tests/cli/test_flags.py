@@ -37,7 +37,6 @@ def test_flags_of_vllm_are_understood() -> None:
 @pytest.mark.parametrize(
     ("flag", "error"),
     [
-        ("--tp-size", "use --tp$"),
         ("--mem_fraction_static=0.8", "use --gpu-memory-utilization$"),
         ("--disable-cuda-graph", "use --cuda-graphs off$"),
         ("--model-path", "use MODEL"),
