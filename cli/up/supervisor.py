@@ -27,6 +27,7 @@ from typing import Literal
 from pdserve.logs import level_of, message_of
 
 STOP_EACH = 1.0  # seconds between the stop signal to one group of children and the signal to the next
+FAILED_EXIT = 10.0  # seconds that a child has to exit once it has reported a failure: its status says of what kind
 STOP_ALL = 3.0  # seconds after the first stop signal until the remaining children are killed
 
 State = Literal["starting", "loading", "ready", "failed", "ended"]
@@ -143,7 +144,7 @@ class Supervisor:
     def end(self, child: Child) -> None:
         """Have a child end that has reported a failure: kill it if its exit hangs. ``wait`` then returns its death."""
         try:
-            child.process.wait(timeout=STOP_EACH)
+            child.process.wait(timeout=FAILED_EXIT)
         except subprocess.TimeoutExpired:
             _kill_group(child.process.pid)
 
