@@ -298,13 +298,14 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
             self._set_deadline(idle)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a client that only shut its sending side, until its response is complete.
+        """Keep the connection of a client that only shut its sending side, until its whole request has its response.
 
         A closed connection looks alike until something is sent, so probes are, up to the status line. TLS and HTTP/1.0
         have none: there the end of what a client sends is the end of its connection.
         """
         is_plain = self.transport.get_extra_info("sslcontext") is None
-        if not (is_plain and self._responding and self.cycle.scope["http_version"] == "1.1"):
+        complete = self._responding and not self.cycle.more_body
+        if not (is_plain and complete and self.cycle.scope["http_version"] == "1.1"):
             return False
         if not self._half_closed:
             self._half_closed = True

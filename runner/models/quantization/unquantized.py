@@ -86,7 +86,7 @@ class UnquantizedLinearMethod(LinearMethod):
         weight = self.weight.to(self._dtype)
         if self.weight.dtype != self._dtype and _has_float16_kernel():
             self._pack_float16(weight)
-        elif torch._C._has_mkldnn:
+        elif _has_onednn(self._dtype):
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_BATCH_HINT)
         else:
             self.weight = weight
@@ -162,6 +162,17 @@ class UnquantizedLinearMethod(LinearMethod):
 def _has_float16_kernel() -> bool:
     """Whether torch has FBGEMM, which is on x86; newer torch names the quantization engine "x86"."""
     return torch.backends.quantized.engine in ("fbgemm", "x86")
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this dtype on this CPU: 16 bits need AVX-512, or its like."""
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.float32:
+        return True
+    ops = torch.ops.mkldnn
+    supported: bool = ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
+    return supported
 
 
 def _inexact_in_float16(weight: Tensor) -> Tensor:
