@@ -146,6 +146,14 @@ def test_client_that_shuts_its_sending_side_gets_its_answer(router: RouterProces
     assert b"[DONE]" in final if stream else json.loads(final.partition(b"\r\n\r\n")[2])["usage"]
 
 
+def test_request_that_ends_within_its_body_ends_the_connection(router: RouterProcess) -> None:
+    """The client waits for less time than a body may take."""
+    with connected(router) as opened:
+        opened.sendall(request(BODY)[:-5])
+        opened.shutdown(socket.SHUT_WR)
+        assert rest_of(opened) == b""
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_has_left_is_noticed_before_its_answer(
     router: RouterProcess, scripted_node: ScriptedNode, stream: bool
