@@ -51,6 +51,7 @@ def paused(fleet: Fleet) -> float:
     return total(fleet, lambda node: node.status().paused)
 
 
+@pytest.mark.slow
 def test_nodes_compute_little_for_clients_that_do_not_read(fleet: Fleet) -> None:
     before = total(fleet, lambda node: node.counter("sampled_tokens"))
     with ExitStack() as stack:
