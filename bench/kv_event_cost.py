@@ -1,4 +1,4 @@
-"""What KV events cost a step: one engine whose recorder is switched on and off, in turn, while a batch decodes.
+"""Time of decode steps with and without KV events: the recorder of one engine is switched on and off, in turn.
 
     python bench/kv_event_cost.py MODEL [--batch 256] [--turn 16] [--rounds 8] [any flag of a node]
 

@@ -22,7 +22,7 @@ class SequenceState:
     decode_hash: bytes = b""  # of the latest one of these
 
     def limit(self, num_launched: int, num_tokens: int) -> int:
-        """Return the tokens of a chunk that would have ``num_tokens``: it ends at the second snapshot at the latest."""
+        """Return the tokens of a chunk of at most ``num_tokens``: with a snapshot amid it, and another at its end."""
         return min(num_tokens, self.stops[-2] - num_launched) if len(self.stops) > 1 else num_tokens
 
     def passed(self, num_tokens: int) -> None:

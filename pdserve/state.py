@@ -119,7 +119,7 @@ class RankStates(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """The recurrent state in the midst of a prompt's chunk: after its first ``num_tokens`` tokens, but not all."""
+    """An order to store the recurrent state amid a chunk of a prompt: after ``num_tokens`` of its tokens, not all."""
 
     seq: int
     num_tokens: int
@@ -127,7 +127,7 @@ class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateOrders(NamedTuple):
-    """What a step stores and copies of recurrent states."""
+    """The recurrent states that a step stores amid prompts, and copies behind itself."""
 
     snapshots: tuple[StateSnapshot, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots, behind the step

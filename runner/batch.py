@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RowSnapshot(NamedTuple):
-    """A recurrent state in the midst of a row: after its first ``tokens`` tokens, at least one, but not all."""
+    """A recurrent state to be stored amid a row: after ``tokens`` of its tokens, at least one, but not all."""
 
     row: int
     tokens: int

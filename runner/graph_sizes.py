@@ -44,7 +44,7 @@ class BatchDescriptor(NamedTuple):
 
     rows: int
     tokens: int
-    row_tokens: int = 0  # of a sequence, at most: 1 in a decode step, or 1 and drafts; 0: any number
+    row_tokens: int = 0  # of a sequence, at most: 1 in a decode step, 1 and drafts, or _HANDED_OFF; 0: any number
 
     @property
     def is_decode(self) -> bool:
@@ -86,7 +86,7 @@ class GraphSizes:
 
     @property
     def of_decodes(self) -> GraphSizes:
-        """The sizes of decode steps alone."""
+        """The sizes whose graphs leave logits of all tokens; with drafts these are decode steps."""
         return GraphSizes(tuple(each for each in self.descriptors if each.is_decode))
 
     @property

@@ -94,7 +94,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drafts_by(self) -> str:
-        """What makes drafts from KV of its own: empty, "mtp", or the digest of a head. Peers compare it."""
+        """The draft source that has KV of its own: "mtp", the digest of a head, or empty. Peers compare it."""
         if self.model.draft_head is not None:
             return self.draft_digest
         return "mtp" if self.model.num_draft_layers else ""

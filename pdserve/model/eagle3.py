@@ -31,11 +31,11 @@ UNUSED_TENSORS = ("t2d",)  # says of each token whether the head can draft it, a
 
 
 class TargetSizes(msgspec.Struct, frozen=True):
-    """What a head must have in common with the model whose tokens it drafts."""
+    """Sizes of the model whose tokens a head drafts. The head must have equal ones."""
 
     vocab_size: int
-    hidden_size: int
-    num_layers: int
+    hidden_size: int  # unless the head has an embedding of its own
+    num_layers: int  # of the model; the head has one
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -71,7 +71,7 @@ class _Row(NamedTuple):
 
 
 class _Between(NamedTuple):
-    """What a layer keeps of sequences with drafts."""
+    """Inputs and states of a layer, for sequences with drafts, until ``commit``."""
 
     inputs: Tensor  # [rows, channels]: history and inputs of the convolution, see ``_ConvRows``
     states: list[Tensor]  # [drafted, …] each: the states after each of their tokens, the last one repeated
