@@ -5,6 +5,7 @@
     python bench/handoff.py --decode 127.0.0.1:9002 --prompts 256,1000,4000
 
 Prompts (random token ids) alternate between a handoff and a prefill on the decode node; each generates a few tokens.
+Each comes after a pause, so that both nodes were idle: the host of a node that was idle is slower for some steps.
 The first token's time includes the prefill. The next tokens' times include the transfer, unless the prefill node
 decodes ahead meanwhile (``--decode-ahead``). All figures are medians in ms from sending: ``ttft`` and ``second``,
 without and with a handoff; ``later``, the delay of each token by the handoff; ``cost``, the largest delay, also as a
@@ -14,6 +15,7 @@ share of the prefill.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -31,6 +33,7 @@ async def run(args: argparse.Namespace) -> None:
             for repetition in range(args.repeat + 1):
                 for peer, times in taken.items():
                     prompt = source.choices(range(client.node.vocab_size), k=length)
+                    await asyncio.sleep(args.pause)
                     start = time.perf_counter()
                     arrived = await client.token_times(prompt, args.tokens, peer)
                     if repetition:  # the first one is a warm-up
@@ -62,6 +65,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=lambda text: [int(n) for n in text.split(",")], default=[256, 1000, 4000])
     parser.add_argument("--tokens", type=int, default=8, help="output tokens, at least two (default %(default)s)")
     parser.add_argument("--repeat", type=int, default=9, help="measured prompts per kind and length")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds before each prompt (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     return run_bench(run(parser.parse_args()))
 

@@ -14,7 +14,8 @@ from pdserve.ipc import messages
 from pdserve.records import EMPTY_OUTPUT, NO_ORDERS
 
 _SHORTEST_WAIT = 1e-3  # seconds: a selector's timeouts are milliseconds
-_LONGEST_WAIT = 5e-3  # seconds that the device may be idle if a step ends far earlier than expected
+_LONGEST_WAIT = 5e-3  # seconds between looks at a step that is expected to take much longer …
+_LOOKS = 25  # … but so often during a step: if it ends far earlier, the device is idle for at most 1/25 of its time
 
 
 class Engine:
@@ -127,6 +128,7 @@ class Engine:
 
         Return at ``until``, of ``time.perf_counter``, or when the oldest step has ended before.
         """
+        longest = min(max((until - time.perf_counter()) / _LOOKS, _SHORTEST_WAIT), _LONGEST_WAIT)
         while not self._stopped and (left := until - time.perf_counter()) > _SHORTEST_WAIT:
             if self._ranks.oldest_is_done():
                 return
@@ -134,7 +136,7 @@ class Engine:
             self._serve_connector()
             self._emit()
             start = time.perf_counter()
-            wait = _SHORTEST_WAIT if self._ranks.digesting else min(max(left / 4, _SHORTEST_WAIT), _LONGEST_WAIT)
+            wait = _SHORTEST_WAIT if self._ranks.digesting else min(max(left / 4, _SHORTEST_WAIT), longest)
             commands = self._channel.receive(wait)
             self._attended += time.perf_counter() - start
             self.handle(commands)
