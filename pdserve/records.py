@@ -129,6 +129,36 @@ class DigestOrder(msgspec.Struct, frozen=True):
     num_layers: int = 0  # the first ones, which the digests cover; 0: all
 
 
+class HostCopy(msgspec.Struct, frozen=True):
+    """Copy ``blocks[i]`` of the device to ``host_blocks[i]`` in host memory, for all i; with ``load`` back.
+
+    Slots of recurrent state likewise.
+    """
+
+    copy_id: int  # unique in this engine
+    load: bool
+    blocks: tuple[int, ...] = ()
+    host_blocks: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    host_slots: tuple[int, ...] = ()
+
+
+class CopyResult(msgspec.Struct, frozen=True):
+    """A copy that has ended: it reads and writes no memory any more. ``error`` is empty if all bytes were copied."""
+
+    copy_id: int
+    error: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class HostRoom(msgspec.Struct, frozen=True, array_like=True):
+    """Host memory for copies: the first ``num_blocks`` blocks, and slots of recurrent state."""
+
+    num_blocks: int
+    num_slots: int = 0
+
+
 class KVConnectorOrders(msgspec.Struct, frozen=True):
     """Orders for every rank, about KV that no step writes. They wait for no step."""
 
@@ -136,6 +166,7 @@ class KVConnectorOrders(msgspec.Struct, frozen=True):
     disconnect: tuple[str, ...] = ()  # epochs
     reads: tuple[KVRead, ...] = ()
     digests: tuple[tuple[int, DigestOrder], ...] = ()  # with an id that is unique in this engine
+    copies: tuple[HostCopy, ...] = ()
 
 
 NO_ORDERS = KVConnectorOrders()
@@ -291,16 +322,18 @@ class KVConnectorOutput(msgspec.Struct, frozen=True):
     """Events of one rank's connector since the last poll.
 
     ``connected`` and ``failed_peers`` answer connect orders. ``failed_peers`` also names a connection that broke later,
-    so that the node connects again.
+    so that the node connects again. ``host_room`` has the host memory that is allocated so far, whenever it has grown.
     """
 
     finished_recving: tuple[ReadResult, ...] = ()
     connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
     digested: tuple[tuple[int, tuple[int, ...]], ...] = ()  # digests, one per block, by the id of their order
+    copied: tuple[CopyResult, ...] = ()
+    host_room: tuple[HostRoom, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.finished_recving or self.connected or self.failed_peers or self.digested)
+        return any(getattr(self, name) for name in self.__struct_fields__)
 
 
 EMPTY_CONNECTOR_OUTPUT = KVConnectorOutput()
