@@ -3,8 +3,8 @@
     step loop ──copy──► queue of loads  ──► thread ─┐ copies runs of adjacent blocks, one order after the other
                   └───► queue of stores ──► thread ─┴► results ──poll──► step loop
 
-Memory is allocated piece by piece while the node serves: zeroing and pinning 64 GB takes many seconds. A piece is usable
-once it is pinned. If the host runs out of memory, the pieces so far are all.
+Memory is allocated piece by piece while the node serves: zeroing and pinning 64 GB takes many seconds. A piece is
+usable once it is pinned. If the host runs out of memory, the pieces so far are all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from connector.setup import ConnectorSetup
@@ -41,7 +42,7 @@ class Run(NamedTuple):
 
     first: int  # on the device
     host_first: int
-    count: int
+    length: int  # items
 
 
 def runs(items: Sequence[int], host_items: Sequence[int], per_piece: int) -> Iterator[Run]:
@@ -89,9 +90,9 @@ class _Area:
 
     def moves(self, items: Sequence[int], host_items: Sequence[int]) -> Iterator[Move]:
         size = self.item_bytes
-        for first, host_first, count in runs(items, host_items, self.per_piece):
+        for first, host_first, length in runs(items, host_items, self.per_piece):
             piece, place = divmod(host_first, self.per_piece)
-            yield Move(self, first * size, piece, place * size, count * size)
+            yield Move(self, first * size, piece, place * size, length * size)
 
 
 class Move(NamedTuple):
@@ -178,7 +179,7 @@ class CopyingHostMemory(ABC):
         self._results = _Results(on_progress)
         self._closed = False
         self._lanes = {
-            load: _Lane(f"kv {'loads' if load else 'stores'}", lambda load=load: self._begin(load), self._execute)
+            load: _Lane(f"kv {'loads' if load else 'stores'}", partial(self._begin, load), self._execute)
             for load in (True, False)
         }
         self._growing = threading.Thread(target=self._grow, name="kv memory", daemon=True)

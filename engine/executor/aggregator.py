@@ -1,4 +1,4 @@
-"""Merges the outputs of a node's ranks: a step, a read, a copy or a connection is complete once every rank has reported it.
+"""Merges the outputs of a node's ranks: a step, read, copy or connection is complete once every rank has reported it.
 
     rank 0   step 7 ─────────── read 3 ──────────────┐
     rank 1   step 7 ──────────────────── read 3 ─────┤ ReadResult of read 3, with the next output that is taken
@@ -31,7 +31,6 @@ from pdserve.records import (
     StepOutput,
 )
 from pdserve.transports import Connected, combine
-
 
 ResultT = TypeVar("ResultT", ReadResult, CopyResult)
 

@@ -89,6 +89,7 @@ class KVCacheManager:
             self._states.allocate(sequence, found.state_from, num_cached, found.num_matched * self._block_size)
         if not self._windows:
             sequence.hold(cached + fresh, num_cached, self._block_size)
+            self._connector.end_fetch(sequence)
             return True
         sequence.hold(cached, num_cached, self._block_size, self._num_groups)
         sequence.cover(num_cached, len(cached))
@@ -96,6 +97,7 @@ class KVCacheManager:
         self._add_blocks(sequence, blocks, self._logical(len(sequence.token_ids)), found.covered)
         kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
         sequence.hold_windows(kept_from, spare=list(blocks))
+        self._connector.end_fetch(sequence)
         return True
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
@@ -180,7 +182,8 @@ class KVCacheManager:
             self._states.applied(step)
 
     def forget_cached(self) -> None:
-        """Empty the prefix cache."""
+        """Empty the prefix cache, and the tiers behind it."""
+        self._connector.forget_stored()
         if self._states is not None:
             self._states.pool.forget_cached()
         self._pool.forget_cached()  # last: KV events say that the whole cache is empty
