@@ -46,7 +46,7 @@ class CacheWatcher:
         """A block in use has entered the prefix cache."""
 
     def unused(self, key: BlockKey, block: int) -> None:
-        """The last user of a cached block has dropped it: it may be evicted from now on."""
+        """The last user of a cached block has dropped it, other than a window that moves on: it may be evicted."""
 
     def left(self, key: BlockKey) -> None:
         """A block has left the prefix cache: it was evicted, or the whole cache was emptied."""
@@ -129,13 +129,17 @@ class BlockPool:
             self._add_user(block, target)
             self._end_use(block, source)
 
-    def drop(self, blocks: Sequence[int], use: Use) -> None:
-        """End one use of each block. The last block goes first, so that prefixes are evicted from their ends."""
+    def drop(self, blocks: Sequence[int], use: Use, *, passed: bool = False) -> None:
+        """End one use of each block. The last block goes first, so that prefixes are evicted from their ends.
+
+        ``passed``: they are behind a window that has moved on.
+        """
         for block in reversed(blocks):
             if self._end_use(block, use) is Use.FREE:
                 if (key := self._key_of.get(block)) is not None:
                     self._evictable[block] = None
-                    self.watcher.unused(key, block)
+                    if not passed:
+                        self.watcher.unused(key, block)
                 else:
                     self._free.add(block)
 

@@ -133,7 +133,8 @@ class HostPool:
     def retire(self, entry: HostEntry) -> None:
         """Forget a block that does not keep its content, and never use it again."""
         entry.retired = True
-        self.drop(entry.key)
+        if entry.listed:
+            self.drop(entry.key)
 
     def clear(self) -> None:
         """Forget all blocks."""

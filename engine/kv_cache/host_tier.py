@@ -35,7 +35,7 @@ from engine.step_cost_meter import LineFit, StepCostMeter
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Totals
-from pdserve.kv_groups import first_seen
+from pdserve.kv_groups import Windows, first_seen
 from pdserve.records import CopyResult, HostCopy, HostRoom, KVConnectorOrders, ModelRunnerOutput
 from pdserve.request_cost import LinearCost
 
@@ -72,18 +72,26 @@ class _Area:
 
 
 class _AreaWatcher(CacheWatcher):
-    """Queues blocks for stores when they enter the prefix cache, and again when they leave its users without copy."""
+    """Queues blocks for stores when they enter the prefix cache, or when a sequence ends that has used them.
 
-    def __init__(self, area: _Area, totals: Callable[[], Totals], changes: KVEvents | None) -> None:
+    Those of groups with a window only then: what the window has passed is hardly of use to other prompts.
+    """
+
+    def __init__(
+        self, area: _Area, windows: Windows, totals: Callable[[], Totals], changes: KVEvents | None = None
+    ) -> None:
         self._area = area
+        self._windows = windows
         self._totals = totals
         self._changes = changes
         self.quiet = False  # users that the tier itself drops were of no use to a sequence
 
     def entered(self, key: BlockKey, block: int) -> None:
-        if key not in self._area.host:
+        if key in self._area.host:
+            return
+        self._record(key, added=True)
+        if self._windows[key[0]] is None:
             self._area.waiting[key] = block
-            self._record(key, added=True)
 
     def unused(self, key: BlockKey, block: int) -> None:
         if self.quiet:
@@ -181,12 +189,12 @@ class HostTier(Tier):
         self._changes = KVEvents()  # of the first group, in both places together
         most = max(1, self._pool.total // 4)
         self._kv = _Area(self._pool, HostPool(room.num_blocks, self._dropped), min(store_blocks, most))
-        self._watchers = [_AreaWatcher(self._kv, lambda: self._totals, self._changes)]
+        self._watchers = [_AreaWatcher(self._kv, self._groups.windows, lambda: self._totals, self._changes)]
         self._areas = [self._kv]
         if self._states is not None:
             per_store = max(1, int(store_blocks / max(slot_blocks, 1.0)))
             self._slots = _Area(self._states.pool, HostPool(room.num_slots), per_store)
-            self._watchers.append(_AreaWatcher(self._slots, lambda: self._totals, None))
+            self._watchers.append(_AreaWatcher(self._slots, (None,), lambda: self._totals))
             self._areas.append(self._slots)
         for area, watcher in zip(self._areas, self._watchers, strict=True):
             area.pool.watcher = watcher
@@ -373,14 +381,18 @@ class HostTier(Tier):
             self._end_load(copy_id, [True] * sum(len(part.entries) for part in fetch.parts))
 
     def _compare(self, copy_id: int, found: tuple[int, ...]) -> None:
-        entries = [entry for part in self._loads[copy_id].parts for entry in part.entries]
-        right = [entry.digest == digest for entry, digest in zip(entries, found, strict=True)]
+        pairs = [(part, entry) for part in self._loads[copy_id].parts for entry in part.entries]
+        right = [entry.digest == digest for (_, entry), digest in zip(pairs, found, strict=True)]
+        for (part, entry), is_right in zip(pairs, right, strict=True):
+            if not is_right:
+                part.area.host.retire(entry)
         if not all(right):
-            self._totals.host_kv_corrupt_blocks += right.count(False)
+            num_corrupt = right.count(False)
+            self._totals.host_kv_corrupt_blocks += num_corrupt
             _log.error(
-                "%d of %d blocks in host memory have changed since they were stored: their tokens are computed again; "
-                "if this repeats, test the memory of this host",
-                right.count(False),
+                "%d of %d blocks in host memory have changed since they were stored: their tokens are computed again; if "
+                "this repeats, test the memory of this host",
+                num_corrupt,
                 len(right),
             )
         self._end_load(copy_id, right)
@@ -396,11 +408,8 @@ class HostTier(Tier):
         for part in fetch.parts:
             kept: list[int] = []
             for place, entry, block in zip(part.places, part.entries, part.blocks, strict=True):
-                is_right = next(outcome)
-                if not is_right and entry.listed:
-                    part.area.host.retire(entry)
                 part.area.host.unpin(entry)
-                if valid and is_right:
+                if next(outcome) and valid:
                     self._cache(fetch.sequence, part.area, place, entry.key, block)
                 kept.append(block)
             fetch.kept.append((part.area, kept))

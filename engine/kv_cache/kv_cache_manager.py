@@ -301,7 +301,7 @@ class KVCacheManager:
                 behind.append(sequence.put_block(index * self._num_groups + group, NULL_BLOCK))
             sequence.kept_from[number] = max(end, sequence.kept_from[number])
         behind.reverse()  # ``drop`` begins with the last one
-        self._pool.drop(_blocks_of(behind), Use.HELD)
+        self._pool.drop(_blocks_of(behind), Use.HELD, passed=True)
 
 
 def _blocks_of(entries: Iterable[int]) -> list[int]:
