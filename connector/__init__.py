@@ -14,9 +14,9 @@ from typing import cast
 
 from connector.setup import BackEnd, ConnectorSetup
 from pdserve.errors import ConfigError
+from pdserve.host_copies import HostRoom
 from pdserve.kv import KVLayout, KVRegion
 from pdserve.protocols import HostMemory, KVConnector, WeightReader, WeightSource
-from pdserve.records import HostRoom
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.weights.sharing import OfferedMemory, WeightPeer
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion
 from pdserve.pausing import Pausing
-from pdserve.records import (
-    CopyResult,
-    DigestOrder,
-    HostCopy,
-    HostRoom,
-    KVConnectorOutput,
-    KVRead,
-    Peer,
-    RankKV,
-    StepOutput,
-    StepPlan,
-)
+from pdserve.records import DigestOrder, KVConnectorOutput, KVRead, Peer, RankKV, StepOutput, StepPlan
 from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer

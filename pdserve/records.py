@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion, KVShare
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT, RankStates, StateSnapshot
@@ -127,36 +128,6 @@ class DigestOrder(msgspec.Struct, frozen=True):
     groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
     state_slots: tuple[int, ...] = ()
     num_layers: int = 0  # the first ones, which the digests cover; 0: all
-
-
-class HostCopy(msgspec.Struct, frozen=True):
-    """Copy ``blocks[i]`` of the device to ``host_blocks[i]`` in host memory, for all i; with ``load`` back.
-
-    Slots of recurrent state likewise.
-    """
-
-    copy_id: int  # unique in this engine
-    load: bool
-    blocks: tuple[int, ...] = ()
-    host_blocks: tuple[int, ...] = ()
-    slots: tuple[int, ...] = ()
-    host_slots: tuple[int, ...] = ()
-
-
-class CopyResult(msgspec.Struct, frozen=True):
-    """A copy that has ended: it reads and writes no memory any more. ``error`` is empty if all bytes were copied."""
-
-    copy_id: int
-    error: str = ""
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
-class HostRoom(msgspec.Struct, frozen=True, array_like=True):
-    """Host memory for copies: the first ``num_blocks`` blocks, and slots of recurrent state."""
-
-    num_blocks: int
-    num_slots: int = 0
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):

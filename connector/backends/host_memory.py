@@ -24,9 +24,9 @@ from connector.setup import ConnectorSetup
 from pdserve import memory
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.errors import PdserveError
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion
 from pdserve.process import log_failure
-from pdserve.records import CopyResult, HostCopy, HostRoom
 from pdserve.state import RankStates
 
 _log = logging.getLogger(__name__)

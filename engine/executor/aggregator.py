@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.config.parallel import ParallelConfig
+from pdserve.host_copies import CopyResult, HostRoom
 from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
-    CopyResult,
     DigestOrder,
-    HostRoom,
     KVConnectorOrders,
     KVConnectorOutput,
     ModelRunnerOutput,

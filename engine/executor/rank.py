@@ -9,20 +9,12 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import HostMemory, KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
-from pdserve.records import (
-    EMPTY_OUTPUT,
-    CopyResult,
-    HostCopy,
-    HostRoom,
-    KVConnectorOrders,
-    KVConnectorOutput,
-    ModelRunnerOutput,
-    StepPlan,
-)
+from pdserve.records import EMPTY_OUTPUT, KVConnectorOrders, KVConnectorOutput, ModelRunnerOutput, StepPlan
 from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights

@@ -32,11 +32,12 @@ from engine.kv_cache.host_pool import HostEntry, HostPool
 from engine.kv_cache.tier import Tier
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit, StepCostMeter
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Totals
 from pdserve.kv_groups import Windows, first_seen
-from pdserve.records import CopyResult, HostCopy, HostRoom, KVConnectorOrders, ModelRunnerOutput
+from pdserve.records import KVConnectorOrders, ModelRunnerOutput
 from pdserve.request_cost import LinearCost
 
 _log = logging.getLogger(__name__)
@@ -390,8 +391,8 @@ class HostTier(Tier):
             num_corrupt = right.count(False)
             self._totals.host_kv_corrupt_blocks += num_corrupt
             _log.error(
-                "%d of %d blocks in host memory have changed since they were stored: their tokens are computed again; if "
-                "this repeats, test the memory of this host",
+                "%d of %d blocks in host memory have changed since they were stored: their tokens are computed again; "
+                "if this repeats, test the memory of this host",
                 num_corrupt,
                 len(right),
             )

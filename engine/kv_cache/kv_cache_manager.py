@@ -203,6 +203,10 @@ class KVCacheManager:
         sequence.loaded(num_tokens)
         self.cache_full_blocks(sequence)
 
+    def set_aside(self, sequence: Sequence) -> None:
+        """A waiting sequence is paused: keep no fetched blocks for it."""
+        self._connector.end_fetch(sequence)
+
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, except those that a transfer may still write to. No step may be in flight."""
         assert not sequence.in_flight, f"sequence {sequence.seq} frees blocks that a step still writes to"

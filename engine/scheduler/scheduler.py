@@ -212,8 +212,6 @@ class Scheduler:
         request = self._live.requests.get(rid) or self._constraints.held(rid)
         if request is not None and not request.paused:
             self._live.pause(request)
-            for sequence in request.sequences.values():
-                self.connector.end_fetch(sequence)
 
     def resume(self, rid: int) -> None:
         """Queue a paused request. Others and unknown rids are ignored."""

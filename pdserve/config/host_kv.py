@@ -5,8 +5,8 @@ from __future__ import annotations
 from pdserve import memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import ConfigError
+from pdserve.host_copies import HostRoom
 from pdserve.kv import KVLayout
-from pdserve.records import HostRoom
 from pdserve.state import StateLayout
 
 

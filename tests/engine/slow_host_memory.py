@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from connector.setup import ConnectorSetup
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion
-from pdserve.records import CopyResult, HostCopy, HostRoom
 
 
 @dataclass

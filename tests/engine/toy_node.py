@@ -30,6 +30,7 @@ from engine.kv_cache.tier import Tier
 from engine.scheduler.drafting import DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
+from pdserve.host_copies import HostRoom
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import (
     Batch,
@@ -45,7 +46,7 @@ from pdserve.ipc.messages import (
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import HostMemory, KVConnector
-from pdserve.records import FinishReason, HostRoom, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
+from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
 from pdserve.sampling_params import SamplingParams
 
 BLOCK = 4
