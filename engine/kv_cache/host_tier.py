@@ -18,6 +18,7 @@ A recurrent state is a block of another kind: it is stored with its own pool, an
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,15 +31,17 @@ from engine.kv_cache.block_pool import BlockPool, CacheWatcher, Use, longest_pre
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.host_pool import HostEntry, HostPool
 from engine.kv_cache.tier import Tier
-from engine.request import Sequence
+from engine.request import Request, Sequence
 from engine.step_cost_meter import LineFit, StepCostMeter
+from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges
 from pdserve.ipc.kv_events import KVEvents
-from pdserve.ipc.messages import Totals
+from pdserve.ipc.messages import LeaseCached, Mode, Totals
 from pdserve.kv_groups import Windows, first_seen
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
 from pdserve.request_cost import LinearCost
+from pdserve.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -152,8 +155,19 @@ class _Fetch:
     kept: list[tuple[_Area, list[int]]] = field(default_factory=list)
     ordered_at: float = 0.0
     generation: int = 0
-    awaited: bool = True  # by its sequence
+    awaited: bool = True  # by its sequence, or for a pull
+    pull: LeaseCached | None = None  # that is answered at the end
     ended: bool = False
+
+
+def _sequence_of(message: LeaseCached, block_size: int) -> Sequence:
+    """Return a sequence that can use all cached blocks that a peer pulls. It is in no queue."""
+    token_ids = array("I", message.token_ids)
+    token_ids.append(0)  # the KV of a last token never comes from the cache
+    sampling, length = SamplingParams(max_tokens=1), len(token_ids)
+    request = Request(message.rid, token_ids.tobytes(), sampling, Mode.LOCAL, message.cache_salt)
+    hashes = BlockHashes(block_size, root_hash(message.cache_salt))
+    return Sequence(0, request, 0, token_ids, hashes, length, length + 1)
 
 
 class _Either:
@@ -209,6 +223,7 @@ class HostTier(Tier):
         self._loads: dict[int, _Fetch] = {}  # likewise
         self._fetches: dict[int, _Fetch] = {}  # by sequence that waits
         self._considered: set[int] = set()  # sequences
+        self._pulls: dict[int, _Fetch] = {}  # by rid
         self._generation = 0  # of the weights
         self._next_id = 1
 
@@ -415,6 +430,9 @@ class HostTier(Tier):
                 kept.append(block)
             fetch.kept.append((part.area, kept))
         fetch.ended = True
+        if fetch.awaited and fetch.pull is not None:
+            self._end_pull(fetch.pull)
+            fetch.awaited = False
         if all(right) and valid:
             self._totals.host_kv_hit_tokens += fetch.num_tokens
         if not fetch.awaited:
@@ -430,6 +448,28 @@ class HostTier(Tier):
         with self._quietly():
             for area, blocks in kept:
                 area.pool.drop(blocks, Use.HELD)
+
+    # ------------------------------------------------------------ pulls
+
+    def lease_cached(self, message: LeaseCached) -> None:
+        """Fetch what a peer pulls, unless that takes blocks that requests of this node may need soon, then lease it."""
+        fetch = self._find(_sequence_of(message, self._block_size))
+        fits = fetch is not None and 2 * fetch.size <= self._pool.count(Use.FREE)
+        if fetch is None or not (fits and self._worthwhile(fetch) and self._take_blocks(fetch)):
+            super().lease_cached(message)
+            return
+        fetch.pull = message
+        self._pulls[message.rid] = fetch
+        self._order_load(fetch)
+
+    def free_lease(self, rid: int) -> None:
+        if (fetch := self._pulls.pop(rid, None)) is not None:
+            fetch.awaited = False
+        super().free_lease(rid)
+
+    def _end_pull(self, message: LeaseCached) -> None:
+        del self._pulls[message.rid]
+        super().lease_cached(message)
 
     # ------------------------------------------------------------ stores
 

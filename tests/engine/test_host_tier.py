@@ -18,7 +18,7 @@ from toy_node import BLOCK, DEPTHS, Node
 from engine.kv_cache.host_tier import HostTier
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
-from pdserve.ipc.messages import Cancel, FreeLease, Mode, Pause, Reserved, Resume, Submit
+from pdserve.ipc.messages import Cancel, FreeLease, LeaseCached, Mode, Pause, Reserved, Resume, Submit
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(90, 20)
@@ -144,6 +144,38 @@ def test_reservation_of_a_handoff_begins_behind_what_was_fetched() -> None:
         reserved = node.step().reserved
     assert reserved == [Reserved(4, 48)]
     node.obey(Cancel(4))
+    rest(node)
+    node.assert_all_free()
+    node.close()
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_pulled_prefix_is_fetched_and_leased(checksum: bool) -> None:
+    node = make_node(kv_checksum=checksum)
+    for rid in (1, 2, 3):
+        ask(node, rid, words(rid))
+    pull = LeaseCached(rid=9, token_ids=array("I", words(1)).tobytes(), cache_salt="", skip_tokens=8)
+    node.engine.handle([pull])
+    leased = []
+    while not leased:
+        memory_of(node).finish()
+        leased = node.step().leased
+    assert (len(leased[0].block_ids), leased[0].num_tokens, leased[0].last) == (10, 48, True)
+    assert [node.runner.cache[block, 0, 0, 0, 0, 0] for block in leased[0].block_ids] == words(1)[8:48:BLOCK]
+    node.obey(FreeLease(9))
+    rest(node)
+    node.assert_all_free()
+    node.close()
+
+
+def test_pull_that_ends_amid_its_fetch_leases_nothing() -> None:
+    node = make_node()
+    for rid in (1, 2, 3):
+        ask(node, rid, words(rid))
+    node.engine.handle([LeaseCached(rid=9, token_ids=array("I", words(1)).tobytes(), cache_salt="", skip_tokens=8)])
+    node.step()
+    assert any(copy.order.load for copy in memory_of(node).copies.values())
+    node.obey(FreeLease(9))
     rest(node)
     node.assert_all_free()
     node.close()
