@@ -7,13 +7,16 @@ row here. A back end is imported when it is built, and with it its libraries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from threading import Thread
 from typing import cast
 
 from connector.setup import BackEnd, ConnectorSetup
 from pdserve.errors import ConfigError
-from pdserve.protocols import KVConnector, WeightReader, WeightSource
+from pdserve.host_copies import HostRoom
+from pdserve.kv import KVLayout, KVRegion
+from pdserve.protocols import HostMemory, KVConnector, WeightReader, WeightSource
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.weights.sharing import OfferedMemory, WeightPeer
 
@@ -49,6 +52,15 @@ def load(name: str) -> BackEnd:
 def build(name: str, setup: ConnectorSetup) -> KVConnector:
     """Raises ConfigError for an unknown back end."""
     return load(name)(setup)
+
+
+def host_memory(
+    room: HostRoom, region: KVRegion, layout: KVLayout, setup: ConnectorSetup, on_progress: Callable[[], None]
+) -> HostMemory:
+    """Return host memory for the KV of one rank. It begins to allocate; ``on_progress`` is called from any thread."""
+    from connector.backends.host_memory import build_host_memory
+
+    return build_host_memory(room, region, layout, setup, on_progress)
 
 
 def start_early(device_id: int, timing: PeerTiming = DEFAULT_TIMING) -> Thread:

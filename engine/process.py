@@ -23,18 +23,22 @@ from engine.executor.build import build_ranks
 from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
 from engine.heartbeat_sender import HeartbeatSender
+from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
+from engine.kv_cache.host_tier import STORE_BYTES, HostTier
+from engine.kv_cache.state_slots import StateSlots
 from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
+from pdserve.config.host_kv import host_room
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import EAGLE3, LOOKUP, MTP
 from pdserve.errors import PdserveError
 from pdserve.ipc.frames import framed
-from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
+from pdserve.ipc.messages import Batch, Configure, Failed, Heartbeat, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_FAILED, end_with_parent, log_failure
 from runner.simulated import acceptance_rate
@@ -145,10 +149,28 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
         stages=config.parallel.pp,
         vocab_size=config.model.vocab_size,
         eos_token_ids=config.model.eos_token_ids,
-        connector=peers if agent else KVConnectorScheduler,
+        connector=_with_tiers(peers if agent else KVConnectorScheduler, config, ranks),
         grammars=grammars,
         clock=time.monotonic,
     )
+
+
+def _with_tiers(innermost: ConnectorFactory, config: NodeConfig, ranks: Ranks) -> ConnectorFactory:
+    """Put the node's tiers before the scheduler side of its connector."""
+    if not config.host_kv_memory:
+        return innermost
+    layout, states = ranks.kv_layout, ranks.state_layout
+
+    def make(pool: BlockPool, events: Batch, block_size: int, slots: StateSlots | None) -> KVConnectorScheduler:
+        return HostTier(
+            innermost(pool, events, block_size, slots),
+            host_room(config, layout, states),
+            checksum=config.kv_checksum,
+            store_blocks=max(1, STORE_BYTES // layout.block_bytes),
+            slot_blocks=0.0 if states is None else states.slot_bytes / layout.block_bytes,
+        )
+
+    return make
 
 
 if __name__ == "__main__":

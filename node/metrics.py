@@ -81,6 +81,12 @@ class NodeMetrics(Collector):
             ["use"],
         )
         metrics.read_gauge(
+            "pdserve_host_kv_blocks",
+            "KV blocks in host memory by use; 0 without --host-kv-memory.",
+            lambda: {(use,): float(count) for use, count in zip(("free", "stored"), status().host_blocks, strict=True)},
+            ["use"],
+        )
+        metrics.read_gauge(
             "pdserve_node_requests",
             "Requests on the node.",
             lambda: _fields(status(), "waiting", "reading", "running", "paused"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion
 from pdserve.pausing import Pausing
 from pdserve.records import DigestOrder, KVConnectorOutput, KVRead, Peer, RankKV, StepOutput, StepPlan
@@ -145,6 +146,22 @@ class KVConnector(Protocol):
 
     def close(self) -> None:
         """Stop. Idempotent."""
+
+
+class HostMemory(Protocol):
+    """Host memory for blocks of one rank's KV cache and slots of its recurrent states. No call waits for a copy.
+
+    The memory of a copy, on both sides, belongs to the copy until ``poll`` has returned its CopyResult.
+    """
+
+    def copy(self, order: HostCopy) -> None:
+        """Order a copy. Loads do not wait for copies to the host; beside that, copies keep their order."""
+
+    def poll(self) -> tuple[tuple[CopyResult, ...], tuple[HostRoom, ...]]:
+        """Return the copies that have ended since the last poll, and the memory if more of it is allocated."""
+
+    def close(self) -> None:
+        """Stop after the copies that have begun. Idempotent."""
 
 
 class WeightSource(Protocol):

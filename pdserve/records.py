@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion, KVShare
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT, RankStates, StateSnapshot
@@ -136,6 +137,7 @@ class KVConnectorOrders(msgspec.Struct, frozen=True):
     disconnect: tuple[str, ...] = ()  # epochs
     reads: tuple[KVRead, ...] = ()
     digests: tuple[tuple[int, DigestOrder], ...] = ()  # with an id that is unique in this engine
+    copies: tuple[HostCopy, ...] = ()
 
 
 NO_ORDERS = KVConnectorOrders()
@@ -291,16 +293,18 @@ class KVConnectorOutput(msgspec.Struct, frozen=True):
     """Events of one rank's connector since the last poll.
 
     ``connected`` and ``failed_peers`` answer connect orders. ``failed_peers`` also names a connection that broke later,
-    so that the node connects again.
+    so that the node connects again. ``host_room`` has the host memory that is allocated so far, whenever it has grown.
     """
 
     finished_recving: tuple[ReadResult, ...] = ()
     connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
     digested: tuple[tuple[int, tuple[int, ...]], ...] = ()  # digests, one per block, by the id of their order
+    copied: tuple[CopyResult, ...] = ()
+    host_room: tuple[HostRoom, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.finished_recving or self.connected or self.failed_peers or self.digested)
+        return any(getattr(self, name) for name in self.__struct_fields__)
 
 
 EMPTY_CONNECTOR_OUTPUT = KVConnectorOutput()

@@ -171,7 +171,9 @@ class EventReader:
 
     _decoder = msgspec.json.Decoder(_Event)
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, token_ids: list[int] | None = None) -> None:
+        """``token_ids`` receives the tokens themselves, if the server sends their ids."""
+        self.token_ids = token_ids
         self._trace = trace
         self._rest = b""
         self.other = b""  # lines that are no events, for example an error's body
@@ -196,6 +198,8 @@ class EventReader:
             arrived = len(choice.token_ids) if choice.token_ids is not None else bool(choice.text)
             trace.tokens += [now] * arrived
             trace.num_tokens += arrived
+            if self.token_ids is not None and choice.token_ids is not None:
+                self.token_ids += choice.token_ids
         if event.usage is not None:
             trace.num_tokens = event.usage.completion_tokens or trace.num_tokens
             details = event.usage.prompt_tokens_details
@@ -211,12 +215,13 @@ async def complete(
     trace: Trace,
     timeout: float,
     headers: dict[str, str] | None = None,
+    token_ids: list[int] | None = None,
 ) -> None:
     """Send a body of ``completion_body`` and fill in the trace; it gets an error instead of an exception.
 
-    An answer without ``num_tokens`` tokens is an error; None accepts any number.
+    An answer without ``num_tokens`` tokens is an error; None accepts any number. ``token_ids`` receives the tokens.
     """
-    reader = EventReader(trace)
+    reader = EventReader(trace, token_ids)
     trace.start = trace.start or time.perf_counter()
     try:
         async with asyncio.timeout(timeout):

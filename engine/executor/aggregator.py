@@ -1,4 +1,4 @@
-"""Merges the outputs of a node's ranks: a step, a read or a connection is complete once every rank has reported it.
+"""Merges the outputs of a node's ranks: a step, read, copy or connection is complete once every rank has reported it.
 
     rank 0   step 7 ─────────── read 3 ──────────────┐
     rank 1   step 7 ──────────────────── read 3 ─────┤ ReadResult of read 3, with the next output that is taken
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from pdserve.config.parallel import ParallelConfig
+from pdserve.host_copies import CopyResult, HostRoom
 from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
@@ -29,6 +30,8 @@ from pdserve.records import (
     StepOutput,
 )
 from pdserve.transports import Connected, combine
+
+ResultT = TypeVar("ResultT", ReadResult, CopyResult)
 
 
 class OutputAggregator:
@@ -42,6 +45,8 @@ class OutputAggregator:
         self._steps: dict[int, dict[int, StepOutput]] = {}  # by step, then rank
         self._digests_of_steps: dict[int, tuple[DigestOrder, ...]] = {}  # by step
         self._reads: dict[int, dict[int, ReadResult]] = {}  # by read, then rank
+        self._copies: dict[int, dict[int, CopyResult]] = {}  # by copy, then rank
+        self._rooms: dict[int, HostRoom] = {}  # by rank
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
         self._digests: dict[int, tuple[DigestOrder, dict[int, tuple[int, ...]]]] = {}  # by id of the order, then rank
         self._rules: dict[str, Callable[[int, Any], None]] = {  # by field of KVConnectorOutput, for each item
@@ -49,6 +54,8 @@ class OutputAggregator:
             "connected": self._add_connected,
             "failed_peers": self._add_failed_peer,
             "digested": self._add_digests,
+            "copied": self._add_copy,
+            "host_room": self._add_host_room,
         }
         self._merged: dict[str, list[Any]] = {field: [] for field in self._rules}  # complete, not taken yet
 
@@ -60,9 +67,11 @@ class OutputAggregator:
         self._digests_of_steps[step] = digests
 
     def expect_transfers(self, orders: KVConnectorOrders) -> None:
-        """Expect a report of every rank for each read and connection."""
+        """Expect a report of every rank for each read, copy and connection."""
         for read in orders.reads:
             self._reads[read.read_id] = {}
+        for copy in orders.copies:
+            self._copies[copy.copy_id] = {}
         for number, order in orders.digests:
             self._digests[number] = (order, {})
         for epoch in orders.disconnect:
@@ -92,16 +101,17 @@ class OutputAggregator:
             del self._reads[result.read_id]
             self._merged["finished_recving"].append(self._merge_results(results))
 
-    def _merge_results(self, results: dict[int, ReadResult]) -> ReadResult:
+    def _merge_results(self, results: dict[int, ResultT]) -> ResultT:
         """Add up sizes; take the longest time and the first error."""
         parts = results.values()
         errors = (f"{self._parallel.position(rank)}: {part.error}" for rank, part in results.items() if part.error)
+        sums = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("num_bytes", "num_descriptors")
+            if name in next(iter(parts)).__struct_fields__
+        }
         return msgspec.structs.replace(
-            next(iter(parts)),
-            error=next(errors, ""),
-            num_bytes=sum(part.num_bytes for part in parts),
-            num_descriptors=sum(part.num_descriptors for part in parts),
-            seconds=max(part.seconds for part in parts),
+            next(iter(parts)), error=next(errors, ""), seconds=max(part.seconds for part in parts), **sums
         )
 
     def _add_connected(self, rank: int, connection: Connected) -> None:
@@ -121,6 +131,23 @@ class OutputAggregator:
         if len(ranks) == len(self._ranks):
             del self._digests[number]
             self._merged["digested"].append((number, self._sum_digests(order, ranks)))
+
+    def _add_copy(self, rank: int, result: CopyResult) -> None:
+        results = self._copies.get(result.copy_id)
+        if results is None or rank in results:
+            return
+        results[rank] = result
+        if len(results) == len(self._ranks):
+            del self._copies[result.copy_id]
+            self._merged["copied"].append(self._merge_results(results))
+
+    def _add_host_room(self, rank: int, room: HostRoom) -> None:
+        """Report the memory that every rank has."""
+        self._rooms[rank] = room
+        if len(self._rooms) == len(self._ranks):
+            rooms = self._rooms.values()
+            room = HostRoom(min(each.num_blocks for each in rooms), min(each.num_slots for each in rooms))
+            self._merged["host_room"] = [room]
 
     def _add_failed_peer(self, rank: int, failed: tuple[str, str]) -> None:
         epoch, reason = failed

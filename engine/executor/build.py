@@ -21,6 +21,7 @@ from engine.executor.rank_messages import Assign, RankReady
 from engine.executor.rank_processes import Failure, RankChannel, RankProcesses, start_rank
 from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
 from pdserve.checkpoint.file_states import check_same_files
+from pdserve.config.host_kv import host_room
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.triton_hosts import without_triton
 from pdserve.errors import CapacityError
@@ -72,7 +73,11 @@ def build_rank(
     setup = ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs, states)
     kv_connector = back_end(setup)
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_events)
-    return Rank(model_runner, kv_connector, _offer_weights(config, model_runner)), kv
+    host_memory = None
+    if config.host_kv_memory:
+        room = host_room(config, model_runner.kv_layout, model_runner.state_layout)
+        host_memory = connector.host_memory(room, model_runner.kv_region, model_runner.kv_layout, setup, on_events)
+    return Rank(model_runner, kv_connector, _offer_weights(config, model_runner), host_memory), kv
 
 
 def _rank_states(config: NodeConfig, model_runner: ModelRunner) -> RankStates | None:

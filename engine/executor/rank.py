@@ -9,17 +9,12 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
-from pdserve.protocols import KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
-from pdserve.records import (
-    EMPTY_OUTPUT,
-    KVConnectorOrders,
-    KVConnectorOutput,
-    ModelRunnerOutput,
-    StepPlan,
-)
+from pdserve.protocols import HostMemory, KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
+from pdserve.records import EMPTY_OUTPUT, KVConnectorOrders, KVConnectorOutput, ModelRunnerOutput, StepPlan
 from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights
@@ -79,10 +74,29 @@ class Ranks(Protocol):
         """Release devices and connections. Nothing is launched afterwards."""
 
 
+class NoHostMemory:
+    """The HostMemory of a rank without any: nothing is copied."""
+
+    def copy(self, order: HostCopy) -> None:
+        raise AssertionError("a copy to host memory that the node does not have")
+
+    def poll(self) -> tuple[tuple[CopyResult, ...], tuple[HostRoom, ...]]:
+        return (), ()
+
+    def close(self) -> None:
+        pass
+
+
 class Rank:
     """Answers every step with a ModelRunnerOutput, also steps without a forward pass."""
 
-    def __init__(self, runner: ModelRunner, connector: KVConnector, weights: WeightSource | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        connector: KVConnector,
+        weights: WeightSource | None = None,
+        host_memory: HostMemory | None = None,
+    ) -> None:
         self.max_in_flight = runner.max_in_flight
         self.kv_layout = runner.kv_layout
         self.state_layout = runner.state_layout
@@ -90,6 +104,7 @@ class Rank:
         self.runner_seconds = 0.0
         self._runner = runner
         self._connector = connector
+        self._host_memory = NoHostMemory() if host_memory is None else host_memory
         self._in_flight: deque[PendingStep] = deque()
         self._weights = weights
         self._digests: deque[tuple[int, PendingDigests]] = deque()  # with the ids of their orders
@@ -162,6 +177,8 @@ class Rank:
             self._connector.connect(peer)
         for read in orders.reads:
             self._connector.read(read)
+        for copy in orders.copies:
+            self._host_memory.copy(copy)
         for number, order in orders.digests:
             self._digests.append((number, self._runner.digest(order)))
 
@@ -174,8 +191,11 @@ class Rank:
         return bool(self._digests)
 
     def _poll_connector(self) -> KVConnectorOutput:
-        """Return the connector's events, and the digests that have been computed beside steps."""
+        """Return the connector's events, copies that have ended, and digests that were computed beside steps."""
         events = self._connector.poll()
+        copied, room = self._host_memory.poll()
+        if copied or room:
+            events = msgspec.structs.replace(events, copied=copied, host_room=room)
         digested: list[tuple[int, tuple[int, ...]]] = []
         while self._digests and self._digests[0][1].done():
             number, digests = self._digests.popleft()
@@ -188,5 +208,6 @@ class Rank:
     def close(self) -> None:
         if self._weights is not None:
             self._weights.close()
+        self._host_memory.close()
         self._connector.close()
         self._runner.close()

@@ -15,13 +15,14 @@ is one that every group has: full groups all of its blocks, the others those in 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 
 from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.free_runs import FreeRuns
+from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.kv_events import KVEvents
-from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, first_seen
+from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, Windows, first_seen
 
 ONE_GROUP = KVCacheGroups()
 
@@ -36,6 +37,22 @@ class Use(IntEnum):
 
 
 _WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → weaker uses of a block, strongest first
+
+
+class CacheWatcher:
+    """Learns what becomes of cached blocks; this one ignores it."""
+
+    def entered(self, key: BlockKey, block: int) -> None:
+        """A block in use has entered the prefix cache."""
+
+    def unused(self, key: BlockKey, block: int) -> None:
+        """The last user of a cached block has dropped it, other than a window that moves on: it may be evicted."""
+
+    def left(self, key: BlockKey) -> None:
+        """A block has left the prefix cache: it was evicted, or the whole cache was emptied."""
+
+    def forgotten(self, key: BlockKey) -> None:
+        """Nobody needs the content of a block any more, which then leaves the cache."""
 
 
 class BlockPool:
@@ -53,9 +70,10 @@ class BlockPool:
         self.groups = groups
         self._block_size = block_size
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups.windows]  # [group][hash]
-        self._key_of: dict[int, tuple[int, bytes]] = {}  # group and hash, by block
+        self._key_of: dict[int, BlockKey] = {}
         self.events = KVEvents()
         self.recorder = CacheRecorder()
+        self.watcher = CacheWatcher()
 
     @property
     def total(self) -> int:
@@ -72,6 +90,11 @@ class BlockPool:
 
     def count_free(self, blocks: Iterable[int]) -> int:
         return sum(self._use[block] is Use.FREE for block in blocks)
+
+    def any_unheld(self, blocks: Iterable[int]) -> bool:
+        """Whether one of these blocks has no holder."""
+        held = self._users[Use.HELD]
+        return any(not held[block] for block in blocks)
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
         """Allocate ``count`` blocks in few runs, after block ``after`` if possible. Return None if too few are free."""
@@ -106,12 +129,17 @@ class BlockPool:
             self._add_user(block, target)
             self._end_use(block, source)
 
-    def drop(self, blocks: Sequence[int], use: Use) -> None:
-        """End one use of each block. The last block goes first, so that prefixes are evicted from their ends."""
+    def drop(self, blocks: Sequence[int], use: Use, *, passed: bool = False) -> None:
+        """End one use of each block. The last block goes first, so that prefixes are evicted from their ends.
+
+        ``passed``: they are behind a window that has moved on.
+        """
         for block in reversed(blocks):
             if self._end_use(block, use) is Use.FREE:
-                if block in self._key_of:
+                if (key := self._key_of.get(block)) is not None:
                     self._evictable[block] = None
+                    if not passed:
+                        self.watcher.unused(key, block)
                 else:
                     self._free.add(block)
 
@@ -131,35 +159,18 @@ class BlockPool:
         return blocks
 
     def _match_windows(self, hashes: Iterable[bytes]) -> list[int]:
-        groups = list(zip(self._block_of, self.groups.windows, strict=True))
-        full = [block_of for block_of, window in groups if window is None]
-        chain = []
-        for block_hash in hashes:
-            if any(block_hash not in block_of for block_of in full):
-                break
-            chain.append(block_hash)
-        count, before = len(chain), -1
-        while count != before:
-            before = count
-            for block_of, window in groups:
-                if window is not None:
-                    count = self._longest(block_of, window, chain, count)
-        del chain[count:]
-        entries = [NULL_BLOCK] * (count * len(groups))
-        for group, (block_of, window) in enumerate(groups):
+        chain = longest_prefix(self._block_of, self.groups.windows, hashes, self._block_size)
+        count, num_groups = len(chain), self.groups.num_groups
+        entries = [NULL_BLOCK] * (count * num_groups)
+        for group, (block_of, window) in enumerate(zip(self._block_of, self.groups.windows, strict=True)):
             begin = first_seen(count * self._block_size, window, self._block_size)
             found = [block_of[block_hash] for block_hash in chain[begin:]]
-            entries[begin * len(groups) + group :: len(groups)] = found
+            entries[begin * num_groups + group :: num_groups] = found
         return entries
 
-    def _longest(self, block_of: dict[bytes, int], window: int, chain: Sequence[bytes], count: int) -> int:
-        """Return how many of the first ``count`` blocks end with a window that a group has."""
-        end = index = count
-        while index > first_seen(end * self._block_size, window, self._block_size):
-            index -= 1
-            if chain[index] not in block_of:
-                end = index
-        return end
+    def cached(self, group: int) -> Mapping[bytes, int]:
+        """Return the cached blocks of a group by hash: a live view."""
+        return self._block_of[group]
 
     def find(self, block_hash: bytes) -> int | None:
         """Return the block that is cached under this hash, in the first group."""
@@ -170,6 +181,7 @@ class BlockPool:
         block = self.find(block_hash)
         if block is None:
             return
+        self.watcher.forgotten(self._key_of[block])
         self._evict(block)
         if self._use[block] is Use.FREE:
             del self._evictable[block]
@@ -185,9 +197,10 @@ class BlockPool:
         if block_hash in block_of or block in self._key_of:
             return False
         block_of[block_hash] = block
-        self._key_of[block] = group, block_hash
+        self._key_of[block] = key = group, block_hash
         if not group:
             self.events.add(block_hash)
+        self.watcher.entered(key, block)
         return True
 
     def forget_cached(self) -> None:
@@ -203,6 +216,7 @@ class BlockPool:
         key = group, block_hash = self._key_of.pop(block)
         del self._block_of[group][block_hash]
         self.recorder.remove(key)
+        self.watcher.left(key)
         if not group:
             self.events.remove(block_hash)
 
@@ -227,3 +241,36 @@ class BlockPool:
         self._counts[self._use[block]] -= 1
         self._counts[use] += 1
         self._use[block] = use
+
+
+def longest_prefix(
+    of_groups: Sequence[Container[bytes]], windows: Windows, hashes: Iterable[bytes], block_size: int
+) -> list[bytes]:
+    """Return the longest prefix of a hash chain that every group has: full groups all of it, the others their window.
+
+    ``of_groups`` tells of each group which hashes it has.
+    """
+    full = [has for has, window in zip(of_groups, windows, strict=True) if window is None]
+    chain = []
+    for block_hash in hashes:
+        if any(block_hash not in has for has in full):
+            break
+        chain.append(block_hash)
+    count, before = len(chain), -1
+    while count != before:
+        before = count
+        for has, window in zip(of_groups, windows, strict=True):
+            if window is not None:
+                count = _longest(has, window, chain, count, block_size)
+    del chain[count:]
+    return chain
+
+
+def _longest(has: Container[bytes], window: int, chain: Sequence[bytes], count: int, block_size: int) -> int:
+    """Return how many of the first ``count`` blocks end with a window that a group has."""
+    end = index = count
+    while index > first_seen(end * block_size, window, block_size):
+        index -= 1
+        if chain[index] not in has:
+            end = index
+    return end

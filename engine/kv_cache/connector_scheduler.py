@@ -1,8 +1,8 @@
 """Scheduler side of the KV connector: what is available elsewhere, what to load before a step, what to keep after it.
 
 It decides on plain values, without a device or I/O. It lives in the engine, not in connector/: it decides who may use a
-block, and the block pool has one owner. A further tier (host memory, disk) is another class like
-PeerConnectorScheduler.
+block, and the block pool has one owner. A tier behind the prefix cache is another class with this interface, which
+passes on what is not its own (tier.py).
 
 On D, a block that an unfinished transfer may write to is never handed out:
 
@@ -26,7 +26,7 @@ In a pull, a peer reads blocks of the prefix cache. They are leased at once, and
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,10 +35,10 @@ from engine.kv_cache.cache_recorder import CacheRecorder, StateRecorder
 from engine.kv_cache.digest_orders import DigestOrders
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
-from engine.step_cost_meter import LineFit
+from engine.step_cost_meter import LineFit, StepCostMeter
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.cache_changes import CacheChanges
-from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
+from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead, Totals
 from pdserve.kv_groups import Pair
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
@@ -48,7 +48,11 @@ _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 
 
 class KVConnectorScheduler:
-    """The interface, and the scheduler side of a node without connector: nothing can be loaded, nothing is kept."""
+    """The interface, and the scheduler side of a node without connector: nothing can be loaded, nothing is kept.
+
+    A *load* brings the KV of a prompt from a peer into the blocks of its sequence. A *fetch* brings cached blocks back
+    into the prefix cache, before their sequence is admitted. Both are ordered here and executed by the worker sides.
+    """
 
     def __init__(self, pool: BlockPool, events: Batch, block_size: int, states: StateSlots | None = None) -> None:
         self._pool = pool
@@ -56,6 +60,10 @@ class KVConnectorScheduler:
         self._block_size = block_size
         self._states = states
         self._groups = pool.groups
+        self._digests = DigestOrders()
+
+    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float]) -> None:
+        """Take what the scheduler measures and counts, and its clock in seconds."""
 
     def loadable(self, sequence: Sequence) -> int:
         """Return how many leading tokens can be loaded, cached ones included; 0: compute the prompt here."""
@@ -114,21 +122,70 @@ class KVConnectorScheduler:
         """
         return ()
 
+    # ------------------------------------------------------------ fetches
+
+    @property
+    def fetches(self) -> bool:
+        """Whether there is a tier to fetch from. Without, no other method of this part is of use."""
+        return False
+
+    def considered(self, sequence: Sequence) -> bool:
+        """Whether ``fetch`` has decided about a waiting sequence."""
+        return True
+
+    def fetch(self, sequence: Sequence) -> bool:
+        """Begin to bring back cached blocks of a waiting sequence, if that is faster than to compute them.
+
+        The first call decides. Return whether the sequence waits for a fetch now.
+        """
+        return False
+
+    def fetching(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence waits for a fetch: it is not admitted before."""
+        return False
+
+    def end_fetch(self, sequence: Sequence) -> None:
+        """A sequence has got its blocks, or does not wait for them any more: keep none for it."""
+
+    def give_way(self) -> bool:
+        """Blocks are lacking: keep none for waiting sequences. Return whether any were kept."""
+        return False
+
+    @property
+    def copying(self) -> bool:
+        """Whether blocks cannot be allocated for now, because they are copied from or to a tier."""
+        return False
+
+    def forget_stored(self) -> None:
+        """Empty the tiers behind the prefix cache, which is emptied, too."""
+
+    @property
+    def host_blocks(self) -> tuple[int, int]:
+        """Blocks of host memory that are free, and that have cached KV."""
+        return 0, 0
+
+    # ------------------------------------------------------------ orders and results
+
     @property
     def has_orders(self) -> bool:
         """Whether there are orders for the worker sides, or for the next step."""
-        return False
+        return self._digests.any_beside or self._digests.any_of_step
 
     def take_orders(self) -> KVConnectorOrders:
         """Return the orders since the last call, for the worker side of every rank."""
-        return NO_ORDERS
+        if not self._digests.any_beside:
+            return NO_ORDERS
+        return KVConnectorOrders(digests=self._digests.take_beside())
 
     def take_digest_orders(self) -> tuple[DigestOrder, ...]:
         """Return the digests that the next step has to compute."""
-        return ()
+        return self._digests.take_of_step()
 
     def update(self, output: ModelRunnerOutput) -> None:
         """Take in the digests and the connector output of a step, before the step's samples."""
+        self._digests.update(output)
+
+    # ------------------------------------------------------------ leases, and the prefix cache
 
     def scheduled(self, sequence: Sequence) -> None:
         """The step that is planned computes more of a prompt."""
@@ -220,7 +277,6 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._checksum = checksum
         self._num_layers = num_layers
         self._layers_of: dict[str, int] = {}  # that a connected peer has, by epoch
-        self._digests = DigestOrders()
         self._cost = LineFit(_KEEP)
         self._handoffs = LineFit(_KEEP, flat=True)  # seconds from the peer's last chunk to confirmed KV
         self._loads: dict[int, _Load] = {}  # by rid
@@ -399,11 +455,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._reads_ordered.clear()
         return orders
 
-    def take_digest_orders(self) -> tuple[DigestOrder, ...]:
-        return self._digests.take_of_step()
-
     def update(self, output: ModelRunnerOutput) -> None:
-        self._digests.update(output)
+        super().update(output)
         self._end_reads(output.connector.finished_recving)
         self._events.connected += output.connector.connected
         self._events.failed_peers += output.connector.failed_peers

@@ -10,12 +10,13 @@ _BEST_FIT_RUNS = 8  # runs of the fitting size class that are compared for the b
 class FreeRuns:
     """A set of block ids as maximal runs. Each operation is O(log n) in the number of blocks, per run touched."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, filled: bool = True) -> None:
+        """Begin with all of ``num_blocks`` ids, or with none of them."""
         self._length: dict[int, int] = {}  # first id → length
         self._first: dict[int, int] = {}  # last id → first id
         self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
         self._count = 0
-        if num_blocks:
+        if num_blocks and filled:
             self._add_run(0, num_blocks)
 
     def __len__(self) -> int:

@@ -89,6 +89,7 @@ class KVCacheManager:
             self._states.allocate(sequence, found.state_from, num_cached, found.num_matched * self._block_size)
         if not self._windows:
             sequence.hold(cached + fresh, num_cached, self._block_size)
+            self._connector.end_fetch(sequence)
             return True
         sequence.hold(cached, num_cached, self._block_size, self._num_groups)
         sequence.cover(num_cached, len(cached))
@@ -96,6 +97,7 @@ class KVCacheManager:
         self._add_blocks(sequence, blocks, self._logical(len(sequence.token_ids)), found.covered)
         kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
         sequence.hold_windows(kept_from, spare=list(blocks))
+        self._connector.end_fetch(sequence)
         return True
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
@@ -180,7 +182,8 @@ class KVCacheManager:
             self._states.applied(step)
 
     def forget_cached(self) -> None:
-        """Empty the prefix cache."""
+        """Empty the prefix cache, and the tiers behind it."""
+        self._connector.forget_stored()
         if self._states is not None:
             self._states.pool.forget_cached()
         self._pool.forget_cached()  # last: KV events say that the whole cache is empty
@@ -199,6 +202,10 @@ class KVCacheManager:
             self._states.received(sequence, num_tokens)
         sequence.loaded(num_tokens)
         self.cache_full_blocks(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """A waiting sequence is paused: keep no fetched blocks for it."""
+        self._connector.end_fetch(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, except those that a transfer may still write to. No step may be in flight."""
@@ -298,7 +305,7 @@ class KVCacheManager:
                 behind.append(sequence.put_block(index * self._num_groups + group, NULL_BLOCK))
             sequence.kept_from[number] = max(end, sequence.kept_from[number])
         behind.reverse()  # ``drop`` begins with the last one
-        self._pool.drop(_blocks_of(behind), Use.HELD)
+        self._pool.drop(_blocks_of(behind), Use.HELD, passed=True)
 
 
 def _blocks_of(entries: Iterable[int]) -> list[int]:

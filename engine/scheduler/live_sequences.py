@@ -65,6 +65,7 @@ class LiveSequences:
                 self.run(sequence)
             elif request.rid not in self.loading:
                 self.waiting.remove(sequence)
+                self._kv.set_aside(sequence)
                 self.wait(sequence, first=True)
 
     def resume(self, request: Request, now: float) -> None:

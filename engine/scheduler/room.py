@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
@@ -10,6 +11,8 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
 from pdserve.ipc.messages import Totals
+
+_FETCHED_AHEAD = 8  # waiting sequences whose KV is fetched while others are computed
 
 
 class Room:
@@ -40,9 +43,35 @@ class Room:
 
     @property
     def head(self) -> Sequence | None:
-        """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running."""
+        """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running.
+
+        Sequences pass those that wait for a fetch.
+        """
         head = self._live.waiting.head if self.free_places > 0 else None
+        if head is not None and self._connector.fetching(head):
+            head = next((each for each in self._live.waiting if not self._connector.fetching(each)), None)
         return None if head is None or head.blocked or head.in_flight else head
+
+    def begin_fetches(self) -> None:
+        """Begin the fetches of the next waiting sequences, as far as there is room for these and those before them."""
+        connector = self._connector
+        if not connector.fetches or not self._live.waiting:
+            return
+        room = self._pool.count(Use.FREE)
+        for sequence in islice(self._live.waiting, min(self.free_places, _FETCHED_AHEAD)):
+            if sequence.blocks:
+                continue
+            room -= self._kv.blocks_for(sequence.length)
+            if not connector.considered(sequence) and (room < 0 or not self._kv.fits(sequence)):
+                return
+            connector.fetch(sequence)
+
+    def fetch(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence is to wait for a fetch, which begins now unless that was decided before."""
+        connector = self._connector
+        if not connector.fetches or sequence.blocks:
+            return False
+        return (connector.considered(sequence) or self._kv.fits(sequence)) and connector.fetch(sequence)
 
     def may_have_blocks(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence has kept its blocks, or may find some."""
@@ -51,7 +80,7 @@ class Room:
     def allocate(self, sequence: Sequence) -> bool:
         """Allocate the blocks that a waiting sequence lacks. Return False if too few are free."""
         while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
-            if not self.preempt_paused():  # it may lose its own
+            if not (self._connector.give_way() or self.preempt_paused()):  # the sequence may lose its own
                 return False
         return True
 
@@ -76,6 +105,8 @@ class Room:
                 passed_blocks += needed
             elif not (sequence.blocked or sequence.in_flight):
                 lacks_blocks = passed and passed_blocks + needed > self._pool.count(Use.FREE)
+                if self.fetch(sequence):
+                    continue
                 if lacks_blocks or not self.allocate(sequence):
                     return
                 self.admit(sequence)

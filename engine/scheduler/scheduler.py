@@ -96,6 +96,7 @@ class Scheduler:
         self.meter = StepCostMeter()
         self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
         self.connector = connector(self.pool, self.events, block_size, self.states)
+        self.connector.attach(self.meter, self.totals, clock)
         self._kv = KVCacheManager(self.pool, self.connector, block_size, max_batch_tokens, self.states)
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
@@ -257,6 +258,7 @@ class Scheduler:
             tile=self._tile,
             crowding=self._fair_share.crowding,
         )
+        self.room.begin_fetches()
         if self._make_room() and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
@@ -311,6 +313,7 @@ class Scheduler:
             decoding=len(running) - prompts,
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
+            host_blocks=self.connector.host_blocks,
             state_slots=(0, 0, 0, 0) if self.states is None else self.states.pool.counts,
         )
 
@@ -346,12 +349,12 @@ class Scheduler:
             return False
         runnable = self._select()
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
-            if self.room.preempt_paused():
+            if self.connector.give_way() or self.room.preempt_paused():
                 continue
             if self._peer_prompts.end_ahead(runnable.ahead):
                 runnable = self._select()
                 continue
-            if self._in_flight:
+            if self._in_flight or self.connector.copying:
                 return False
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)
@@ -427,6 +430,8 @@ class Scheduler:
                 return False
             if not builder.room(sequence) > 0:
                 return True
+            if self.room.fetch(sequence):
+                continue
             if not self.room.allocate(sequence):
                 return False
             self.room.admit(sequence)

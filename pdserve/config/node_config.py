@@ -48,6 +48,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_scales: tuple[KVScales, ...] = ()  # of all layers with a KV cache; empty unless the cache is FP8
     kv_checksum: bool
     kv_connector: str = "nixl"  # of connector/__init__.py: a name, or module:Class
+    host_kv_memory: int = 0  # bytes, of all ranks together; 0: evicted KV is not kept
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
     gpu_memory_utilization: float  # share of each GPU's memory for weights, activations and KV cache together
     attention_backend: str

@@ -254,6 +254,17 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="KV cache",
         ),
     ] = None
+    host_kv_memory: Annotated[
+        int | None,
+        Flag(
+            "host memory that keeps KV which the device has no room for: its prefixes are loaded in place of computed",
+            metavar="SIZE",
+            parse=parse_size,
+            at_least=1,
+            unset="none",
+            group="KV cache",
+        ),
+    ] = None
     state_slots: Annotated[
         int | None,
         Flag(

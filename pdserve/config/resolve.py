@@ -22,6 +22,7 @@ from pdserve.config.attention_backends import (
     choose_page_size,
     find_platform,
 )
+from pdserve.config.host_kv import check_host_kv
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
@@ -107,7 +108,7 @@ def resolve(
     max_batch_tokens = _choose_batch_tokens(options, device, parallel, choices)
     if weights is not None and weights.quantized:
         choices.append(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
-    return NodeConfig(
+    config = NodeConfig(
         model_dir=str(model_dir),
         model=model,
         served_model_name=_choose_name(options, choices),
@@ -126,6 +127,7 @@ def resolve(
         kv_scales=kv_scales,
         kv_checksum=options.kv_checksum != "off" and not options.simulated,
         kv_connector=kv_connector_of(options),
+        host_kv_memory=options.host_kv_memory or 0,
         measure_kv_memory=_measures(options, device),
         gpu_memory_utilization=options.memory_share,
         attention_backend=backend,
@@ -150,6 +152,10 @@ def resolve(
         pooling=pooling,
         triton_problem=platform.triton_problem or "",
     )
+    if not config.host_kv_memory:
+        return config
+    kept = f"host_kv_memory={config.host_kv_memory}: {check_host_kv(config)}"
+    return msgspec.structs.replace(config, choices=(*config.choices, kept))
 
 
 def _choose_name(options: NodeOptions, choices: list[str]) -> str:

@@ -32,8 +32,9 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
     A step takes ``step`` + ``decode`` per decoding sequence + ``decode_context`` per token of their contexts. Prompts
     add ``prompt_token`` per token or draft + ``prompt_context`` per pair of a token and one that it attends to. The
     read of the weights hides 23 % of that, at most ``hidden``. A read takes ``read`` + ``read_token`` per token of its
-    blocks. So decoding 1, 32, 128 and 256 sequences with short contexts takes 4.8, 5.4, 7.4 and 9.9 ms per step, a
-    prompt of 512, 2,048 and 8,192 tokens 14, 48 and 201 ms, and reading the last one 6.7 ms.
+    blocks, a copy from or to host memory ``host_token`` per token: 50 GB/s. So decoding 1, 32, 128 and 256 sequences
+    with short contexts takes 4.8, 5.4, 7.4 and 9.9 ms per step, a prompt of 512, 2,048 and 8,192 tokens 14, 48 and
+    201 ms, and reading the last one 6.7 ms.
     """
 
     step: float = 4.8e-3
@@ -44,6 +45,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
     hidden: float = 3.6e-3
     prompt_context: float = 0.45e-9
     decode_context: float = 34.5e-9
+    host_token: float = 2.6e-6
 
     def seconds(self, step: StepTokens) -> float:
         """Return the seconds of a step; 0 for an empty one."""
@@ -55,6 +57,9 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
 
     def of_read(self, num_tokens: int) -> float:
         return self.read + num_tokens * self.read_token
+
+    def of_host_copy(self, num_tokens: float) -> float:
+        return num_tokens * self.host_token
 
     def __str__(self) -> str:
         """Return the text that ``--sim-costs`` accepts."""

@@ -392,6 +392,19 @@ class Counters(msgspec.Struct, array_like=True):
     spec_decode_num_drafts: Annotated[int, Meta(description="Decodes of a sequence with drafts.")] = 0
     spec_decode_num_draft_tokens: Annotated[int, Meta(description="Drafts in these decodes.")] = 0
     spec_decode_num_accepted_tokens: Annotated[int, Meta(description="Drafts that were accepted.")] = 0
+    host_kv_hit_tokens: Annotated[
+        int, Meta(description="Tokens of prompts whose KV came back from host memory, instead of being computed.")
+    ] = 0
+    host_kv_load_bytes: Annotated[int, Meta(description="KV copied from host memory to the device, in bytes.")] = 0
+    host_kv_load_seconds: Annotated[float, Meta(description="Duration of these copies.")] = 0.0
+    host_kv_store_bytes: Annotated[int, Meta(description="KV copied from the device to host memory, in bytes.")] = 0
+    host_kv_evicted_blocks: Annotated[int, Meta(description="Blocks dropped from host memory.")] = 0
+    host_kv_missed_blocks: Annotated[
+        int, Meta(description="Blocks evicted from the device before they were copied to host memory.")
+    ] = 0
+    host_kv_corrupt_blocks: Annotated[
+        int, Meta(description="Blocks whose content in host memory had changed: their tokens were computed again.")
+    ] = 0
 
 
 class Totals(Counters):
@@ -419,6 +432,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     for_peers: int = 0  # of ``waiting`` and ``running``, prompts that other nodes decode
     itl_target: float = 0.0  # seconds between tokens that steps with prompts keep (engine/scheduler/itl_target.py)
     state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # of recurrent state, in the order of the fields for blocks
+    host_blocks: tuple[int, int] = (0, 0)  # of host memory: free, and with cached KV
 
 
 class Batch(msgspec.Struct, tag=True):

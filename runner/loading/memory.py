@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
 
+from pdserve import memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import RankPosition, weight_bytes
 from pdserve.config.state_slots import choose_slots
@@ -26,9 +26,6 @@ _log = logging.getLogger(__name__)
 #: Reserve beyond the measured peak, because PyTorch's allocator cannot always reuse its free memory.
 _FRAGMENTATION = 512 << 20  # bytes
 _LATER = 512 << 20  # bytes that libraries take after the measurement: registered memory, kernels
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryUse(NamedTuple):
@@ -152,26 +149,7 @@ def free_memory(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a device, None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    limits = [limit for limit in (_available_of_host(), _available_in_cgroup()) if limit is not None]
-    return min(limits, default=None)
-
-
-def _available_of_host() -> int | None:
-    if not _MEMINFO.exists():
-        return None
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _available_in_cgroup() -> int | None:
-    """Return the rest of a container's memory limit (cgroup v2); page cache counts as free, as it can be reclaimed."""
-    limit, current, stat = (_CGROUP / name for name in ("memory.max", "memory.current", "memory.stat"))
-    if not limit.exists() or not current.exists() or limit.read_text().strip() == "max":
-        return None
-    cached = [int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("inactive_file ")]
-    return int(limit.read_text()) - int(current.read_text()) + sum(cached)
+    return memory.free_memory()
 
 
 def gib(num_bytes: int) -> str:

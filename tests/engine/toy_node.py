@@ -10,13 +10,13 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
 from toy import VOCAB, ErringSource, Slot, ToyRunner, num_tokens
 
+from connector.backends.host_memory import build_host_memory
 from connector.backends.local import LocalConnector
 from connector.setup import ConnectorSetup
 from engine.channel import Channel
@@ -24,10 +24,13 @@ from engine.engine import Engine
 from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.kv_cache.block_pool import Use
-from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
+from engine.kv_cache.host_tier import HostTier
+from engine.kv_cache.tier import Tier
 from engine.scheduler.drafting import DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler import ConnectorFactory, Scheduler
+from pdserve.host_copies import HostRoom
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import (
     Batch,
@@ -42,7 +45,7 @@ from pdserve.ipc.messages import (
 )
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.pausing import Pausing, complete, completed
-from pdserve.protocols import KVConnector
+from pdserve.protocols import HostMemory, KVConnector
 from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
 from pdserve.sampling_params import SamplingParams
 
@@ -125,6 +128,8 @@ class Node:
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
         state_slots: int = 0,
         windows: tuple[int | None, ...] = (None,),
+        host: HostRoom | None = None,
+        host_memory: Callable[..., HostMemory] = build_host_memory,
     ) -> None:
         batch_tokens = max(batch_tokens, max_num_seqs * (1 + max_drafts))
         self._batch_tokens = batch_tokens
@@ -146,14 +151,17 @@ class Node:
             stages=stages,
             itl_target=itl_target,
             vocab_size=VOCAB,
-            connector=partial(PeerConnectorScheduler, checksum=kv_checksum),
+            connector=self._connector_factory(kv_checksum, host, state_slots),
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows)
-        self.connector = connector or LocalConnector(ConnectorSetup(self.epoch, states=self.runner.rank_states))
-        self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
-        self.rank = rank(self.runner, self.connector)
+        setup, wake = ConnectorSetup(self.epoch, states=self.runner.rank_states), self._channel.wake
+        self.connector = connector or LocalConnector(setup)
+        region, layout = self.runner.kv_region, self.runner.kv_layout
+        self.kv: RankKV = self.connector.register(region, layout, wake)
+        self.host_memory = None if host is None else host_memory(host, region, layout, setup, wake)
+        self.rank = rank(self.runner, self.connector, host_memory=self.host_memory)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
         if seconds is not None:
             self.engine._pipeline = ModelledPipeline(self.rank, seconds)
@@ -165,6 +173,25 @@ class Node:
         ] = {}  # by rid; unused with digests, which arrive when a lease may have ended
         self._pulls: set[int] = set()  # rids
         self._leased_slots: dict[int, set[Slot]] = {}  # slots of these that must not change
+
+    @staticmethod
+    def _connector_factory(checksum: bool, host: HostRoom | None, state_slots: int) -> ConnectorFactory:
+        def make(*args: Any) -> KVConnectorScheduler:
+            peers = PeerConnectorScheduler(*args, checksum=checksum)
+            if host is None:
+                return peers
+            return HostTier(peers, host, checksum=checksum, store_blocks=5, slot_blocks=2.0 if state_slots else 0.0)
+
+        return make
+
+    @property
+    def peers(self) -> PeerConnectorScheduler:
+        """The scheduler side of its connector, behind its tiers."""
+        found = self.scheduler.connector
+        while isinstance(found, Tier):
+            found = found._behind
+        assert isinstance(found, PeerConnectorScheduler)
+        return found
 
     def submit(
         self,
@@ -251,14 +278,17 @@ class Node:
 
     def _pulled(self, rid: int) -> None:
         """Note the blocks of a pull: they are leased before they are announced."""
-        assert isinstance(self.scheduler.connector, PeerConnectorScheduler)
         self._pulls.add(rid)
-        self._add_leased(rid, tuple(self.scheduler.connector._leases[rid].blocks))
+        self._add_leased(rid, tuple(self.peers._leases[rid].blocks))
 
     def _check(self) -> None:
         status = self.scheduler.status()
         assert status.free + status.held + status.leased + status.quarantined == status.total
-        assert status.leased == len({block for blocks in self.leased.values() for block in blocks})
+        leased = {block for blocks in self.leased.values() for block in blocks}
+        if self.host_memory is None:
+            assert status.leased == len(leased)
+        else:  # stores lease blocks, too
+            assert status.leased >= len(leased)
         assert all(num_tokens(plan) <= self._batch_tokens for plan in self.runner.launched[-1:])
         blocks = self.runner.writing.keys()
         assert self.scheduler.pool.count_free(blocks) == 0, "a block is free that a step in flight writes to"

@@ -1,0 +1,166 @@
+"""Blocks of host memory, found by the content of the cached block that was copied there.
+
+    free ──take──► storing ──add──► stored ──pin──► loading ──unpin──► stored
+      ▲               │                │               │
+      └──give_back────┴─── evicted, or dropped ────────┘ once no load reads it
+
+A stored block that has been of use once stays longer than one that never was (segmented LRU): a scan of long prompts
+that never come again evicts none of the prefixes that many prompts share.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine.kv_cache.free_runs import FreeRuns
+from pdserve.ipc.cache_changes import BlockKey
+
+_PROVEN_SHARE = 4 / 5  # of all blocks, for those that were of use; the others keep room to prove themselves
+
+
+@dataclass(slots=True, eq=False)
+class HostEntry:
+    """A stored block. ``digest`` is that of its content; None without checksums."""
+
+    key: BlockKey
+    block: int
+    digest: int | None
+    uses: int = 0
+    loads: int = 0  # that read it now
+    listed: bool = True  # found by its key
+    retired: bool = False  # its memory is faulty
+
+
+class HostPool:
+    """The host memory of one node, for one kind of block. Single-threaded.
+
+    ``on_drop`` is called with the key of each block that is evicted or dropped.
+    """
+
+    def __init__(self, num_blocks: int, on_drop: Callable[[BlockKey], None] = lambda key: None) -> None:
+        """``num_blocks`` will be there in the end; ``grow`` says how many are there."""
+        self.total = 0
+        self.num_evicted = 0  # since the start
+        self._free = FreeRuns(num_blocks, filled=False)
+        self._entries: dict[BlockKey, HostEntry] = {}
+        self._new: OrderedDict[HostEntry, None] = OrderedDict()  # least recently used first, as below
+        self._proven: OrderedDict[HostEntry, None] = OrderedDict()
+        self._on_drop = on_drop
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    @property
+    def num_stored(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether ``take`` would find a block."""
+        return bool(len(self._free) or self._new or self._proven)
+
+    def grow(self, num_blocks: int) -> None:
+        """So many blocks are allocated now."""
+        for block in range(self.total, num_blocks):
+            self._free.add(block)
+        self.total = max(self.total, num_blocks)
+
+    def find(self, key: BlockKey) -> HostEntry | None:
+        return self._entries.get(key)
+
+    def take(self, count: int) -> list[int]:
+        """Take up to ``count`` blocks to store into, in few runs. Evict others for that, but none that a load reads."""
+        while len(self._free) < count and (evictable := self._new or self._proven):
+            entry, _ = evictable.popitem(last=False)
+            self.num_evicted += 1
+            self._drop(entry)
+        return self._free.take(min(count, len(self._free)))
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Free blocks that were taken."""
+        for block in blocks:
+            self._free.add(block)
+
+    def add(self, key: BlockKey, block: int, digest: int | None) -> bool:
+        """Let a block that was taken be found. Return False, and free it, if another one has the same content."""
+        if key in self._entries:
+            self._free.add(block)
+            return False
+        entry = self._entries[key] = HostEntry(key, block, digest)
+        self._new[entry] = None
+        return True
+
+    def use(self, key: BlockKey) -> None:
+        """Its content has been used, on the device or from here. An unknown key is ignored."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.uses += 1
+        if not entry.loads:
+            self._list(entry)
+
+    def pin(self, entry: HostEntry) -> int:
+        """Keep a block for a load. Return it."""
+        if not entry.loads:
+            self._unlist(entry)
+        entry.loads += 1
+        return entry.block
+
+    def unpin(self, entry: HostEntry) -> None:
+        """A load has ended."""
+        entry.loads -= 1
+        assert entry.loads >= 0, f"host block {entry.block} was unpinned more often than pinned"
+        if entry.loads:
+            return
+        if entry.listed:
+            self._list(entry)
+        elif not entry.retired:
+            self._free.add(entry.block)
+
+    def drop(self, key: BlockKey) -> None:
+        """Forget a block; it is free once no load reads it. An unknown key is ignored."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._unlist(entry)
+            self._drop(entry)
+
+    def retire(self, entry: HostEntry) -> None:
+        """Forget a block that does not keep its content, and never use it again."""
+        entry.retired = True
+        if entry.listed:
+            self.drop(entry.key)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        for key in tuple(self._entries):
+            self.drop(key)
+
+    def _drop(self, entry: HostEntry) -> None:
+        """Forget an entry that is in no list."""
+        del self._entries[entry.key]
+        entry.listed = False
+        if not (entry.loads or entry.retired):
+            self._free.add(entry.block)
+        self._on_drop(entry.key)
+
+    def _list(self, entry: HostEntry) -> None:
+        """Make an entry the most recently used one."""
+        self._unlist(entry)
+        if entry.uses < 2:  # the first use is the one that it was computed for
+            self._new[entry] = None
+            return
+        self._proven[entry] = None
+        if len(self._proven) > _PROVEN_SHARE * self.total:
+            oldest, _ = self._proven.popitem(last=False)
+            oldest.uses = 0
+            self._new[oldest] = None
+
+    def _unlist(self, entry: HostEntry) -> None:
+        self._new.pop(entry, None)
+        self._proven.pop(entry, None)
