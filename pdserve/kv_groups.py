@@ -16,7 +16,7 @@ A sequence has one flat list of blocks: the entry of logical block i in group g 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -74,18 +74,17 @@ class KVCacheGroups(msgspec.Struct, frozen=True):
         """Return the layers of a block, with padding, on a rank that holds these consecutive layers."""
         return max((index + 1 for _, index in self.places(layers)), default=0) if self.layers else len(layers)
 
-    def pairs(self, start: int, end: int, position: int, block_size: int) -> Iterator[Pair]:
-        """Yield which of the logical blocks ``start … end - 1`` are seen from the block of ``position`` on, by group.
+    def pairs(self, start: int, end: int, position: int, block_size: int) -> list[Pair]:
+        """Return which of the logical blocks ``start … end - 1`` are seen from the block of ``position`` on, by group.
 
         Both sides of a handoff derive from it, in this order, which blocks are leased, announced and read. ``position``
         is the last one of a prompt that is handed off, and the one after the tokens of a pull, which ends with a block.
         """
         position = position // block_size * block_size
         first = [first_seen(position, window, block_size) for window in self.windows]
-        for block in range(start, end):
-            for group, begin in enumerate(first):
-                if block >= begin:
-                    yield block, group
+        if len(first) == 1:  # a first token waits for this
+            return [(block, 0) for block in range(max(start, first[0]), end)]
+        return [(block, group) for block in range(start, end) for group, begin in enumerate(first) if block >= begin]
 
     def blocks_for(self, num_tokens: int, block_size: int, step_tokens: int = 0) -> int:
         """Return the blocks that a sequence of so many tokens holds while it decodes.

@@ -396,11 +396,12 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     def _pairs(self, start: int, end: int, position: int) -> list[Pair]:
         """Return the logical blocks and groups that are handed off, as ``KVCacheGroups.pairs`` defines them."""
-        return list(self._groups.pairs(start, end, position, self._block_size))
+        return self._groups.pairs(start, end, position, self._block_size)
 
     def _entries(self, blocks: list[int], pairs: Iterable[Pair]) -> list[int]:
         """Return the blocks of these pairs in a sequence's list."""
-        return [blocks[index * self._groups.num_groups + group] for index, group in pairs]
+        num_groups = self._groups.num_groups
+        return [blocks[index * num_groups + group] for index, group in pairs]
 
     def _groups_of(self, pairs: Iterable[Pair]) -> tuple[int, ...]:
         return tuple(group for _, group in pairs) if self._groups.num_groups > 1 else ()
