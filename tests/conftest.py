@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 from collections.abc import Generator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 gc.disable()  # until all tests are collected
@@ -19,6 +17,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from machine import patience  # noqa: E402
 from process_marks import starts_processes  # noqa: E402
+from triton_interpreter import find_builtins_once  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
@@ -114,24 +113,7 @@ def _interpret_triton_kernels() -> None:
     triton.knobs.propagate_env = False
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]
-    _find_triton_builtins_once()
-
-
-def _find_triton_builtins_once() -> None:
-    """Let Triton's interpreter remember the builtins of its modules: it searches them at each call within a kernel.
-
-    That is a third of its time.
-    """
-    from triton.runtime import interpreter
-
-    names: dict[Any, list[str]] = {}
-
-    def builtins_of(owner: Any) -> list[tuple[str, Any]]:
-        if owner not in names:
-            names[owner] = [name for name, member in inspect.getmembers(owner, interpreter.tl.core.is_builtin)]
-        return [(name, getattr(owner, name)) for name in names[owner]]
-
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": builtins_of})
+    find_builtins_once()
 
 
 def _disable_grpc_fork_support() -> None:
