@@ -124,6 +124,7 @@ def test_answers_are_the_same_on_split_nodes(prefill: str, decode: str, tmp_path
         served.wait_idle()
 
 
+@pytest.mark.slow  # tests/engine/test_drafts.py has a quick test
 def test_answers_are_the_same_with_few_blocks(tmp_path: Path) -> None:
     """Sequences are preempted, and find prefixes in the cache."""
     few = ("--kv-cache-memory", "390KB")
