@@ -159,9 +159,8 @@ def test_deadline_passes_while_a_request_is_paused(fleet: Fleet, model: Path) ->
         fleet.wait_until(lambda: router_metric(fleet, "pdserve_requests_in_flight") == 0, 20.0)
 
 
-@pytest.mark.parametrize(
-    "stream", [pytest.param(True, id="stream", marks=pytest.mark.slow), pytest.param(False, id="body")]
-)
+@pytest.mark.slow  # test_hostile.py has a quick test
+@pytest.mark.parametrize("stream", [pytest.param(True, id="stream"), pytest.param(False, id="body")])
 def test_stalled_client_with_many_choices_is_disconnected(fleet: Fleet, model: Path, stream: bool) -> None:
     with another_router(fleet, model, "--client-stall-timeout", "1"):
         assert len(fleet.complete([9] * 40, 500)) == 500, "waiting for a response is not stalling"

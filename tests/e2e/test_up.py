@@ -209,6 +209,7 @@ def test_ctrl_c_ends_running_answers_at_once(tmp_path: Path) -> None:
         failed.value.close()
 
 
+@pytest.mark.slow
 def test_up_serves_a_reranker_without_decode_nodes(tmp_path: Path) -> None:
     directory = make_classifier(tmp_path / "reranker")
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
