@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from checkpoints import change_weight, make_checkpoint, reference_greedy, reference_model
 from fleet import Fleet, add_tokenizer
 
@@ -13,6 +14,7 @@ TENSOR = "model.layers.0.self_attn.k_proj.weight"
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384}  # samples of a file of 2.4 MB miss the element
 
 
+@pytest.mark.slow  # tests/nodes/test_weight_changes.py has a quick test
 def test_a_pair_that_differs_in_one_tensor_is_refused_and_answers_are_right(tmp_path: Path) -> None:
     ours = add_tokenizer(make_checkpoint(tmp_path / "ours", "llama", **SIZES))
     theirs = add_tokenizer(make_checkpoint(tmp_path / "theirs", "llama", **SIZES))

@@ -120,7 +120,7 @@ def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint
     assert decode.counter("handoff_failures") == failures
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_cancelled_requests_leave_no_blocks_or_leases(count: int, fleet: Fleet) -> None:
     """A tenth of the requests are cancelled at random times."""
     rng = random.Random(11)
@@ -212,6 +212,7 @@ def test_too_short_leases_lead_to_recompute(checkpoint: Checkpoint) -> None:
             node.wait_idle(20.0)
 
 
+@pytest.mark.slow  # tests/nodes/test_integrity.py has quick tests of the policy
 def test_failure_policy_fail_returns_an_error_and_the_node_stays_up(checkpoint: Checkpoint) -> None:
     flags = [*HAND_OFF_ALL, "--kv-failure-policy", "fail"]
     migrations = ["--migrations", "0"]

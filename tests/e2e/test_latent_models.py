@@ -47,9 +47,8 @@ def check_model(served: Served) -> None:
     served.wait_idle()
 
 
-@pytest.mark.parametrize(
-    "name", ["v2-lite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("v3", "glm-lite"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_exact_through_handoffs_and_preemption(name: str, tmp_path: Path) -> None:
     with Served(MODELS[name], tmp_path / "m", flags=SMALL) as served:
         check_model(served)

@@ -37,7 +37,7 @@ STAGES = ("computing", "reading", "before Release", "decoding")
 FAULTS = ("killed", "stopped", "paused", "slow")
 LASTING = FAULTS[:2]
 FAST_ROWS = {
-    ("prefill", "killed", "rank 1", "reading"),
+    ("prefill", "stopped", "rank 1", "reading"),
     ("decode", "stopped", "rank 1", "decoding"),
 }
 

@@ -26,7 +26,7 @@ BODIES = {
     "grammar": {**LONG, "structured_outputs": {"regex": "[a-z ]{3000,}"}},
     "two prompts": {**LONG, "n": 2, "prompt": [[5] * 100, [6] * 40]},
 }
-EVERYDAY, *OTHERS = BODIES
+EVERYDAY = "seeds, penalties"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,8 @@ def unhindered_answer(fleet: Fleet) -> Callable[[str], Answer]:
     return functools.cache(lambda kind: asyncio.run(unhindered(fleet.url, request_body(kind))))
 
 
-@pytest.mark.parametrize("kind", [EVERYDAY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
+@pytest.mark.slow  # the next test has a quick one
+@pytest.mark.parametrize("kind", BODIES)
 def test_client_that_reads_late_gets_the_same_answer(
     fleet: Fleet, kind: str, unhindered_answer: Callable[[str], Answer]
 ) -> None:
@@ -158,9 +159,8 @@ def test_deadline_passes_while_a_request_is_paused(fleet: Fleet, model: Path) ->
         fleet.wait_until(lambda: router_metric(fleet, "pdserve_requests_in_flight") == 0, 20.0)
 
 
-@pytest.mark.parametrize(
-    "stream", [pytest.param(True, id="stream", marks=pytest.mark.slow), pytest.param(False, id="body")]
-)
+@pytest.mark.slow  # test_hostile.py has a quick test
+@pytest.mark.parametrize("stream", [pytest.param(True, id="stream"), pytest.param(False, id="body")])
 def test_stalled_client_with_many_choices_is_disconnected(fleet: Fleet, model: Path, stream: bool) -> None:
     with another_router(fleet, model, "--client-stall-timeout", "1"):
         assert len(fleet.complete([9] * 40, 500)) == 500, "waiting for a response is not stalling"

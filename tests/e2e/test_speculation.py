@@ -124,6 +124,7 @@ def test_answers_are_the_same_on_split_nodes(prefill: str, decode: str, tmp_path
         served.wait_idle()
 
 
+@pytest.mark.slow  # tests/engine/test_drafts.py has a quick test
 def test_answers_are_the_same_with_few_blocks(tmp_path: Path) -> None:
     """Sequences are preempted, and find prefixes in the cache."""
     few = ("--kv-cache-memory", "390KB")
@@ -134,10 +135,8 @@ def test_answers_are_the_same_with_few_blocks(tmp_path: Path) -> None:
         served.wait_idle()
 
 
-@pytest.mark.parametrize(
-    ("model", "source"),
-    [(LLAMA, "lookup"), *(pytest.param(each, "mtp", marks=pytest.mark.slow) for each in (MIMO, QWEN35_MTP))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "source"), [(LLAMA, "lookup"), (MIMO, "mtp"), (QWEN35_MTP, "mtp")])
 def test_an_answer_continues_on_a_node_that_does_not_speculate(model: Model, source: str, tmp_path: Path) -> None:
     """One of two decode nodes dies while it computes an answer; the other one has no drafts."""
     (body,) = [each | {"max_tokens": 250, "temperature": 0.7} for each in bodies(4)[3:4]]

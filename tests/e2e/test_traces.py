@@ -250,7 +250,7 @@ def running(fleet: Fleet) -> NodeProcess:
 def test_unreachable_collector_is_logged_once_and_blocks_nothing(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    export = FAST_EXPORT | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    export = FAST_EXPORT | {"OTEL_EXPORTER_OTLP_TIMEOUT": f"{patience(1):g}"}
     flags = [*SIMULATED]
     tracing = ["--traces", f"http://127.0.0.1:{port}"]
     with mock.patch.dict(os.environ, export), start_fleet(model, 0, 1, True, (), flags, tracing) as fleet:

@@ -209,6 +209,7 @@ def test_ctrl_c_ends_running_answers_at_once(tmp_path: Path) -> None:
         failed.value.close()
 
 
+@pytest.mark.slow
 def test_up_serves_a_reranker_without_decode_nodes(tmp_path: Path) -> None:
     directory = make_classifier(tmp_path / "reranker")
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
@@ -240,6 +241,7 @@ def ready_nodes(url: str) -> set[str]:
 
 
 def test_prefill_node_that_dies_starts_again_and_no_request_notices(tmp_path: Path) -> None:
+    """At last up is killed, and its children end."""
     with started(tmp_path, "--engine", "simulated") as up, ThreadPoolExecutor(20) as threads:
         url = up.wait_served()
         expected = [tokens_of(url, seed) for seed in range(3)]
@@ -250,6 +252,10 @@ def test_prefill_node_that_dies_starts_again_and_no_request_notices(tmp_path: Pa
         wait_until(lambda: ready_nodes(url) == {"prefill", "decode"})
         assert up.process.poll() is None
         assert "prefill was killed by SIGKILL" in up.err.read_text()
+        processes = up.descendants()
+        up.process.kill()
+        up.process.wait(patience(5))
+        assert_gone(processes)
 
 
 def test_router_and_engine_that_die_start_again(tmp_path: Path) -> None:
@@ -285,15 +291,7 @@ def test_up_ends_when_a_process_dies_again_and_again(tmp_path: Path) -> None:
     assert "5 times in a row" in last
 
 
-def test_children_end_when_up_is_killed(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--engine", "simulated")
-    up.wait_served()
-    processes = up.descendants()
-    up.process.kill()
-    up.process.wait(patience(5))
-    assert_gone(processes)
-
-
+@pytest.mark.slow
 def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(EMBEDDED_MODEL, broken)

@@ -92,7 +92,8 @@ def test_tokens_are_exact_between_unequal_pages(name: str, tmp_path: Path) -> No
     check_unequal_pages(MODELS[name], tmp_path / "m", "1", "pp2")
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/engine/test_windows.py has a quick test
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
 def test_tokens_are_exact_under_preemption(name: str, tmp_path: Path) -> None:
     with Served(MODELS[name], tmp_path / "m", flags=SMALL) as served:
         check_preemption(served)

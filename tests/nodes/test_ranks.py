@@ -88,7 +88,9 @@ def test_two_ranks_serve_as_one_node_and_a_stopped_or_killed_rank_is_named(fleet
     assert f"{RANK_1} was killed by SIGKILL" in last_line(fleet, node)
 
 
-@pytest.mark.parametrize(("part", "stopped"), [("frontend", True), ("engine", False)])
+@pytest.mark.parametrize(
+    ("part", "stopped"), [("frontend", True), pytest.param("engine", False, marks=pytest.mark.slow)]
+)
 def test_ranks_exit_when_frontend_or_engine_is_killed(fleet: Fleet, checkpoint: Path, part: str, stopped: bool) -> None:
     node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
     fleet.wait_ready()

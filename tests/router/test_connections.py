@@ -39,7 +39,7 @@ def limited(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[Router
         conversation.token(65, finish="length")
 
     scripted_node.scripts |= {"linger": linger, "burst": burst}
-    flags = ["--decode", scripted_node.address, "--max-connections", str(LIMIT)]
+    flags = ["--decode", scripted_node.address, "--max-connections", str(LIMIT), "--sse-keep-alive", "0.5"]
     with router_process(tokenizer_dir, flags) as process:
         yield process
 

@@ -35,6 +35,7 @@ def test_roles_stay_under_constant_load(routers: int) -> None:
     assert simulation.moves <= 0.1 * len(jobs)
 
 
+@pytest.mark.slow
 def test_routers_that_do_not_talk_choose_as_well_as_one() -> None:
     results = []
     for routers in (1, 4):

@@ -51,7 +51,7 @@ def run_schemathesis(url: str, folder: Path, *flags: str) -> None:
 
 
 def test_schemathesis(fleet: Fleet, tmp_path: Path) -> None:
-    run_schemathesis(fleet.url, tmp_path, "--phases", "examples,fuzzing", "--max-examples", "8")
+    run_schemathesis(fleet.url, tmp_path, "--phases", "examples,fuzzing", "--max-examples", "4")
 
 
 @pytest.mark.slow

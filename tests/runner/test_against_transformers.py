@@ -252,7 +252,7 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         pytest.param("llama", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", {}, marks=pytest.mark.slow),
         pytest.param("mistral", {"sliding_window": 20}, marks=pytest.mark.slow),
-        ("qwen3", {"num_key_value_heads": 1}),
+        pytest.param("qwen3", {"num_key_value_heads": 1}, marks=pytest.mark.slow),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
         pytest.param(
@@ -289,7 +289,7 @@ FREED: dict[str, tuple[str, dict[str, Any], int]] = {
     [
         *(("V1", "torch", case) for case in FREED),
         *(pytest.param("V1", "triton", case, marks=pytest.mark.slow) for case in FREED),
-        *(pytest.param("V2", "triton", case, marks=[pytest.mark.slow] * (case != "gpt-oss")) for case in FREED),
+        *(pytest.param("V2", "triton", case, marks=[pytest.mark.slow] * (case != "all windows")) for case in FREED),
     ],
 )
 def test_blocks_behind_windows_are_never_read(

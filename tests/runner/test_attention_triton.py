@@ -17,8 +17,8 @@ SHAPES = {
     "alone": Shape(heads=2, kv_heads=2, head_dim=16, page=16),
     "pairs": Shape(heads=4, kv_heads=2, head_dim=32, page=32, has_norms=True),
     "fours": Shape(heads=4, kv_heads=1, head_dim=64, page=64),
-    "threes": Shape(heads=6, kv_heads=2, head_dim=16, page=16),
     "windows": Shape(heads=2, kv_heads=1, head_dim=16, page=16, windows=(None, 20, 3)),
+    "threes": Shape(heads=6, kv_heads=2, head_dim=16, page=16),
 }
 
 # (tokens in the cache, new tokens) of each sequence

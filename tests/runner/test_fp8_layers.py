@@ -328,7 +328,9 @@ LATENT_SIZES = {**_WIDTHS, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_hea
 LATENT_SIZES["num_hidden_layers"] = 2
 
 
-@pytest.mark.parametrize(("version", "q_lora_rank"), [("V1", 128), ("V2", 128), ("V2", None)])
+@pytest.mark.parametrize(
+    ("version", "q_lora_rank"), [("V1", 128), ("V2", 128), pytest.param("V2", None, marks=pytest.mark.slow)]
+)
 def test_projections_from_latents_are_dequantized(version: str, q_lora_rank: int | None, tmp_path: Path) -> None:
     """Rotated parts of heads are loaded in another order; keys and values are factors of batched products."""
     plain = make_checkpoint(tmp_path / "plain", "deepseek_v3", **LATENT_SIZES | {"q_lora_rank": q_lora_rank})

@@ -26,7 +26,7 @@ BLOCK = 16
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=2)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=1)
 
 
 def build(checkpoint: Path, version: str = "V2", max_num_seqs: int = 8) -> ModelRunner:
@@ -192,7 +192,7 @@ def test_logprobs_equal_those_of_v1(checkpoint: Path, requested: tuple[int, ...]
 
 
 def test_reloaded_weights_give_their_own_tokens(checkpoint: Path, tmp_path: Path) -> None:
-    other = make_checkpoint(tmp_path / "other", "llama", seed=1, num_hidden_layers=2)
+    other = make_checkpoint(tmp_path / "other", "llama", seed=1, num_hidden_layers=1)
     prompt = prompt_of(12, 4)
     expected = reference(other, prompt, 6)
     for version in ("V1", "V2"):

@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3": (
         "qwen3",
-        {"attention_bias": True, "tie_word_embeddings": True, "vocab_size": 130, "num_hidden_layers": 2},
+        {"attention_bias": True, "tie_word_embeddings": True, "vocab_size": 130, "num_hidden_layers": 1},
     ),
     "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 2}),
     "mixtral": ("mixtral", {"num_hidden_layers": 2}),

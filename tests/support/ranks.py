@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 from stepper import Running, Stepper
+from triton_interpreter import find_builtins_once
 
 import runner
 from pdserve.config.node_config import NodeConfig
@@ -105,4 +106,6 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
+    if "TRITON_INTERPRET" in os.environ:
+        find_builtins_once()
     _main()

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import msgspec
 import torch
+from triton_interpreter import find_builtins_once
 
 import runner
 from engine.executor.rank import Rank
@@ -236,4 +237,6 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 
 if __name__ == "__main__":
+    if "TRITON_INTERPRET" in os.environ:
+        find_builtins_once()
     _serve(sys.stdin.buffer, sys.stdout.buffer)
