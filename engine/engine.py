@@ -14,8 +14,7 @@ from pdserve.ipc import messages
 from pdserve.records import EMPTY_OUTPUT, NO_ORDERS
 
 _SHORTEST_WAIT = 1e-3  # seconds: a selector's timeouts are milliseconds
-_LONGEST_WAIT = 5e-3  # seconds between looks at a step that is expected to take much longer …
-_LOOKS = 25  # … but so often during a step: if it ends far earlier, the device is idle for at most 1/25 of its time
+_LOOKS = 25  # at a step while it executes: if it ends far too early, the device is idle for at most 1/25 of its time
 
 
 class Engine:
@@ -128,7 +127,7 @@ class Engine:
 
         Return at ``until``, of ``time.perf_counter``, or when the oldest step has ended before.
         """
-        longest = min(max((until - time.perf_counter()) / _LOOKS, _SHORTEST_WAIT), _LONGEST_WAIT)
+        longest = (until - time.perf_counter()) / _LOOKS
         while not self._stopped and (left := until - time.perf_counter()) > _SHORTEST_WAIT:
             if self._ranks.oldest_is_done():
                 return
@@ -137,7 +136,7 @@ class Engine:
             self._serve_connector()
             self._emit()
             start = time.perf_counter()
-            wait = _SHORTEST_WAIT if self._ranks.digesting else min(max(left / 4, _SHORTEST_WAIT), longest)
+            wait = _SHORTEST_WAIT if self._ranks.digesting else max(min(left / 4, longest), _SHORTEST_WAIT)
             commands = self._channel.receive(wait)
             self._attended += time.perf_counter() - start
             self.handle(commands)

@@ -435,9 +435,8 @@ class Scheduler:
             if not self.room.allocate(sequence):
                 return False
             self.room.admit(sequence)
-            request = sequence.request
             if not sequence.num_outputs:
-                request.queued += self._clock() - request.waits_since
+                sequence.request.queued += self._clock() - sequence.request.waits_since
             self._live.run(sequence)
             self._add_prompt(builder, sequence)
             self._prompts.append(sequence)
