@@ -26,6 +26,9 @@ LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for gramm
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
 QWEN35 = Model("qwen3_5_text", {"vocab_size": 4096})
 QWEN35_MTP = QWEN35._replace(fields=dict(QWEN35.fields, predicts=True))
+STAGED_QWEN35 = QWEN35._replace(  # each of two stages has layers of both kinds
+    fields=dict(QWEN35.fields, num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -157,7 +160,7 @@ def test_an_answer_continues_on_a_node_that_does_not_speculate(model: Model, sou
 )
 def test_answers_of_recurrent_layers_are_the_same(prefill: str, decode: str, tmp_path: Path) -> None:
     """States are handed off from nodes with drafts and to such nodes."""
-    with Served(QWEN35, tmp_path / "m", [prefill], [decode], flags=("--state-slots", "24")) as served:
+    with Served(STAGED_QWEN35, tmp_path / "m", [prefill], [decode], flags=("--state-slots", "24")) as served:
         check(served.fleet, seed=4)
         (d,) = served.fleet.decode
         assert (accepted(d) > 20) == ("lookup" in decode)
