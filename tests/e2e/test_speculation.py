@@ -173,12 +173,13 @@ def test_answers_of_recurrent_layers_are_the_same(prefill: str, decode: str, tmp
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("model", "source"), [(LLAMA, "lookup"), (MIMO, "mtp")])
 def test_v2_answers_are_those_of_v1(model: Model, source: str, tmp_path: Path) -> None:
+    wanted = [*bodies(5)[1::3], bodies(5)[-1]]  # few: an interpreter executes the kernels of V2
     with Served(model, tmp_path / "v1") as served:
-        expected = answers(served.fleet, bodies(5))
+        expected = answers(served.fleet, wanted)
     flags, speculating = ("--block-size", "16"), [f"1 {source}"]
     with Served(model, tmp_path / "v2", speculating, speculating, flags=flags, runner="V2") as served:
-        found = answers(served.fleet, bodies(5))
-        assert drafted(served.fleet.decode[0]) > 60
+        found = answers(served.fleet, wanted)
+        assert drafted(served.fleet.decode[0]) > 20
     for ours, theirs in zip(found, expected, strict=True):
         assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
 
