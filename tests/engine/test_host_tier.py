@@ -35,9 +35,7 @@ def memory_of(node: Node) -> SlowHostMemory:
 
 
 def make_node(num_blocks: int = 24, depth: tuple[int, int] = (2, 1), room: HostRoom = ROOM, **options: Any) -> Node:
-    node = Node(num_blocks, *depth, host=room, host_memory=SlowHostMemory, **options)
-    memory_of(node).grow()
-    return node
+    return Node(num_blocks, *depth, host=room, host_memory=SlowHostMemory, **options)
 
 
 def rest(node: Node) -> None:
