@@ -57,7 +57,7 @@ def build(name: str, setup: ConnectorSetup) -> KVConnector:
 def host_memory(
     room: HostRoom, region: KVRegion, layout: KVLayout, setup: ConnectorSetup, on_progress: Callable[[], None]
 ) -> HostMemory:
-    """Return host memory for the KV of one rank. It begins to allocate; ``on_progress`` is called from any thread."""
+    """Return host memory for the KV of one rank. ``on_progress`` is called from any thread."""
     from connector.backends.host_memory import build_host_memory
 
     return build_host_memory(room, region, layout, setup, on_progress)

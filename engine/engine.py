@@ -131,7 +131,6 @@ class Engine:
         while not self._stopped and (left := until - time.perf_counter()) > _SHORTEST_WAIT:
             if self._ranks.oldest_is_done():
                 return
-            self._scheduler.room.begin_fetches()
             self._scheduler.room.admit_loads()
             self._serve_connector()
             self._emit()

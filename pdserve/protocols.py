@@ -154,6 +154,9 @@ class HostMemory(Protocol):
     The memory of a copy, on both sides, belongs to the copy until ``poll`` has returned its CopyResult.
     """
 
+    def allocate(self) -> None:
+        """Begin to allocate the memory; ``poll`` reports how much there is."""
+
     def copy(self, order: HostCopy) -> None:
         """Order a copy. Loads do not wait for copies to the host; beside that, copies keep their order."""
 

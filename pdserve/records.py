@@ -138,6 +138,7 @@ class KVConnectorOrders(msgspec.Struct, frozen=True):
     reads: tuple[KVRead, ...] = ()
     digests: tuple[tuple[int, DigestOrder], ...] = ()  # with an id that is unique in this engine
     copies: tuple[HostCopy, ...] = ()
+    allocate_host_memory: bool = False  # begin to
 
 
 NO_ORDERS = KVConnectorOrders()

@@ -183,6 +183,8 @@ class CopyingHostMemory(ABC):
             for load in (True, False)
         }
         self._growing = threading.Thread(target=self._grow, name="kv memory", daemon=True)
+
+    def allocate(self) -> None:
         self._growing.start()
 
     def copy(self, order: HostCopy) -> None:
@@ -197,7 +199,8 @@ class CopyingHostMemory(ABC):
         self._closed = True
         for lane in self._lanes.values():
             lane.close()
-        self._growing.join()
+        if self._growing.is_alive():
+            self._growing.join()
 
     # ------------------------------------------------------------ a subclass's own
 
@@ -333,8 +336,11 @@ class SimulatedHostMemory:
         self._slot_bytes = 0 if states is None else states.layout.slot_bytes
         self._costs = costs
         self._results = _Results(on_progress)
-        self._results.grown(room)
+        self._room = room
         self._lanes = {load: _Lane(f"kv copies {load}", lambda: None, self._execute) for load in (True, False)}
+
+    def allocate(self) -> None:
+        self._results.grown(self._room)
 
     def copy(self, order: HostCopy) -> None:
         self._lanes[order.load].put(order)
@@ -358,7 +364,7 @@ class SimulatedHostMemory:
 def build_host_memory(
     room: HostRoom, region: KVRegion, layout: KVLayout, setup: ConnectorSetup, on_progress: Callable[[], None]
 ) -> CopyingHostMemory | SimulatedHostMemory:
-    """Return the host memory of one rank. It begins to allocate; ``on_progress`` is called from any thread."""
+    """Return the host memory of one rank. ``on_progress`` is called from any thread."""
     if setup.costs is not None:
         return SimulatedHostMemory(room, layout, setup.states, setup.costs, on_progress)
     kind = CudaHostMemory if region.device == "cuda" else CpuHostMemory

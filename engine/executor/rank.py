@@ -77,6 +77,9 @@ class Ranks(Protocol):
 class NoHostMemory:
     """The HostMemory of a rank without any: nothing is copied."""
 
+    def allocate(self) -> None:
+        raise AssertionError("host memory that the node does not have")
+
     def copy(self, order: HostCopy) -> None:
         raise AssertionError("a copy to host memory that the node does not have")
 
@@ -177,6 +180,8 @@ class Rank:
             self._connector.connect(peer)
         for read in orders.reads:
             self._connector.read(read)
+        if orders.allocate_host_memory:
+            self._host_memory.allocate()
         for copy in orders.copies:
             self._host_memory.copy(copy)
         for number, order in orders.digests:

@@ -218,6 +218,7 @@ class HostTier(Tier):
         self._clock: Callable[[], float] = lambda: 0.0
         self._cost = LineFit(_KEEP)  # seconds of a fetch, by blocks
         self._measured_at = 0.0
+        self._allocated = False  # ordered
         self._copies: list[HostCopy] = []
         self._stores: dict[int, _Store] = {}  # by number of the copy
         self._loads: dict[int, _Fetch] = {}  # likewise
@@ -445,6 +446,7 @@ class HostTier(Tier):
 
     def _drop_kept(self, fetch: _Fetch) -> None:
         kept, fetch.kept = fetch.kept, []
+        self._events.status_changed = True
         with self._quietly():
             for area, blocks in kept:
                 area.pool.drop(blocks, Use.HELD)
@@ -515,6 +517,7 @@ class HostTier(Tier):
         if store.digests is None or store.result is None:
             return
         del self._stores[copy_id]
+        self._events.status_changed = True
         area, result = store.area, store.result
         area.storing.difference_update(store.keys)
         with self._quietly():
@@ -542,17 +545,19 @@ class HostTier(Tier):
 
     @property
     def has_orders(self) -> bool:
-        if self._copies or super().has_orders:
+        if self._copies or not self._allocated or super().has_orders:
             return True
         return len(self._stores) < _STORES and any(area.next_store() for area in self._areas)
 
     def take_orders(self) -> KVConnectorOrders:
         self._order_stores()
         orders = super().take_orders()
-        if not self._copies:
+        if self._allocated and not self._copies:
             return orders
         copies, self._copies = tuple(self._copies), []
-        return msgspec.structs.replace(orders, copies=copies)
+        orders = msgspec.structs.replace(orders, copies=copies, allocate_host_memory=not self._allocated)
+        self._allocated = True
+        return orders
 
     def update(self, output: ModelRunnerOutput) -> None:
         super().update(output)

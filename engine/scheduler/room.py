@@ -52,7 +52,7 @@ class Room:
             head = next((each for each in self._live.waiting if not self._connector.fetching(each)), None)
         return None if head is None or head.blocked or head.in_flight else head
 
-    def begin_fetches(self) -> None:
+    def _begin_fetches(self) -> None:
         """Begin the fetches of the next waiting sequences, as far as there is room for these and those before them."""
         connector = self._connector
         if not connector.fetches or not self._live.waiting:
@@ -94,7 +94,11 @@ class Room:
             self._totals.admitted_prompt_tokens += sequence.prompt_len
 
     def admit_loads(self) -> None:
-        """Admit waiting requests that load. They pass prompts that wait for a step, unless these would lack room."""
+        """Admit waiting requests that load, and begin fetches.
+
+        Loads pass prompts that wait for a step, unless these would lack room.
+        """
+        self._begin_fetches()
         passed = passed_blocks = 0  # these prompts
         for sequence in list(self._live.waiting):
             if self.free_places <= passed:

@@ -258,7 +258,6 @@ class Scheduler:
             tile=self._tile,
             crowding=self._fair_share.crowding,
         )
-        self.room.begin_fetches()
         if self._make_room() and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0

@@ -35,6 +35,9 @@ class SlowHostMemory:
 
     # ------------------------------------------------------------ a HostMemory
 
+    def allocate(self) -> None:
+        self.grow()
+
     def copy(self, order: HostCopy) -> None:
         missing = [(False, *places) for places in zip(order.blocks, order.host_blocks, strict=True)]
         missing += [(True, *places) for places in zip(order.slots, order.host_slots, strict=True)]

@@ -18,7 +18,7 @@ from toy_node import BLOCK, DEPTHS, Node
 from engine.kv_cache.host_tier import HostTier
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
-from pdserve.ipc.messages import Cancel, FreeLease, LeaseCached, Mode, Pause, Reserved, Resume, Submit
+from pdserve.ipc.messages import Cancel, FreeLease, LeaseCached, Leased, Mode, Pause, Reserved, Resume, Submit
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(90, 20)
@@ -35,9 +35,7 @@ def memory_of(node: Node) -> SlowHostMemory:
 
 
 def make_node(num_blocks: int = 24, depth: tuple[int, int] = (2, 1), room: HostRoom = ROOM, **options: Any) -> Node:
-    node = Node(num_blocks, *depth, host=room, host_memory=SlowHostMemory, **options)
-    memory_of(node).grow()
-    return node
+    return Node(num_blocks, *depth, host=room, host_memory=SlowHostMemory, **options)
 
 
 def rest(node: Node) -> None:
@@ -138,7 +136,7 @@ def test_reservation_of_a_handoff_begins_behind_what_was_fetched() -> None:
     for rid in (1, 2, 3):
         ask(node, rid, words(rid))
     node.submit(4, words(1), SamplingParams(max_tokens=1), Mode.HANDOFF)
-    reserved = []
+    reserved: list[Reserved] = []
     while not reserved:
         memory_of(node).finish()
         reserved = node.step().reserved
@@ -156,7 +154,7 @@ def test_pulled_prefix_is_fetched_and_leased(checksum: bool) -> None:
         ask(node, rid, words(rid))
     pull = LeaseCached(rid=9, token_ids=array("I", words(1)).tobytes(), cache_salt="", skip_tokens=8)
     node.engine.handle([pull])
-    leased = []
+    leased: list[Leased] = []
     while not leased:
         memory_of(node).finish()
         leased = node.step().leased
