@@ -179,6 +179,18 @@ def test_unsupported_schema_is_refused(sdk: openai.OpenAI) -> None:
     assert caught.value.param == "tools"
 
 
+def test_unsupported_schema_is_refused_with_tool_and_place(sdk: openai.OpenAI) -> None:
+    unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    tool: Any = {"type": "function", "function": {"name": "label", "parameters": {"properties": {"tags": unique}}}}
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[1\] \(label\): .* at properties\.tags\.uniqueItems"
+    ) as caught:
+        sdk.chat.completions.create(**ASK, tools=[PAINT, tool], tool_choice="required")
+    assert caught.value.param == "tools"
+    call = sdk.chat.completions.create(**ASK, tools=[PAINT, tool], tool_choice=NAMED).choices[0]
+    assert call.finish_reason == "tool_calls", "only the schema of the named function is held"
+
+
 def test_items_are_held_to_a_schema(sdk: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "colour", "schema": {"enum": ["red", "green"]}}}
     response = sdk.responses.create(model=MODEL_NAME, input="Which?", text=text, max_output_tokens=2000)
@@ -330,3 +342,31 @@ def test_model_may_call_a_tool_or_answer_by_the_format(
     ask(answer, tool_choice=none)
     held = scripted_node.seen[say_text(answer)["extra_body"]["cache_salt"]].message.sampling.grammar
     assert "@calls" not in held
+
+
+LABEL = {"properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_unsupported_schema_leaves_the_others_strict(
+    reading_router: RouterProcess, scripted_node: ScriptedNode, say_text: Any, path: str
+) -> None:
+    name = path.rpartition("/")[2]
+    label: Any = {"name": "label", "parameters": LABEL, "strict": True}
+    tools = {
+        "completions": [{"type": "function", "function": label}],
+        "responses": [{"type": "function", **label}],
+        "messages": [{"name": "label", "input_schema": LABEL, "strict": True}],
+    }[name]
+    fields = {
+        key: value for key, value in PATHS[path].items() if key not in ("response_format", "text", "output_config")
+    }
+    extra = say_text(f"<tool_call>{GOOD}</tool_call>")["extra_body"]
+    body = {**fields, "model": SCRIPTED, "tools": [*fields["tools"], *tools], **extra}
+    for stream in (False, True):
+        response = httpx.post(
+            reading_router.url + path, json={**body, "stream": stream}, timeout=patience(20), trust_env=False
+        )
+        assert response.status_code == 200, response.text
+        assert '"add"' in response.text
+        assert "(label): the schema cannot be held at properties.tags.uniqueItems: " in response.text

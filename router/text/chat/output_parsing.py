@@ -22,6 +22,7 @@ class OutputParsing(msgspec.Struct, frozen=True):
     markers: tuple[str, ...]  # special tokens that the parser must see as text
     include_reasoning: bool = True
     forced: bool = False  # the output is calls; a beginning that is cut off is no content
+    warnings: list[str] = []  # what of the request has no effect
 
 
 def select_parsing(
