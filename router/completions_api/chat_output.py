@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -57,11 +58,23 @@ class ChatOutput:
             held = name == use.named if use.named else use.required or function.get("strict")
             if not held or name not in use.names or (problems and use.must_call):
                 continue
+            where = f"tools[{index}] ({name})"
             try:
-                await self._model.grammars.check(parameters_grammar(function, f"tools[{index}] ({name})"))
+                await self._model.grammars.check(parameters_grammar(function, where))
+                if not use.must_call:
+                    await self._model.grammars.check(self._calls_grammar(tool, where))
             except RequestError as exc:
                 problems[name] = str(exc)
         return problems
+
+    def _calls_grammar(self, tool: dict[str, Any], field: str) -> OutputGrammar:
+        """Return the grammar of calls of one function. Raises RequestError that begins with ``field``."""
+        form = self._model.parsers.tools
+        assert form is not None
+        try:
+            return OutputGrammar(form.grammar(ToolUse((tool,)), partial(_marker, self._model), True), field)
+        except RequestError as exc:
+            raise RequestError(f"{field}: {exc}", field) from exc
 
     async def _checked(self, use: ToolUse) -> OutputGrammar:
         grammar = await self._grammar(use)

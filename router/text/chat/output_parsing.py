@@ -63,7 +63,7 @@ def _new_parser(use: ToolUse, parsers: ModelParsers, state: ReasoningState) -> O
         parser = RequiredToolParser(use.names, use.parallel)
     elif use.tools:
         assert parsers.tools is not None
-        parser = parsers.tools.parser(use.names, use.parallel)
+        parser = parsers.tools.parser(use.schemas, use.parallel)
     if state.markers is None:
         return parser
     return ReasoningParser(state.markers.start, state.markers.end, state.opened, parser)

@@ -9,8 +9,30 @@ from uuid import uuid4
 import msgspec
 
 from pdserve.errors import ConfigError
-from router.text.chat.strict_tools import StrictGrammar, hermes_grammar, llama_grammar, mistral_grammar
-from router.text.chat.tool_parsers import HermesToolParser, LlamaToolParser, MistralToolParser, ToolParser
+from router.text.chat.strict_tools import (
+    StrictGrammar,
+    deepseek_grammar,
+    deepseek_v31_grammar,
+    hermes_grammar,
+    llama_grammar,
+    mistral_grammar,
+)
+from router.text.chat.tagged_grammars import tagged_grammar
+from router.text.chat.tagged_tool_parsers import (
+    GLM45,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    Glm45ToolParser,
+    MiniMaxM2ToolParser,
+    Qwen3CoderToolParser,
+)
+from router.text.chat.tool_parsers import (
+    DeepSeekToolParser,
+    HermesToolParser,
+    LlamaToolParser,
+    MistralToolParser,
+    ToolParser,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -18,14 +40,15 @@ AUTO, NONE = "auto", "none"
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """``markers`` are texts that the model writes as special tokens; ``sign`` identifies templates of the family.
+    """``markers`` are texts that the model writes as special tokens; ``signs`` identify templates of the family.
 
-    ``grammar`` holds calls of strict functions to their schemas.
+    ``parser`` gets the names of functions, as keys of a mapping to the schemas of their arguments. ``grammar`` holds
+    calls of strict functions to their schemas.
     """
 
     parser: Callable[[Collection[str], bool], ToolParser]
     markers: tuple[str, ...]
-    sign: str
+    signs: tuple[str, ...]
     grammar: StrictGrammar
     short_ids: bool = False  # Mistral's templates accept only call ids of nine letters and digits
 
@@ -44,11 +67,28 @@ class ReasoningState(msgspec.Struct, frozen=True):
     opened: bool = False
 
 
+_HERMES_TAGS = ("<tool_call>", "</tool_call>")
+_GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_MINIMAX_TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
+_DEEPSEEK_TAGS = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+)
+# Several families put another syntax into the tags of Hermes, so their own signs are looked for first.
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(HermesToolParser, ("<tool_call>", "</tool_call>"), "<tool_call>", hermes_grammar),
-    "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), "<|python_tag|>", llama_grammar),
+    "qwen3_coder": ToolFormat(
+        Qwen3CoderToolParser, _HERMES_TAGS, ("<function=", "<parameter="), tagged_grammar(QWEN3_CODER)
+    ),
+    "glm45": ToolFormat(Glm45ToolParser, (*_HERMES_TAGS, *_GLM_TAGS), ("<arg_key>",), tagged_grammar(GLM45)),
+    "minimax_m2": ToolFormat(MiniMaxM2ToolParser, _MINIMAX_TAGS, ("<minimax:tool_call>",), tagged_grammar(MINIMAX_M2)),
+    "deepseek_v3": ToolFormat(
+        DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>", "```json"), deepseek_grammar
+    ),
+    "deepseek_v31": ToolFormat(DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>",), deepseek_v31_grammar),
+    "hermes": ToolFormat(HermesToolParser, _HERMES_TAGS, ("<tool_call>",), hermes_grammar),
+    "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), ("<|python_tag|>",), llama_grammar),
     "mistral": ToolFormat(
-        MistralToolParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]", mistral_grammar, short_ids=True
+        MistralToolParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), ("[TOOL_CALLS]",), mistral_grammar, short_ids=True
     ),
 }
 REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
@@ -56,13 +96,33 @@ REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
 }
 # vLLM's and SGLang's names of equal formats, with underscores
-_ALIASES = {
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "glm45", "qwen3", "qwen3_thinking"), "think"),
-    **dict.fromkeys(("qwen", "qwen25"), "hermes"),
-    "llama3": "llama3_json",
+_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "--tool-call-parser": {
+        **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+        **dict.fromkeys(("qwen3_xml", "qwen3_5"), "qwen3_coder"),
+        **dict.fromkeys(("glm", "glm47"), "glm45"),
+        **dict.fromkeys(("minimax", "minimax_m2_5"), "minimax_m2"),
+        "deepseekv3": "deepseek_v3",
+        "deepseekv31": "deepseek_v31",
+        "llama3": "llama3_json",
+    },
+    "--reasoning-parser": dict.fromkeys(
+        (
+            "deepseek_r1",
+            "deepseek_v3",
+            "deepseek_v31",
+            "glm45",
+            "glm47",
+            "minimax",
+            "minimax_m2",
+            "qwen3",
+            "qwen3_thinking",
+        ),
+        "think",
+    ),
 }
-# Families that put another syntax into Hermes' tags
-_NOT_HERMES = ("<function=", "<arg_key>")
+# Families that put another syntax into Hermes' tags, unknown here
+_NOT_HERMES = ("<function=",)
 # How Llama 3's templates request calls, even those without the tag
 _LLAMA_WORDS = '{"name": function name, "parameters": dictionary'
 
@@ -109,7 +169,7 @@ def parser_name(flag: str, text: str) -> str:
     """Check a flag's value; names of peers are translated. Raises ConfigError for an unknown name."""
     known = parser_names(flag)
     name = text.replace("-", "_")
-    name = name if name in known else _ALIASES.get(name, name)
+    name = name if name in known else _ALIASES[flag].get(name, name)
     if name not in known:
         raise ConfigError(f"{flag} {text!r} is not known; choose one of {', '.join(known)}")
     return name
@@ -126,7 +186,9 @@ def _select(flag: str, requested: str, detected: str) -> str:
 
 def _detect_tool_parser(template: str) -> str:
     for name, form in TOOL_PARSERS.items():
-        if form.sign in template and not (name == "hermes" and any(other in template for other in _NOT_HERMES)):
+        if all(sign in template for sign in form.signs) and not (
+            name == "hermes" and any(other in template for other in _NOT_HERMES)
+        ):
             return name
     return "llama3_json" if _LLAMA_WORDS in template else NONE
 

@@ -27,6 +27,11 @@ class ToolUse(msgspec.Struct, frozen=True):
     def names(self) -> list[str]:
         return [tool["function"]["name"] for tool in self.tools]
 
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The schemas of arguments by name of the function; none: not given."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
+
     def without_strict(self, names: Collection[str]) -> ToolUse:
         """Return the use with these functions not strict."""
         tools = tuple(

@@ -40,7 +40,7 @@ _MAX_REFERENCES = 16  # that lead to one another
 _MAX_VISITS = 10_000
 
 _KEEP_NULL = ("const", "default")
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id", "id"}
 )
 _VALUES: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}  # by type
@@ -129,7 +129,7 @@ class _Normalizer:
         names = self._resolved(schema.get("propertyNames"))
         if names is True:
             names = {}
-        if not isinstance(names, dict) or not names.keys() <= _NAME_KEYWORDS | _ANNOTATIONS:
+        if not isinstance(names, dict) or not names.keys() <= _NAME_KEYWORDS | ANNOTATIONS:
             return
         others = schema.get("additionalProperties", True)
         properties = schema.get("properties", {})
@@ -184,9 +184,9 @@ class _Normalizer:
             return None if values is None else set(map(msgspec.json.encode, values))
         found = set[bytes]()
         for each in _branches(branch) or [None]:
-            if (values := self._tags(each, name, depth + 1)) is None:
+            if (inner := self._tags(each, name, depth + 1)) is None:
                 return None
-            found |= values
+            found |= inner
         return found
 
     # ---------------------------------------------------------------- arrays and texts
