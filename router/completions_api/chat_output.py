@@ -11,6 +11,7 @@ from pdserve.errors import RequestError
 from router.completions_api.request_bodies import ChatBody
 from router.completions_api.token_params import NO_THINKING_BUDGET, ThinkingParams, thinking_params
 from router.service import ServedModel
+from router.text.chat.families.harmony_grammar import harmony_grammar
 from router.text.chat.messages import join_parts
 from router.text.chat.output_parsing import OutputParsing, select_parsing
 from router.text.chat.parsers import ReasoningState
@@ -83,6 +84,8 @@ class ChatOutput:
 
     async def _grammar(self, use: ToolUse) -> OutputGrammar:
         model, body = self._model, self._body
+        if model.parsers.use_channels:
+            return await self._channels_grammar(use)
         form = model.parsers.tools
         if use.must_call:
             grammar = OutputGrammar(tool_call_grammar(use), "tools")
@@ -100,6 +103,17 @@ class ChatOutput:
         start, end = _marker(model, markers.start), _marker(model, markers.end)
         text = after_reasoning(grammar.text, start, end, opened=self._state.opened)
         return OutputGrammar(text, grammar.field)
+
+    async def _channels_grammar(self, use: ToolUse) -> OutputGrammar:
+        """Return the grammar of messages in channels: reasoning, and then a call or an answer."""
+        body, marker = self._body, partial(_marker, self._model)
+        answer = await self._model.grammars.translated(body.structure)
+        if self._state.continued or not (answer.text or use.must_call or has_strict(use)):
+            return answer
+        if use.must_call:
+            return OutputGrammar(harmony_grammar(use, marker, None), "tools")
+        calls = use if self._may_call or not answer.text else ToolUse()
+        return OutputGrammar(harmony_grammar(calls, marker, answer.text), answer.field or "tools")
 
     @property
     def _may_call(self) -> bool:

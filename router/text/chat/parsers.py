@@ -9,6 +9,17 @@ from uuid import uuid4
 import msgspec
 
 from pdserve.errors import ConfigError
+from router.text.chat.families.harmony_grammar import harmony_calls_grammar
+from router.text.chat.families.harmony_parser import MARKERS, HarmonyParser
+from router.text.chat.families.tagged_grammars import tagged_grammar
+from router.text.chat.families.tagged_tool_parsers import (
+    GLM45,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    Glm45ToolParser,
+    MiniMaxM2ToolParser,
+    Qwen3CoderToolParser,
+)
 from router.text.chat.strict_tools import (
     StrictGrammar,
     deepseek_grammar,
@@ -16,15 +27,6 @@ from router.text.chat.strict_tools import (
     hermes_grammar,
     llama_grammar,
     mistral_grammar,
-)
-from router.text.chat.tagged_grammars import tagged_grammar
-from router.text.chat.tagged_tool_parsers import (
-    GLM45,
-    MINIMAX_M2,
-    QWEN3_CODER,
-    Glm45ToolParser,
-    MiniMaxM2ToolParser,
-    Qwen3CoderToolParser,
 )
 from router.text.chat.tool_parsers import (
     DeepSeekToolParser,
@@ -50,6 +52,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
     markers: tuple[str, ...]
     signs: tuple[str, ...]
     grammar: StrictGrammar
+    channels: bool = False  # the parser reads reasoning, too, in outputs without calls, and forced calls
     short_ids: bool = False  # Mistral's templates accept only call ids of nine letters and digits
 
 
@@ -58,6 +61,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
 
     start: str
     end: str
+    channels: bool = False  # of messages in harmony's channels
 
 
 class ReasoningState(msgspec.Struct, frozen=True):
@@ -65,6 +69,7 @@ class ReasoningState(msgspec.Struct, frozen=True):
 
     markers: ReasoningMarkers | None = None
     opened: bool = False
+    continued: bool = False  # the output continues the content of a message
 
 
 _HERMES_TAGS = ("<tool_call>", "</tool_call>")
@@ -85,6 +90,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
         DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>", "```json"), deepseek_grammar
     ),
     "deepseek_v31": ToolFormat(DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>",), deepseek_v31_grammar),
+    "openai": ToolFormat(HarmonyParser, MARKERS, ("<|channel|>",), harmony_calls_grammar, channels=True),
     "hermes": ToolFormat(HermesToolParser, _HERMES_TAGS, ("<tool_call>",), hermes_grammar),
     "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), ("<|python_tag|>",), llama_grammar),
     "mistral": ToolFormat(
@@ -94,6 +100,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
 REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
     "think": ReasoningMarkers("<think>", "</think>"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "openai_gptoss": ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|>", channels=True),
 }
 # vLLM's and SGLang's names of equal formats, with underscores
 _ALIASES: Mapping[str, Mapping[str, str]] = {
@@ -105,8 +112,10 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
         "deepseekv3": "deepseek_v3",
         "deepseekv31": "deepseek_v31",
         "llama3": "llama3_json",
+        "gpt_oss": "openai",
     },
-    "--reasoning-parser": dict.fromkeys(
+    "--reasoning-parser": {"gpt_oss": "openai_gptoss"}
+    | dict.fromkeys(
         (
             "deepseek_r1",
             "deepseek_v3",
@@ -141,12 +150,17 @@ class ModelParsers(msgspec.Struct, frozen=True):
         """
         markers = self.reasoning
         if markers is None:
-            return ReasoningState()
+            return ReasoningState(continued=continued is not None)
         if continued is not None:
             opened = continued.rfind(markers.start) > continued.rfind(markers.end)
-            return ReasoningState(markers, opened=True) if opened else ReasoningState()
+            return ReasoningState(markers, opened=True) if opened else ReasoningState(continued=True)
         end = prompt.rstrip()
         return ReasoningState() if end.endswith(markers.end) else ReasoningState(markers, end.endswith(markers.start))
+
+    @property
+    def use_channels(self) -> bool:
+        """Whether outputs are messages in harmony's channels."""
+        return bool((self.tools and self.tools.channels) or (self.reasoning and self.reasoning.channels))
 
     def new_call_id(self) -> str:
         short = self.tools is not None and self.tools.short_ids
@@ -194,4 +208,7 @@ def _detect_tool_parser(template: str) -> str:
 
 
 def _detect_reasoning_parser(template: str) -> str:
-    return next((name for name, markers in REASONING_PARSERS.items() if markers.end in template), NONE)
+    for name, markers in REASONING_PARSERS.items():
+        if (markers.start if markers.channels else markers.end) in template:
+            return name
+    return NONE

@@ -22,7 +22,7 @@ from router.text.chat.tools import ToolUse
 MarkerOf = Callable[[str], Marker]  # by text
 StrictGrammar = Callable[[ToolUse, MarkerOf, bool], str]  # in Lark; the last: calls alone, without text around them
 
-_ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = '{"type": "object"}'
 TEXT = "TEXT: /(?s:.*)/"
 BLANKS = "BLANKS: /\\s{0,2}/"
 
@@ -158,7 +158,7 @@ def _call_schemas(use: ToolUse, key: str) -> Sequence[str]:
 
 
 def _schema(function: dict[str, Any]) -> str:
-    return arguments_schema(function) if function.get("strict") else _ANY_OBJECT
+    return arguments_schema(function) if function.get("strict") else ANY_OBJECT
 
 
 def _moved(schema: Any, to: str) -> Any:

@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from router.text.chat.families.typed_values import TypedValues, escaped, quoted
 from router.text.chat.incremental_parser import Parse, ParseError
 from router.text.chat.tool_parsers import ToolParser
-from router.text.chat.typed_values import TypedValues, escaped, quoted
 
 
 class CallTags(msgspec.Struct, frozen=True):

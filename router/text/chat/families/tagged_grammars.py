@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdserve.errors import RequestError, shown
+from router.text.chat.families.tagged_tool_parsers import CallTags
 from router.text.chat.strict_tools import TEXT, MarkerOf, StrictGrammar, alternatives, begin_rule, lark, start
-from router.text.chat.tagged_tool_parsers import CallTags
 from router.text.chat.tool_grammar import arguments_schema
 from router.text.chat.tools import ToolUse
 from router.text.structured.closed_schemas import target_of
