@@ -20,6 +20,7 @@ UNQUANTIZED = "unquantized"
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # the last in MiniMax-M2
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # quant_algo
 _FIELDS = ("quantization_config", "compression_config")  # the second in checkpoints of early compressed-tensors
 
 Rules = tuple[StorageRule, ...]
@@ -80,6 +81,12 @@ def _fp8(options: Mapping[str, Any]) -> Rules:
     block = options.get("weight_block_size")
     blocks = ((0, 0), (1, 0)) if block is None else (_block(block, "weight_block_size"),)
     return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=each) for each in blocks)
+
+
+def _modelopt(options: Mapping[str, Any]) -> Rules:
+    """NVIDIA's ModelOpt: per tensor, or per channel. Scales of activations (``input_scale``) are not used."""
+    _choice(options, "quant_algo", tuple(map(str.lower, _MODELOPT)))
+    return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=block) for block in ((0, 0), (1, 0)))
 
 
 def _awq(options: Mapping[str, Any]) -> Rules:
@@ -180,6 +187,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "awq": WeightFormat(storage_rules=_awq),
     "gptq": WeightFormat(storage_rules=_gptq),
     "mxfp4": WeightFormat(storage_rules=_mxfp4),
+    "modelopt": WeightFormat(storage_rules=_modelopt),
 }
 
 
@@ -200,13 +208,13 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
 
     Raises CheckpointError for an unknown format, and for an unknown variant of a known one.
     """
-    options = next((value for value in map(fields.get, _FIELDS) if value), None)
+    options = next((value for value in map(fields.get, _FIELDS) if value), None) or _modelopt_options(fields)
     if options is None:
-        _refuse_modelopt(fields, _modelopt_options(fields))
         return UNQUANTIZED, {}
     name = options.get("quant_method") if isinstance(options, dict) else options
     if isinstance(options, dict) and str(name).startswith("modelopt"):
-        _refuse_modelopt(fields, options)
+        _check_modelopt(fields, options)
+        name, options = "modelopt", {**_with_kv_scheme(options), "quant_method": "modelopt"}
     if not isinstance(options, dict) or not isinstance(name, str) or name not in WEIGHT_FORMATS:
         raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
     try:
@@ -220,19 +228,28 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _modelopt_options(fields: ConfigFields) -> dict[str, Any]:
-    """Return the options that ModelOpt writes beside config.json; empty without any."""
+def _modelopt_options(fields: ConfigFields) -> dict[str, Any] | None:
+    """Return the options that ModelOpt writes beside config.json; None without any for weights."""
     path = fields.path.parent / "hf_quant_config.json"
     options = ConfigFields(path).get("quantization") if path.exists() else None
-    return options if isinstance(options, dict) else {}
+    if not isinstance(options, dict) or options.get("quant_algo") is None:
+        return None
+    return {**options, "quant_method": "modelopt"}
 
 
-def _refuse_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for weights that ModelOpt quantized; a quantized KV cache alone is none."""
+def _with_kv_scheme(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ModelOpt's options with its algorithm for the KV cache as the scheme that its choice reads."""
+    algorithm = options.get("kv_cache_quant_algo")
+    return options if algorithm in (None, "FP8") else {"kv_cache_scheme": {"type": shown(algorithm)}, **options}
+
+
+def _check_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for weights that ModelOpt quantized with an algorithm that is unknown here."""
     algorithm = options.get("quant_algo")
-    if algorithm is not None or options.get("quant_method"):
+    if algorithm not in _MODELOPT:
         raise fields.error(
-            f"describes weights that ModelOpt quantized ({shown(algorithm)}), which are not supported; {_supported()}"
+            f"describes weights that ModelOpt quantized ({shown(algorithm)}), which are not supported; supported of "
+            f"ModelOpt are {', '.join(_MODELOPT)}; {_supported()}"
         )
 
 

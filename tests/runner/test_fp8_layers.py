@@ -41,7 +41,10 @@ kept_formats = pytest.mark.parametrize(
     [
         "fp8 blocks",
         "compressed fp8 rows",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8 tensor", "compressed fp8 blocks")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fp8 tensor", "compressed fp8 blocks", "modelopt fp8")
+        ),
     ],
 )
 
