@@ -17,6 +17,7 @@ from pdserve.kv import DTYPE_BYTES
 from pdserve.model.config_fields import REMEDY, ConfigFields
 
 UNQUANTIZED = "unquantized"
+FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # the last in MiniMax-M2
@@ -178,9 +179,10 @@ def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
     )
 
 
-#: By the quant_method of a checkpoint's quantization_config.
+#: By the quant_method of a checkpoint's quantization_config; it names neither of the first two.
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     UNQUANTIZED: WeightFormat(storage_rules=lambda options: ()),
+    FP8_AT_LOAD: WeightFormat(storage_rules=lambda options: ()),
     "fp8": WeightFormat(storage_rules=_fp8),
     "fbgemm_fp8": WeightFormat(storage_rules=_fp8),
     "compressed-tensors": WeightFormat(storage_rules=_compressed_tensors),
@@ -189,6 +191,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "mxfp4": WeightFormat(storage_rules=_mxfp4),
     "modelopt": WeightFormat(storage_rules=_modelopt),
 }
+STORED_FORMATS = [name for name in WEIGHT_FORMATS if name not in (UNQUANTIZED, FP8_AT_LOAD)]
 
 
 def storage_rules(weight_format: str, options: Mapping[str, Any]) -> Rules | None:
@@ -215,7 +218,7 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     if isinstance(options, dict) and str(name).startswith("modelopt"):
         _check_modelopt(fields, options)
         name, options = "modelopt", {**_with_kv_scheme(options), "quant_method": "modelopt"}
-    if not isinstance(options, dict) or not isinstance(name, str) or name not in WEIGHT_FORMATS:
+    if not isinstance(options, dict) or not isinstance(name, str) or name not in STORED_FORMATS:
         raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
     try:
         msgspec.msgpack.encode(options)  # as it travels to the ranks
@@ -254,5 +257,5 @@ def _check_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
 
 
 def _supported() -> str:
-    formats = [*SUPPORTED_DTYPES, *(known for known in WEIGHT_FORMATS if known != UNQUANTIZED)]
+    formats = [*SUPPORTED_DTYPES, *STORED_FORMATS]
     return f"supported are {', '.join(formats)} weights. Choose a checkpoint in one of these formats"
