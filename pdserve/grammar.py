@@ -7,8 +7,10 @@ threads with a stack of ``STACK_BYTES``, which the longest grammar cannot exhaus
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,20 @@ def from_json_schema(schema: str, whitespace: str | None = None) -> str:
     elif whitespace is not None:
         overrides["whitespace_pattern"] = whitespace
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+@lru_cache(256)
+def knows_format(name: str) -> bool:
+    """Whether the ``format`` of a JSON schema is one that grammars hold."""
+    return not json_schema_problem({"type": "string", "format": name})
+
+
+def json_schema_problem(schema: Any) -> str:
+    """Return why a JSON schema cannot be held, in one line; empty if it can."""
+    from llguidance import LLMatcher
+
+    failed, words = LLMatcher.validate_grammar_with_warnings(from_json_schema(json.dumps(schema)))
+    return _one_line(words[0]) if failed else ""
 
 
 def from_regex(regex: str) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from pdserve.checkpoint.gguf import conversion
 from pdserve.errors import CheckpointError, shown
 
 #: The checkpoint that comes with the repository, made by ``scripts/make-embedded-model``.
@@ -25,6 +26,8 @@ def resolve_model(model: str, weights: bool = True) -> Path:
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path
+    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
+        raise CheckpointError(f"model {shown(model)}: {conversion(path)}")
     if os.path.exists(path):
         raise CheckpointError(f"model {shown(model)} is a file; use the directory that has config.json")
     if not _HUB_ID.fullmatch(model):

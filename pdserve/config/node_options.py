@@ -76,6 +76,14 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="model",
         ),
     ] = "auto"
+    quantization: Annotated[
+        str,
+        Flag(
+            "auto (as the checkpoint says), or fp8: quantize unquantized weights when they are loaded, on runner V2",
+            metavar="FORMAT",
+            group="model",
+        ),
+    ] = "auto"
     load_format: Annotated[
         str,
         Flag(

@@ -8,11 +8,12 @@ import msgspec
 
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import Decision
-from pdserve.model.kept_weights import MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
+from pdserve.errors import ConfigError
+from pdserve.model.kept_weights import FP8, MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
 from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.moe import MoEConfig
-from pdserve.model.weight_formats import UNQUANTIZED
+from pdserve.model.weight_formats import FP8_AT_LOAD, UNQUANTIZED
 
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # as transformers 5 saves experts
 _MEASURED = (9, 0)  # compute capability for which docs/numbers.md has figures
@@ -33,6 +34,8 @@ def kept_problem(
         return f"V2 runs unquantized, FP8 and MXFP4 weights; these are {model.weight_format}"
     if kept is MXFP4:
         return _mxfp4_problem(model, parallel, unquantized)
+    if model.weight_format == FP8_AT_LOAD:
+        quantized, unquantized = unquantized, ()
     left_out = next((name for name in sorted(unquantized) if is_linear(name)), None)
     if left_out is not None:
         return f"V2 needs all linear layers in {model.weight_format}, but {left_out} is stored unquantized"
@@ -54,7 +57,7 @@ def kept_doubt(model: ModelConfig, dtype: str, device: str, capability: tuple[in
     Elsewhere V2 multiplies dequantized FP8 weights, or no figures exist. ``device`` is a name, ``capability`` the
     compute capability of a GPU, where known.
     """
-    if model.weight_format == UNQUANTIZED or (dtype == "bfloat16" and capability == _MEASURED):
+    if model.weight_format in (UNQUANTIZED, FP8_AT_LOAD) or (dtype == "bfloat16" and capability == _MEASURED):
         return ""
     return (
         f"V2 is the default for {model.weight_format} weights in bfloat16 on GPUs of compute capability "
@@ -117,6 +120,35 @@ def _sliced_inputs(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
         yield "the experts' down_proj", moe.intermediate_size
     if moe is not None and moe.shared_intermediate_size:
         yield "the shared experts' down_proj", moe.shared_intermediate_size
+
+
+def quantized_at_load(model: ModelConfig, requested: str) -> ModelConfig:
+    """Return the model with the weight format that ``--quantization`` requests; the checkpoint's changes nothing.
+
+    Raises ConfigError for another format than the checkpoint's, except FP8 in place of unquantized weights.
+    """
+    if requested in ("auto", model.weight_format):
+        return model
+    if requested != "fp8":
+        raise ConfigError(
+            f"quantization {requested}: the checkpoint has {model.weight_format} weights; leave the option out. fp8 "
+            "quantizes unquantized weights when they are loaded"
+        )
+    if model.weight_format != UNQUANTIZED:
+        if kept_format(model.weight_format, model.quantization) is FP8:
+            return model
+        raise ConfigError(
+            f"quantization fp8: the checkpoint has {model.weight_format} weights; choose an unquantized one"
+        )
+    options = {"quant_method": FP8_AT_LOAD}
+    return msgspec.structs.replace(model, weight_format=FP8_AT_LOAD, quantization=options)
+
+
+def check_quantized_at_load(model: ModelConfig, decision: Decision) -> None:
+    """Raise ConfigError if a runner without FP8 weights is to quantize them."""
+    if model.weight_format == FP8_AT_LOAD and decision.runner == "V1":
+        reasons = "; ".join(decision.reasons)
+        raise ConfigError(f"quantization fp8 needs runner V2, which keeps weights in FP8; V1 was chosen: {reasons}")
 
 
 def keep_quantized(model: ModelConfig, decision: Decision) -> ModelConfig:

@@ -43,7 +43,13 @@ from pdserve.config.parallel import (
     shard_of,
     weight_bytes,
 )
-from pdserve.config.quantized_layers import keep_quantized, kept_doubt, kept_problem
+from pdserve.config.quantized_layers import (
+    check_quantized_at_load,
+    keep_quantized,
+    kept_doubt,
+    kept_problem,
+    quantized_at_load,
+)
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.state_slots import TYPICAL_TOKENS, bytes_per_sequence, choose_slots, most_slots
@@ -56,7 +62,7 @@ from pdserve.model.families import FAMILIES
 from pdserve.model.model_config import LATER_FIELDS, NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers
-from pdserve.model.weight_formats import storage_rules
+from pdserve.model.weight_formats import FP8_AT_LOAD, storage_rules
 from pdserve.request_cost import AUTO_ITL_STEPS
 from pdserve.rpc.timeouts import PeerTiming
 from pdserve.state import LEAST_SLOTS, StateLayout
@@ -81,6 +87,7 @@ def resolve(
     model_dir = resolve_model(options.model, weights=options.reads_weights)
     pooling = _choose_pooling(options, model_dir)
     model = load_model_config(model_dir, options.model_impl, embeds=pooling is not None and pooling.task == EMBED)
+    model = quantized_at_load(model, options.quantization)
     platform = platform or _try_platform(options, device, environ, model)
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     if model.multimodal:
@@ -94,6 +101,7 @@ def resolve(
     problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
     quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
     decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
+    check_quantized_at_load(model, decision)
     compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
     speculate, model = _choose_speculation(options, model, model_dir, parallel, pooling, choices)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
@@ -106,6 +114,8 @@ def resolve(
     _check_state_options(options, model, parallel, speculate)
     layout, states = _choose_layouts(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
     max_batch_tokens = _choose_batch_tokens(options, device, parallel, choices)
+    if model.weight_format == FP8_AT_LOAD:
+        choices.append("weights=FP8: linear layers and experts are quantized when loaded, with a scale per output")
     if weights is not None and weights.quantized:
         choices.append(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
     config = NodeConfig(

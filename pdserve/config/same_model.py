@@ -11,10 +11,12 @@ import msgspec
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.quantized_layers import quantized_at_load
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv import UNSCALED
 from pdserve.model.model_config import MAY_DIFFER, load_model_config
 from pdserve.model.pooling import EMBED
+from pdserve.model.weight_formats import FP8_AT_LOAD, UNQUANTIZED
 
 
 def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:
@@ -30,6 +32,8 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     """Raise CheckpointError with the first field in which another checkpoint's configuration differs."""
     embeds = config.pooling is not None and config.pooling.task == EMBED
     mine, other = config.model, load_model_config(model_dir, config.model.impl, embeds=embeds)
+    if mine.weight_format == FP8_AT_LOAD and other.weight_format == UNQUANTIZED:
+        other = quantized_at_load(other, "fp8")
     other = other.with_draft_layers(mine.num_draft_layers, mine.draft_head)
     for name, ours, theirs in _differences(mine, other):
         raise CheckpointError(

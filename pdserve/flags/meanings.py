@@ -80,7 +80,6 @@ _NO_COPIES = "experts have no copies; --ep gives each shard as many experts as t
 #: Flags of other servers that have no counterpart, each with the reason.
 REASONS = {
     "--trust-remote-code": "code from checkpoints never runs; architectures of the transformers library run without it",
-    "--quantization": "the checkpoint says how its weights are quantized",
     "--tokenizer": "the tokenizer comes from MODEL",
     "--tokenizer-path": "the tokenizer comes from MODEL",
     "--no-enable-prefix-caching": "prefixes are always cached; `cache_salt` in requests divides the cache",

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdserve.checkpoint import quantized_weights
 from pdserve.checkpoint.quantized_weights import PLAIN
-from pdserve.model.weight_formats import UNQUANTIZED, WeightFormat, storage_rules
+from pdserve.model.weight_formats import FP8_AT_LOAD, UNQUANTIZED, WeightFormat, storage_rules
 
 #: Names of linear layers and experts in native families; Mixtral's experts have the last three.
 _PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -32,7 +32,9 @@ def fp8_blocks(options: Mapping[str, Any]) -> tuple[int, int]:
 
     ``options`` is the quantization_config of a checkpoint that ``kept_format`` accepts.
     """
-    rules = storage_rules(str(options.get("quant_method")), options) or ()
+    rules = storage_rules(str(options.get("quant_method")), options)
+    if not rules:  # FP8_AT_LOAD
+        return 1, 0
     rows, columns = rules[0].block
     return (rows, columns) if columns else (1, 0)
 
@@ -41,6 +43,8 @@ def kept_format(weight_format: str, options: Mapping[str, Any]) -> WeightFormat 
     """Return the format in memory of a checkpoint's weights on V2; None if they are dequantized."""
     if weight_format == UNQUANTIZED:
         return None
+    if weight_format == FP8_AT_LOAD:
+        return FP8
     rules = storage_rules(weight_format, options) or ()
     if any(rule.packing == quantized_weights.MXFP4 for rule in rules):
         return MXFP4

@@ -17,9 +17,11 @@ from pdserve.kv import DTYPE_BYTES
 from pdserve.model.config_fields import REMEDY, ConfigFields
 
 UNQUANTIZED = "unquantized"
+FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # the last in MiniMax-M2
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # quant_algo
 _FIELDS = ("quantization_config", "compression_config")  # the second in checkpoints of early compressed-tensors
 
 Rules = tuple[StorageRule, ...]
@@ -80,6 +82,12 @@ def _fp8(options: Mapping[str, Any]) -> Rules:
     block = options.get("weight_block_size")
     blocks = ((0, 0), (1, 0)) if block is None else (_block(block, "weight_block_size"),)
     return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=each) for each in blocks)
+
+
+def _modelopt(options: Mapping[str, Any]) -> Rules:
+    """NVIDIA's ModelOpt: per tensor, or per channel. Scales of activations (``input_scale``) are not used."""
+    _choice(options, "quant_algo", tuple(map(str.lower, _MODELOPT)))
+    return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=block) for block in ((0, 0), (1, 0)))
 
 
 def _awq(options: Mapping[str, Any]) -> Rules:
@@ -171,16 +179,19 @@ def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
     )
 
 
-#: By the quant_method of a checkpoint's quantization_config.
+#: By the quant_method of a checkpoint's quantization_config; it names neither of the first two.
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     UNQUANTIZED: WeightFormat(storage_rules=lambda options: ()),
+    FP8_AT_LOAD: WeightFormat(storage_rules=lambda options: ()),
     "fp8": WeightFormat(storage_rules=_fp8),
     "fbgemm_fp8": WeightFormat(storage_rules=_fp8),
     "compressed-tensors": WeightFormat(storage_rules=_compressed_tensors),
     "awq": WeightFormat(storage_rules=_awq),
     "gptq": WeightFormat(storage_rules=_gptq),
     "mxfp4": WeightFormat(storage_rules=_mxfp4),
+    "modelopt": WeightFormat(storage_rules=_modelopt),
 }
+STORED_FORMATS = [name for name in WEIGHT_FORMATS if name not in (UNQUANTIZED, FP8_AT_LOAD)]
 
 
 def storage_rules(weight_format: str, options: Mapping[str, Any]) -> Rules | None:
@@ -200,14 +211,14 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
 
     Raises CheckpointError for an unknown format, and for an unknown variant of a known one.
     """
-    options = next((value for value in map(fields.get, _FIELDS) if value), None)
+    options = next((value for value in map(fields.get, _FIELDS) if value), None) or _modelopt_options(fields)
     if options is None:
-        _refuse_modelopt(fields, _modelopt_options(fields))
         return UNQUANTIZED, {}
     name = options.get("quant_method") if isinstance(options, dict) else options
     if isinstance(options, dict) and str(name).startswith("modelopt"):
-        _refuse_modelopt(fields, options)
-    if not isinstance(options, dict) or not isinstance(name, str) or name not in WEIGHT_FORMATS:
+        _check_modelopt(fields, options)
+        name, options = "modelopt", {**_with_kv_scheme(options), "quant_method": "modelopt"}
+    if not isinstance(options, dict) or not isinstance(name, str) or name not in STORED_FORMATS:
         raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
     try:
         msgspec.msgpack.encode(options)  # as it travels to the ranks
@@ -220,22 +231,31 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _modelopt_options(fields: ConfigFields) -> dict[str, Any]:
-    """Return the options that ModelOpt writes beside config.json; empty without any."""
+def _modelopt_options(fields: ConfigFields) -> dict[str, Any] | None:
+    """Return the options that ModelOpt writes beside config.json; None without any for weights."""
     path = fields.path.parent / "hf_quant_config.json"
     options = ConfigFields(path).get("quantization") if path.exists() else None
-    return options if isinstance(options, dict) else {}
+    if not isinstance(options, dict) or options.get("quant_algo") is None:
+        return None
+    return {**options, "quant_method": "modelopt"}
 
 
-def _refuse_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for weights that ModelOpt quantized; a quantized KV cache alone is none."""
+def _with_kv_scheme(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ModelOpt's options with its algorithm for the KV cache as the scheme that its choice reads."""
+    algorithm = options.get("kv_cache_quant_algo")
+    return options if algorithm in (None, "FP8") else {"kv_cache_scheme": {"type": shown(algorithm)}, **options}
+
+
+def _check_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for weights that ModelOpt quantized with an algorithm that is unknown here."""
     algorithm = options.get("quant_algo")
-    if algorithm is not None or options.get("quant_method"):
+    if algorithm not in _MODELOPT:
         raise fields.error(
-            f"describes weights that ModelOpt quantized ({shown(algorithm)}), which are not supported; {_supported()}"
+            f"describes weights that ModelOpt quantized ({shown(algorithm)}), which are not supported; supported of "
+            f"ModelOpt are {', '.join(_MODELOPT)}; {_supported()}"
         )
 
 
 def _supported() -> str:
-    formats = [*SUPPORTED_DTYPES, *(known for known in WEIGHT_FORMATS if known != UNQUANTIZED)]
+    formats = [*SUPPORTED_DTYPES, *STORED_FORMATS]
     return f"supported are {', '.join(formats)} weights. Choose a checkpoint in one of these formats"

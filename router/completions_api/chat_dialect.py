@@ -44,6 +44,7 @@ class ChatDialect(GenerateDialect[ChatBody]):
             plain = StreamedResponse if body.stream else FullResponse
             return plain(encoder, body, jobs)
         encoder = make_encoder(ParsedChatEncoder, body, jobs, model=model, request_id=options.request_id)
+        encoder.warnings = parsing.warnings
         parsed = StreamedParsedChat if body.stream else FullParsedChat
         return parsed(encoder, body, jobs, parsing=parsing)
 
@@ -66,7 +67,6 @@ async def prepare_chat(
     prompt = await encode_chat(body, model.encoder, limits)
     output = ChatOutput(model, body, prompt)
     grammar = await output.grammar()
-    await model.grammars.check(grammar)
     thinking = NO_THINKING_BUDGET
     if model.parsers.reasoning is not None or not thinking_is_optional:
         thinking = output.thinking()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import msgspec
+
+from pdserve.errors import RequestError
 from router.completions_api.request_bodies import ChatBody
 from router.completions_api.token_params import NO_THINKING_BUDGET, ThinkingParams, thinking_params
 from router.service import ServedModel
+from router.text.chat.families.harmony_grammar import harmony_grammar
 from router.text.chat.messages import join_parts
 from router.text.chat.output_parsing import OutputParsing, select_parsing
 from router.text.chat.parsers import ReasoningState
 from router.text.chat.strict_tools import calls_or_answer, has_strict
-from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
+from router.text.chat.tool_grammar import Marker, after_reasoning, parameters_grammar, tool_call_grammar
 from router.text.chat.tools import ToolUse
 from router.text.prompt import Prompt
 from router.text.structured.structured_outputs import OutputGrammar
@@ -24,12 +29,64 @@ class ChatOutput:
         self._model = model
         self._body = body
         continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
+        self._warnings: list[str] = []
         self._state: ReasoningState = model.parsers.state_after(prompt.text or "", continued)
 
     async def grammar(self) -> OutputGrammar:
-        """Return the grammar of the request's fields, of tools, or the union of both. Reasoning may come first."""
+        """Return the grammar of the request's fields, of tools, or the union of both, compiled once as a check.
+
+        Reasoning may come first. Schemas of strict functions that cannot be held are left out with a warning, unless
+        calls are forced. Raises RequestError that names the field, and the tool.
+        """
+        use = self._body.tool_use
+        try:
+            return await self._checked(use)
+        except RequestError:
+            problems = await self._problems(use)
+            if not problems:
+                raise
+            if use.must_call:
+                raise RequestError(next(iter(problems.values())), "tools") from None
+        self._warnings = [f"{problem}; its arguments are any object" for problem in problems.values()]
+        return await self._checked(use.without_strict(problems))
+
+    async def _problems(self, use: ToolUse) -> dict[str, str]:
+        """Return the problems of schemas that the grammar holds, by function; the first one if calls are forced."""
+        problems: dict[str, str] = {}
+        for index, tool in enumerate(self._body.tools):
+            function = tool["function"]
+            name = function["name"]
+            held = name == use.named if use.named else use.required or function.get("strict")
+            if not held or name not in use.names or (problems and use.must_call):
+                continue
+            where = f"tools[{index}] ({name})"
+            try:
+                await self._model.grammars.check(parameters_grammar(function, where))
+                if not use.must_call:
+                    await self._model.grammars.check(self._calls_grammar(tool, where))
+            except RequestError as exc:
+                problems[name] = str(exc)
+        return problems
+
+    def _calls_grammar(self, tool: dict[str, Any], field: str) -> OutputGrammar:
+        """Return the grammar of calls of one function. Raises RequestError that begins with ``field``."""
+        form = self._model.parsers.tools
+        assert form is not None
+        try:
+            return OutputGrammar(form.grammar(ToolUse((tool,)), partial(_marker, self._model), True), field)
+        except RequestError as exc:
+            raise RequestError(f"{field}: {exc}", field) from exc
+
+    async def _checked(self, use: ToolUse) -> OutputGrammar:
+        grammar = await self._grammar(use)
+        await self._model.grammars.check(grammar)
+        return grammar
+
+    async def _grammar(self, use: ToolUse) -> OutputGrammar:
         model, body = self._model, self._body
-        use, form = body.tool_use, model.parsers.tools
+        if model.parsers.use_channels:
+            return await self._channels_grammar(use)
+        form = model.parsers.tools
         if use.must_call:
             grammar = OutputGrammar(tool_call_grammar(use), "tools")
         elif has_strict(use) and form is not None and not body.structure.text:
@@ -46,6 +103,17 @@ class ChatOutput:
         start, end = _marker(model, markers.start), _marker(model, markers.end)
         text = after_reasoning(grammar.text, start, end, opened=self._state.opened)
         return OutputGrammar(text, grammar.field)
+
+    async def _channels_grammar(self, use: ToolUse) -> OutputGrammar:
+        """Return the grammar of messages in channels: reasoning, and then a call or an answer."""
+        body, marker = self._body, partial(_marker, self._model)
+        answer = await self._model.grammars.translated(body.structure)
+        if self._state.continued or not (answer.text or use.must_call or has_strict(use)):
+            return answer
+        if use.must_call:
+            return OutputGrammar(harmony_grammar(use, marker, None), "tools")
+        calls = use if self._may_call or not answer.text else ToolUse()
+        return OutputGrammar(harmony_grammar(calls, marker, answer.text), answer.field or "tools")
 
     @property
     def _may_call(self) -> bool:
@@ -67,18 +135,24 @@ class ChatOutput:
         return thinking_params(budget, model.tokenizer, self._state if model.parsers.reasoning else None)
 
     def parsing(self) -> OutputParsing | None:
-        """Return the parsing of reasoning and tool calls; None for plain text. Raises RequestError."""
+        """Return the parsing of reasoning and tool calls, once there is a grammar; None for plain text.
+
+        Raises RequestError.
+        """
         body, use = self._body, self._body.tool_use
         if body.structure.text and not (use.must_call or self._may_call):
             use = ToolUse()
         parsers = self._model.parsers
-        return select_parsing(
+        parsing = select_parsing(
             use,
             parsers,
             self._state,
             include_reasoning=body.include_reasoning,
             separate_reasoning=body.separate_reasoning,
         )
+        if parsing is None or not self._warnings:
+            return parsing
+        return msgspec.structs.replace(parsing, warnings=self._warnings)
 
 
 def _marker(model: ServedModel, text: str) -> Marker:

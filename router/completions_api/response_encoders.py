@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from router.completions_api.response_objects import (
     ChatChoice,
@@ -62,6 +63,7 @@ class ResponseEncoder(ABC):
 
     def __init__(self, names: TokenNames, model: str, request_id: str, num_top: int, include_usage: bool) -> None:
         self.names = names
+        self.warnings: list[str] = []  # of the whole response, in its first chunk
         self._num_top = num_top  # alternatives per token
         self._head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": int(time.time()), "model": model}
         self._no_usage = b'],"usage":null}' if include_usage else b"]}"
@@ -186,12 +188,15 @@ class ChatEncoder(ResponseEncoder):
     def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
         delta = {"role": "assistant", "content": "", "reasoning_content": None}
         choice = self._chunk_head + _encode({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        end = self._end(usage)
+        if self.warnings and not index:
+            end = b'],"warnings":' + _encode(self.warnings) + end[1:]
         if prompt_ids is None or index:
-            yield choice + self._end(usage)
+            yield choice + end
         else:
             yield choice + b'],"prompt_token_ids":'
             yield from json_pieces(lazy_numbers(prompt_ids))
-            yield self._end(usage)[1:]
+            yield end[1:]
 
     def full_response(
         self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
@@ -208,5 +213,5 @@ class ChatEncoder(ResponseEncoder):
             )
             for end in choices
         ]
-        head = {**self._head, "object": "chat.completion"}
+        head = {**self._head, "object": "chat.completion", "warnings": self.warnings or UNSET}
         return json_chunks(ChatCompletion(**head, usage=UsageInfo.of(usage), choices=entries, **prompts[0]))

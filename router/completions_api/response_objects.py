@@ -158,6 +158,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    warnings: list[str] | UnsetType = UNSET  # what of the request has no effect
 
 
 class TokenNames(Protocol):

@@ -61,7 +61,7 @@ class MessageResponse(Response):
         self._model = model
         self._request_id = request_id
         self._max_tokens = body.request.max_tokens
-        self._warnings = body.warnings
+        self._warnings = [*body.warnings, *parsing.warnings]
         self._parser = ChoiceParser(parsing)
         self._new_call_id = parsing.new_call_id
 

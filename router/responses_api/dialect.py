@@ -78,7 +78,9 @@ class ResponsesDialect(GenerateDialect[ResponsesBody]):
         response_id = f"resp_{options.request_id if store is None else uuid4().hex}"
         jobs, parsing, tokenizer = prepared.jobs, prepared.parsing, model.tokenizer
         stored = store is not None
-        started = new_response(body, model.name, response_id, sampling=jobs[0].sampling, stored=stored)
+        warnings = parsing.warnings
+        sampling = jobs[0].sampling
+        started = new_response(body, model.name, response_id, sampling=sampling, stored=stored, warnings=warnings)
         if body.request.background:
             assert store is not None, "complete() has refused the body otherwise"
             place = StoredPlace(store, owner, self._running)

@@ -61,9 +61,14 @@ _FUNCTION = {"type": "function", "name": None, "description": None, "parameters"
 
 
 def new_response(
-    body: ResponsesBody, model: str, response_id: str, sampling: SamplingParams, stored: bool
+    body: ResponsesBody,
+    model: str,
+    response_id: str,
+    sampling: SamplingParams,
+    stored: bool,
+    warnings: Sequence[str] = (),
 ) -> ResponseObject:
-    """A response in progress, without output."""
+    """A response in progress, without output. ``warnings`` are added to those of the body."""
     request = body.request
     return ResponseObject(
         id=response_id,
@@ -90,7 +95,7 @@ def new_response(
         incomplete_details=None,
         output=[],
         usage=None,
-        warnings=body.warnings or UNSET,
+        warnings=[*body.warnings, *warnings] or UNSET,
     )
 
 

@@ -26,12 +26,13 @@ from pdserve.errors import CheckpointError
 from pdserve.model.kept_weights import is_linear
 from pdserve.model.model_config import NATIVE, ModelConfig
 from pdserve.model.text_part import causal_name, text_headers
-from pdserve.model.weight_formats import storage_rules
+from pdserve.model.weight_formats import FP8_AT_LOAD, storage_rules
 from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.peer_weights import PeerSlice, PeerWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.dequantize import DequantizedSlice, is_padding_bias
+from runner.models.quantization.fp8_at_load import QuantizedRows, ScalesOfRows
 from runner.models.quantization.row_scales import RowScales
 
 _log = logging.getLogger(__name__)
@@ -108,8 +109,8 @@ def open_weights(
 
     Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own or
     ``model`` keeps them: then MXFP4 tensors and FP8's X.weight are as stored, and X.weight_scale has a row for each
-    output. With ``peer``, tensors that it offers are read from there. Raises CheckpointError, also for what cannot be
-    read in the body, and if the files are not those in ``digested``.
+    output; so it is if they are quantized only now. With ``peer``, tensors that it offers are read from there. Raises
+    CheckpointError, also for what cannot be read in the body, and if the files are not those in ``digested``.
     """
     # The library copies tensors to the device itself.
     with FileReader(device if model.impl == NATIVE else torch.device("cpu")) as reader, ExitStack() as files:
@@ -140,6 +141,9 @@ def open_weights(
                 _log.info("weights are %s", cost)
             plain = _asking(peer, {name: stored[name] for name in weights.plain})
             quantized: dict[str, Any] = {}
+            if model.weight_format == FP8_AT_LOAD and model.keeps_quantized:
+                for name in filter(is_linear, weights.plain):
+                    quantized |= {name: QuantizedRows(plain[name]), f"{name}_scale": ScalesOfRows(plain[name])}
             for name, weight in weights.quantized.items():
                 if model.keeps_quantized and weight.rule.packing == MXFP4:
                     quantized |= {part: stored[part] for part in weight.parts}

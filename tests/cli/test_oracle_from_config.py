@@ -39,6 +39,7 @@ def resolved(
     impl: str = "auto",
     split: tuple[int, int] = (1, 1),
     device: DeviceInfo = GPU,
+    quantization: str = "auto",
     **fields: object,
 ) -> NodeConfig:
     config = small_config(model_type, head_dim=64)
@@ -52,6 +53,7 @@ def resolved(
         load_format="dummy",
         max_model_len=64,
         model_impl=impl,
+        quantization=quantization,
         pp=pp,
         tp=tp,
     )
@@ -131,6 +133,23 @@ def test_weights_in_fp8_are_dequantized_on_v1_and_kept_on_v2(tmp_path: Path) -> 
     tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size  # bytes
     dequantized, kept_bytes = (weight_bytes(each.model, each.position, "float32") - tables for each in (config, kept))
     assert kept_bytes == int(dequantized / 4 * 1.001)
+
+
+def test_weights_are_quantized_at_load_on_v2_only(tmp_path: Path) -> None:
+    plain = resolved(tmp_path / "plain", "llama", "1")
+    config = resolved(tmp_path / "fp8", "llama", "1", quantization="fp8")
+    assert config.model.keeps_quantized
+    assert config.compat_fields != plain.compat_fields, "their KV differs"
+    tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size  # bytes
+    stored, kept = (weight_bytes(each.model, each.position, "float32") - tables for each in (plain, config))
+    assert kept == int(stored / 4 * 1.001)
+    with pytest.raises(ConfigError, match="quantization fp8 needs runner V2"):
+        resolved(tmp_path / "0", "llama", "0", quantization="fp8")
+    with pytest.raises(ConfigError, match="quantization awq: the checkpoint has unquantized weights"):
+        resolved(tmp_path / "awq", "llama", "1", quantization="awq")
+    own: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = resolved(tmp_path / "own", "llama", "1", quantization="fp8", **own)
+    assert config.model.weight_format == "fp8"
 
 
 def test_experts_in_mxfp4_are_dequantized_on_v1_and_kept_on_v2(tmp_path: Path) -> None:

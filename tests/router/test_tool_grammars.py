@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,6 +180,18 @@ def test_unsupported_schema_is_refused(sdk: openai.OpenAI) -> None:
     assert caught.value.param == "tools"
 
 
+def test_unsupported_schema_is_refused_with_tool_and_place(sdk: openai.OpenAI) -> None:
+    unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    tool: Any = {"type": "function", "function": {"name": "label", "parameters": {"properties": {"tags": unique}}}}
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[1\] \(label\): .* at properties\.tags\.uniqueItems"
+    ) as caught:
+        sdk.chat.completions.create(**ASK, tools=[PAINT, tool], tool_choice="required")
+    assert caught.value.param == "tools"
+    call = sdk.chat.completions.create(**ASK, tools=[PAINT, tool], tool_choice=NAMED).choices[0]
+    assert call.finish_reason == "tool_calls", "only the schema of the named function is held"
+
+
 def test_items_are_held_to_a_schema(sdk: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "colour", "schema": {"enum": ["red", "green"]}}}
     response = sdk.responses.create(model=MODEL_NAME, input="Which?", text=text, max_output_tokens=2000)
@@ -195,7 +208,41 @@ ADD: Any = {
 STRICT = [{"type": "function", "function": ADD}, STOP]
 GOOD, WRONG = '{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "arguments": {"b": 1}}'
 FREE = '{"name": "stop", "arguments": {"b": 1}}'  # not strict
-TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+
+def qwen(name: str, **arguments: str) -> str:
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def glm(name: str, **arguments: str) -> str:
+    values = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{value}</arg_value>\n" for k, value in arguments.items())
+    return f"<tool_call>{name}\n{values}</tool_call>"
+
+
+def minimax(*calls: str) -> str:
+    return f"<minimax:tool_call>\n{''.join(calls)}</minimax:tool_call>"
+
+
+def invoke(name: str, **arguments: str) -> str:
+    values = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
+    return f'<invoke name="{name}">\n{values}</invoke>\n'
+
+
+def deepseek(*calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{''.join(calls)}<｜tool▁calls▁end｜>"
+
+
+def v3(name: str, arguments: str) -> str:
+    block = f"```json\n{arguments}\n```"
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n{block}<｜tool▁call▁end｜>"
+
+
+def v31(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+TAGS = [*dict.fromkeys(marker for form in TOOL_PARSERS.values() for marker in form.markers)]
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["texts", "added tokens"])
@@ -217,6 +264,31 @@ TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]
             ["", "Hi [", f"[TOOL_CALLS][{GOOD}, {FREE}]", 'Hi [TOOL_CALLS]add{"a": 1}[TOOL_CALLS]stop{"b": 1}'],
             [f"[TOOL_CALLS][{WRONG}]", '[TOOL_CALLS]add{"b": 1}', "[TOOL_CALLS]sing{}"],
         ),
+        (
+            "qwen3_coder",
+            ["", "Hi <", f"Hi {qwen('add', a='1')}\n{qwen('stop')} bye", qwen("stop", b="any <text>\n\n"), qwen("add")],
+            [qwen("add", b="1"), qwen("add", a="one"), qwen("sing"), "<tool_call>x"],
+        ),
+        (
+            "glm45",
+            ["", "Hi <", f"Hi {glm('add', a='1')}\n{glm('stop')} bye", glm("stop", b="any text"), glm("add")],
+            [glm("add", b="1"), glm("add", a="one"), glm("sing"), "<tool_call>x"],
+        ),
+        (
+            "minimax_m2",
+            ["", "Hi <", f"Hi {minimax(invoke('add', a='1'), invoke('stop', b='any text'))} bye"],
+            [minimax(invoke("add", b="1")), minimax(invoke("add", a="one")), minimax(invoke("sing")), minimax()],
+        ),
+        (
+            "deepseek_v3",
+            ["", "Hi <", "Hi " + deepseek(v3("add", '{"a": 1}'), v3("stop", '{"b": 2}'))],
+            [deepseek(v3("add", '{"b": 1}')), deepseek(v3("sing", "{}")), deepseek(v31("add", "{}")), deepseek()],
+        ),
+        (
+            "deepseek_v31",
+            ["", "Hi <", "Hi " + deepseek(v31("add", '{"a": 1}'), v31("stop", '{"b": 2}'))],
+            [deepseek(v31("add", '{"b": 1}')), deepseek(v31("sing", "{}")), deepseek(v3("add", "{}")), deepseek()],
+        ),
     ],
 )
 def test_strict_functions_are_called_by_their_schema(
@@ -235,9 +307,9 @@ def test_strict_functions_are_called_by_their_schema(
 
     for text in map(in_family, allowed):
         assert allows(vocabulary, grammar, text, backend), text
-        parser = form.parser(use.names, True)
+        parser = form.parser(use.schemas, True)
         calls = [delta.text for delta in parser.push(text) + parser.flush() if delta.kind is DeltaKind.CALL]
-        assert len(calls) == text.count("add") + text.count("stop"), "the parser finds what the grammar allows"
+        assert len(calls) == len(re.findall("add|stop", text)), "the parser finds what the grammar allows"
     for text in map(in_family, refused):
         assert not allows(vocabulary, grammar, text, backend), text
 
@@ -259,6 +331,10 @@ ANSWER = {"type": "object", "properties": {"sum": {"type": "integer"}}, "require
         ("llama3_json", GOOD, f"<|python_tag|>{GOOD}; {FREE}"),
         ("llama3_json", GOOD.replace(" ", ""), f"{FREE};{GOOD}"),
         ("mistral", f"[TOOL_CALLS][{GOOD}]", '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]stop{}'),
+        ("deepseek_v31", deepseek(v31("add", '{"a": 1}')), deepseek(v31("add", "{}"), v31("stop", "{}"))),
+        ("qwen3_coder", qwen("add", a="1"), qwen("stop") + qwen("add", a="1")),
+        ("glm45", glm("add", a="1"), glm("stop") + glm("add", a="1")),
+        ("minimax_m2", minimax(invoke("add", a="1")), minimax(invoke("add"), invoke("stop", b="x"))),
     ],
 )
 def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two: str, added: bool) -> None:
@@ -267,7 +343,10 @@ def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two:
         backend.add_tokens([AddedToken(text, special=False) for text in TAGS])
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
     key = "parameters" if family == "llama3_json" else "arguments"
-    call, two, wrong = (text.replace("arguments", key) for text in (call, two, call.replace('{"a": 1}', '{"b": 1}')))
+    call, two, wrong = (
+        text.replace("arguments", key)
+        for text in (call, two, call.replace('{"a": 1}', '{"b": 1}').replace("add", "sing"))
+    )
     for parallel in (True, False):
         use, form = tool_use(STRICT, "auto", parallel), TOOL_PARSERS[family]
         calls = form.grammar(use, lambda text: Marker(text, backend.token_to_id(text) if added else None), True)
@@ -330,3 +409,85 @@ def test_model_may_call_a_tool_or_answer_by_the_format(
     ask(answer, tool_choice=none)
     held = scripted_node.seen[say_text(answer)["extra_body"]["cache_salt"]].message.sampling.grammar
     assert "@calls" not in held
+
+
+LABEL = {"properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_unsupported_schema_leaves_the_others_strict(
+    reading_router: RouterProcess, scripted_node: ScriptedNode, say_text: Any, path: str
+) -> None:
+    name = path.rpartition("/")[2]
+    label: Any = {"name": "label", "parameters": LABEL, "strict": True}
+    tools = {
+        "completions": [{"type": "function", "function": label}],
+        "responses": [{"type": "function", **label}],
+        "messages": [{"name": "label", "input_schema": LABEL, "strict": True}],
+    }[name]
+    fields = {
+        key: value for key, value in PATHS[path].items() if key not in ("response_format", "text", "output_config")
+    }
+    extra = say_text(f"<tool_call>{GOOD}</tool_call>")["extra_body"]
+    body = {**fields, "model": SCRIPTED, "tools": [*fields["tools"], *tools], **extra}
+    for stream in (False, True):
+        response = httpx.post(
+            reading_router.url + path, json={**body, "stream": stream}, timeout=patience(20), trust_env=False
+        )
+        assert response.status_code == 200, response.text
+        assert '"add"' in response.text
+        assert "(label): the schema cannot be held at properties.tags.uniqueItems: " in response.text
+
+
+# ---------------------------------------------------------------- arguments as texts
+
+TEXTS: Any = {
+    "name": "write",
+    "strict": True,
+    "parameters": {
+        "properties": {
+            "path": {"type": "string"},
+            "mode": {"enum": ["read", "write", 3]},
+            "note": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+            "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
+        },
+        "required": ["path"],
+        "$defs": {"line": {"type": "integer"}},
+    },
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2"])
+def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, family: str) -> None:
+    use, form = tool_use([{"type": "function", "function": TEXTS}], "auto", True), TOOL_PARSERS[family]
+    grammar = form.grammar(use, Marker, True)
+
+    def called(**arguments: str) -> str:
+        write = {"qwen3_coder": qwen, "glm45": glm, "minimax_m2": lambda *a, **k: minimax(invoke(*a, **k))}[family]
+        return write("write", **arguments)
+
+    for right in (
+        {"path": "a/b </c> é\n\n"},
+        {"path": "", "mode": "read", "note": "abc", "lines": "[1, 2]"},
+        {"path": "x", "mode": "3", "note": "null"},
+    ):
+        assert allows(vocabulary, grammar, called(**right)), right
+        parser = form.parser(use.schemas, True)
+        written = "".join(d.text for d in parser.push(called(**right)) if d.kind is DeltaKind.ARGUMENTS)
+        assert json.loads(written)["path"] == right["path"]
+    for wrong in (
+        {"mode": "read"},
+        {"path": "x", "mode": "4"},
+        {"path": "x", "note": "abcd"},
+        {"path": "x", "lines": "[a]"},
+    ):
+        assert not allows(vocabulary, grammar, called(**wrong)), wrong
+
+
+def test_schema_that_a_format_cannot_hold_is_refused_by_name() -> None:
+    pattern = {**TEXTS, "parameters": {"properties": {"a": {"type": "string", "pattern": "^a"}}}}
+    combined = {**TEXTS, "parameters": {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}}
+    for function, keyword in ((pattern, "pattern"), (combined, "anyOf")):
+        use = tool_use([{"type": "function", "function": function}], "auto", True)
+        with pytest.raises(RequestError, match=f"'{keyword}' of .* cannot be held in this model's format"):
+            TOOL_PARSERS["glm45"].grammar(use, Marker, True)

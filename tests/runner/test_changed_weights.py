@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint, node_config
 from fast_set import examples
 from hypothesis import given
 from staged_node import StagedNode, generate, generate_alone
-from weight_patches import CHANGES, MODELS, REQUESTS, Model, Steps
+from weight_patches import CHANGES, MODELS, REQUESTS, Model, Steps, write_patch
 
+import runner
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.same_model import check_same_model
+from pdserve.errors import CheckpointError
+from pdserve.weights.change import WeightChange
 
 _ROOT = Path(__file__).parents[2]
 
@@ -48,6 +53,19 @@ def test_a_changed_model_is_that_of_the_resulting_checkpoint(llama: Model, steps
 
 def test_a_patched_and_reloaded_model_on_v2_is_that_of_the_resulting_checkpoint(llama: Model) -> None:
     check_alone(llama, "V2", [("patch", 1), ("reload", 2), ("patch", 3)])
+
+
+@pytest.mark.slow
+def test_weights_that_are_quantized_at_load_are_reloaded_and_not_patched(llama: Model) -> None:
+    found, result = llama.changed([("reload", 2)])
+    before, after = (config_of(path, llama, "V2", quantization="fp8") for path in (llama.directory, result))
+    check_same_model(before, result)
+    assert generate_alone(before, REQUESTS, found) == generate_alone(after, REQUESTS)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    entries = {f"{name}.indices": torch.tensor([0]), f"{name}.values": llama.tensors[name].flatten()[:1]}
+    patch = WeightChange(patch=str(write_patch(result / "patch.safetensors", entries)))
+    with pytest.raises(CheckpointError, match="is quantized; patches change"):
+        runner.build(before, lambda stage, fraction: None).change_weights(patch)
 
 
 @pytest.mark.slow

@@ -47,9 +47,17 @@ def test_neither_directory_nor_hub_id_is_refused(model: str) -> None:
 
 
 def test_a_file_is_refused_as_a_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="is a file; use the directory"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+
+
+def test_gguf_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"GGUF is not read; convert it: .* python -c .*model\.gguf"):
         resolve_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(CheckpointError, match=r"GGUF is not read; convert it: .* python -c .*model\.gguf"):
+        read_headers(tmp_path)
 
 
 def test_a_failed_download_names_the_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:

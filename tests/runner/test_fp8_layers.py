@@ -18,6 +18,7 @@ from torch import Tensor
 import runner
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.quantized_layers import kept_problem
+from pdserve.model.kept_weights import is_linear
 from pdserve.model.model_config import load_model_config
 from pdserve.protocols import ModelRunner
 from pdserve.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ from runner.kernels.reference import silu_and_mul
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard, fp8
 from runner.models.quantization.fp8 import E4M3, Fp8LinearMethod
+from runner.models.quantization.fp8_at_load import QuantizedRows, ScalesOfRows
 from runner.models.quantization.fp8_experts import Fp8Experts
 from runner.placement import TensorPlacement
 
@@ -41,7 +43,10 @@ kept_formats = pytest.mark.parametrize(
     [
         "fp8 blocks",
         "compressed fp8 rows",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8 tensor", "compressed fp8 blocks")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fp8 tensor", "compressed fp8 blocks", "modelopt fp8")
+        ),
     ],
 )
 
@@ -67,6 +72,51 @@ def test_tokens_on_v2_are_those_of_the_dequantized_model(name: str, tmp_path: Pa
     assert decoder_of(model_runner).layers[0].attention._qkv._linear.weight.dtype == E4M3
     (result,) = Stepper(model_runner).generate([PROMPT], 4)
     assert result.output == reference_greedy(reference_model(plain), PROMPT, 4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_weights_quantized_at_load_have_the_tokens_of_their_dequantized_numbers(family: str, tmp_path: Path) -> None:
+    """The numbers of a weight that was quantized and dequantized before do not change any more."""
+    plain = make_checkpoint(tmp_path / "plain", family, **SIZES)
+    for path in plain.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in filter(is_linear, tensors):
+            scales = tensors[name].float().abs().amax(1, keepdim=True) / 448
+            tensors[name] = (tensors[name].float() / scales).to(E4M3).float() * scales
+        save_file(tensors, path)
+    flags: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE.type, "num_blocks": 8}
+    config = node_config(plain, runner="V2", quantization="fp8", **flags)
+    model_runner = runner.build(config, lambda stage, fraction: None)
+    assert decoder_of(model_runner).layers[0].attention._qkv._linear.weight.dtype == E4M3
+    (result,) = Stepper(model_runner).generate([PROMPT], 4)
+    assert result.output == reference_greedy(reference_model(plain), PROMPT, 4)
+
+
+@pytest.mark.parametrize("index", [..., slice(3, 9), (slice(0, 7), slice(5, 20))])
+def test_parts_of_weights_quantized_at_load_have_the_scales_of_whole_rows(index: Any) -> None:
+    weight = random(12, 40, seed=8).bfloat16()
+    weight[4] = 0
+    source: Any = SourceOf(weight)
+    scales = weight.float().abs().amax(1, keepdim=True) / 448
+    rows = index[0] if isinstance(index, tuple) else index
+    torch.testing.assert_close(ScalesOfRows(source)[rows], scales[rows].clamp(min=1e-12), rtol=0, atol=0)
+    values = QuantizedRows(source)[index]
+    assert values.dtype == E4M3
+    error = (values.float() * ScalesOfRows(source)[rows] - weight.float()[index]).abs()
+    assert (error <= weight.float()[index].abs() / 16 + scales[rows] * 2**-10).all(), "half a step of three bits"
+
+
+class SourceOf:
+    """A tensor with the interface of a slice."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

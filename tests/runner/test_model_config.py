@@ -263,13 +263,15 @@ def test_recurrent_layers_need_the_native_implementation(tmp_path: Path) -> None
         load(tmp_path, QWEN3_NEXT, impl="transformers")
 
 
-def test_weights_of_modelopt_without_a_quantization_config_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_of_modelopt_are_known_without_a_quantization_config(tmp_path: Path) -> None:
     """Older versions of ModelOpt write only a file of their own. It may also speak of the KV cache alone."""
     beside = tmp_path / "hf_quant_config.json"
     beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert load(tmp_path, LLAMA).weight_format == "unquantized"
     beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(CheckpointError, match=r"ModelOpt quantized .'FP8'"):
+    assert load(tmp_path, LLAMA).weight_format == "modelopt"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(CheckpointError, match=r"ModelOpt quantized .'W4A8_AWQ'.*supported of ModelOpt are FP8"):
         load(tmp_path, LLAMA)
 
 

@@ -111,7 +111,7 @@ COMPRESSED = "compressed-tensors"
         (
             "modelopt",
             {"quant_algo": "NVFP4"},
-            "ModelOpt quantized .'NVFP4'., which are not supported; supported are float32",
+            "ModelOpt quantized .'NVFP4'., which are not supported; supported of ModelOpt are FP8,",
         ),
         ("fp8", {"fmt": "e5m2"}, "fmt 'e5m2'; supported are e4m3"),
         ("fp8", {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; supported are fp8"),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import choose_parallel_config, shard_of
-from pdserve.config.quantized_layers import keep_quantized
+from pdserve.config.quantized_layers import keep_quantized, quantized_at_load
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, KVLayout, KVScales
 from pdserve.model.eagle3 import load_eagle3
@@ -380,6 +380,7 @@ def node_config(
     threads: int = 1,
     attention_backend: str = "torch",
     load_format: str = "auto",
+    quantization: str = "auto",
     runner: str = "V1",
     impl: str = "auto",
     pp: int = 1,
@@ -397,7 +398,7 @@ def node_config(
     the KV cache is FP8. ``draft_head`` is the checkpoint of an EAGLE-3 head.
     """
     decision = Decision(runner=runner, reasons=("test",))
-    model = keep_quantized(load_model_config(model_dir, impl), decision)
+    model = keep_quantized(quantized_at_load(load_model_config(model_dir, impl), quantization), decision)
     head = None if draft_head is None else load_eagle3(draft_head, model.sizes_for_head)
     model = model.with_draft_layers(draft_layers if head is None else 1, head)
     layout = KVLayout(

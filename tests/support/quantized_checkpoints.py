@@ -205,6 +205,10 @@ FORMATS: dict[str, Format] = {
         fp8_blocks(128, "weight_scale_inv"),
     ),
     "fp8 tensor": Format({**_FP8, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, _fp8_tensor),
+    "modelopt fp8": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "ignore": ["lm_head"]},
+        _fp8_tensor,
+    ),
     "fbgemm rows": Format({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, _fp8_rows),
     "compressed fp8 rows": Format(
         _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), _fp8_rows

@@ -33,6 +33,8 @@ class IncrementalParser(ABC):
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._pushed: list[str] = []  # text that is not yet part of ``_text``
+        self._num_pushed = 0  # characters of it
         self._mark: int | None = None
         self._ended = False
         self._deltas: list[OutputDelta] = []
@@ -43,7 +45,11 @@ class IncrementalParser(ABC):
         """Parse the whole text."""
 
     def push(self, text: str) -> list[OutputDelta]:
-        self._text += text
+        """Text that is held is joined by parts of at least 1/64 of it: one by one would take quadratic time."""
+        self._pushed.append(text)
+        self._num_pushed += len(text)
+        if 64 * self._num_pushed < len(self._text):
+            return []
         return self._advance()
 
     def flush(self) -> list[OutputDelta]:
@@ -51,6 +57,9 @@ class IncrementalParser(ABC):
         return self._advance()
 
     def _advance(self) -> list[OutputDelta]:
+        self._text += "".join(self._pushed)
+        self._pushed.clear()
+        self._num_pushed = 0
         next(self._parsing, None)
         deltas, self._deltas = self._deltas, []
         return deltas

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.errors import RequestError
+from router.text.chat.families.harmony_parser import MARKERS, HarmonyParser
 from router.text.chat.output_parser import OutputParser
 from router.text.chat.parsers import ModelParsers, ReasoningState
 from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
@@ -22,6 +23,7 @@ class OutputParsing(msgspec.Struct, frozen=True):
     markers: tuple[str, ...]  # special tokens that the parser must see as text
     include_reasoning: bool = True
     forced: bool = False  # the output is calls; a beginning that is cut off is no content
+    warnings: list[str] = []  # what of the request has no effect
 
 
 def select_parsing(
@@ -34,12 +36,14 @@ def select_parsing(
     if use.tools and parsers.tools is None and not use.must_call:
         remedy = "start the router with --tool-call-parser, or use tool_choice 'required'"
         raise RequestError(f"the router knows no tool parser for this model; {remedy}", "tools")
-    if state.markers is None and not use.tools:
+    if state.markers is None and not use.tools and not parsers.use_channels:
         return None
     markers = parsers.tools.markers if parsers.tools and use.tools else ()
+    if parsers.use_channels:
+        markers = (*markers, *MARKERS)
     if state.markers is not None:
         markers = (*markers, state.markers.start, state.markers.end)
-    separated = state if separate_reasoning else ReasoningState()
+    separated = state if separate_reasoning else ReasoningState(continued=state.continued)
     return OutputParsing(
         new_parser=lambda: _new_parser(use, parsers, separated),
         new_call_id=parsers.new_call_id,
@@ -55,6 +59,9 @@ def plain_text_parsing(parsers: ModelParsers) -> OutputParsing:
 
 
 def _new_parser(use: ToolUse, parsers: ModelParsers, state: ReasoningState) -> OutputParser:
+    if parsers.use_channels:
+        names = [use.named] if use.named else use.names
+        return HarmonyParser(names, use.parallel, state.markers is not None, state.continued)
     parser: OutputParser = PlainTextParser()
     if use.named:
         parser = NamedToolParser([use.named])
@@ -62,7 +69,7 @@ def _new_parser(use: ToolUse, parsers: ModelParsers, state: ReasoningState) -> O
         parser = RequiredToolParser(use.names, use.parallel)
     elif use.tools:
         assert parsers.tools is not None
-        parser = parsers.tools.parser(use.names, use.parallel)
+        parser = parsers.tools.parser(use.schemas, use.parallel)
     if state.markers is None:
         return parser
     return ReasoningParser(state.markers.start, state.markers.end, state.opened, parser)

@@ -9,8 +9,32 @@ from uuid import uuid4
 import msgspec
 
 from pdserve.errors import ConfigError
-from router.text.chat.strict_tools import StrictGrammar, hermes_grammar, llama_grammar, mistral_grammar
-from router.text.chat.tool_parsers import HermesToolParser, LlamaToolParser, MistralToolParser, ToolParser
+from router.text.chat.families.harmony_grammar import harmony_calls_grammar
+from router.text.chat.families.harmony_parser import MARKERS, HarmonyParser
+from router.text.chat.families.tagged_grammars import tagged_grammar
+from router.text.chat.families.tagged_tool_parsers import (
+    GLM45,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    Glm45ToolParser,
+    MiniMaxM2ToolParser,
+    Qwen3CoderToolParser,
+)
+from router.text.chat.strict_tools import (
+    StrictGrammar,
+    deepseek_grammar,
+    deepseek_v31_grammar,
+    hermes_grammar,
+    llama_grammar,
+    mistral_grammar,
+)
+from router.text.chat.tool_parsers import (
+    DeepSeekToolParser,
+    HermesToolParser,
+    LlamaToolParser,
+    MistralToolParser,
+    ToolParser,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -18,15 +42,17 @@ AUTO, NONE = "auto", "none"
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """``markers`` are texts that the model writes as special tokens; ``sign`` identifies templates of the family.
+    """``markers`` are texts that the model writes as special tokens; ``signs`` identify templates of the family.
 
-    ``grammar`` holds calls of strict functions to their schemas.
+    ``parser`` gets the names of functions, as keys of a mapping to the schemas of their arguments. ``grammar`` holds
+    calls of strict functions to their schemas.
     """
 
     parser: Callable[[Collection[str], bool], ToolParser]
     markers: tuple[str, ...]
-    sign: str
+    signs: tuple[str, ...]
     grammar: StrictGrammar
+    channels: bool = False  # the parser reads reasoning, too, in outputs without calls, and forced calls
     short_ids: bool = False  # Mistral's templates accept only call ids of nine letters and digits
 
 
@@ -35,6 +61,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
 
     start: str
     end: str
+    channels: bool = False  # of messages in harmony's channels
 
 
 class ReasoningState(msgspec.Struct, frozen=True):
@@ -42,27 +69,69 @@ class ReasoningState(msgspec.Struct, frozen=True):
 
     markers: ReasoningMarkers | None = None
     opened: bool = False
+    continued: bool = False  # the output continues the content of a message
 
 
+_HERMES_TAGS = ("<tool_call>", "</tool_call>")
+_GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_MINIMAX_TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
+_DEEPSEEK_TAGS = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+)
+# Several families put another syntax into the tags of Hermes, so their own signs are looked for first.
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(HermesToolParser, ("<tool_call>", "</tool_call>"), "<tool_call>", hermes_grammar),
-    "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), "<|python_tag|>", llama_grammar),
+    "qwen3_coder": ToolFormat(
+        Qwen3CoderToolParser, _HERMES_TAGS, ("<function=", "<parameter="), tagged_grammar(QWEN3_CODER)
+    ),
+    "glm45": ToolFormat(Glm45ToolParser, (*_HERMES_TAGS, *_GLM_TAGS), ("<arg_key>",), tagged_grammar(GLM45)),
+    "minimax_m2": ToolFormat(MiniMaxM2ToolParser, _MINIMAX_TAGS, ("<minimax:tool_call>",), tagged_grammar(MINIMAX_M2)),
+    "deepseek_v3": ToolFormat(
+        DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>", "```json"), deepseek_grammar
+    ),
+    "deepseek_v31": ToolFormat(DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>",), deepseek_v31_grammar),
+    "openai": ToolFormat(HarmonyParser, MARKERS, ("<|channel|>",), harmony_calls_grammar, channels=True),
+    "hermes": ToolFormat(HermesToolParser, _HERMES_TAGS, ("<tool_call>",), hermes_grammar),
+    "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), ("<|python_tag|>",), llama_grammar),
     "mistral": ToolFormat(
-        MistralToolParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]", mistral_grammar, short_ids=True
+        MistralToolParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), ("[TOOL_CALLS]",), mistral_grammar, short_ids=True
     ),
 }
 REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
     "think": ReasoningMarkers("<think>", "</think>"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "openai_gptoss": ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|>", channels=True),
 }
 # vLLM's and SGLang's names of equal formats, with underscores
-_ALIASES = {
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "glm45", "qwen3", "qwen3_thinking"), "think"),
-    **dict.fromkeys(("qwen", "qwen25"), "hermes"),
-    "llama3": "llama3_json",
+_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "--tool-call-parser": {
+        **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+        **dict.fromkeys(("qwen3_xml", "qwen3_5"), "qwen3_coder"),
+        **dict.fromkeys(("glm", "glm47"), "glm45"),
+        **dict.fromkeys(("minimax", "minimax_m2_5"), "minimax_m2"),
+        "deepseekv3": "deepseek_v3",
+        "deepseekv31": "deepseek_v31",
+        "llama3": "llama3_json",
+        "gpt_oss": "openai",
+    },
+    "--reasoning-parser": {"gpt_oss": "openai_gptoss"}
+    | dict.fromkeys(
+        (
+            "deepseek_r1",
+            "deepseek_v3",
+            "deepseek_v31",
+            "glm45",
+            "glm47",
+            "minimax",
+            "minimax_m2",
+            "qwen3",
+            "qwen3_thinking",
+        ),
+        "think",
+    ),
 }
-# Families that put another syntax into Hermes' tags
-_NOT_HERMES = ("<function=", "<arg_key>")
+# Families that put another syntax into Hermes' tags, unknown here
+_NOT_HERMES = ("<function=",)
 # How Llama 3's templates request calls, even those without the tag
 _LLAMA_WORDS = '{"name": function name, "parameters": dictionary'
 
@@ -81,12 +150,17 @@ class ModelParsers(msgspec.Struct, frozen=True):
         """
         markers = self.reasoning
         if markers is None:
-            return ReasoningState()
+            return ReasoningState(continued=continued is not None)
         if continued is not None:
             opened = continued.rfind(markers.start) > continued.rfind(markers.end)
-            return ReasoningState(markers, opened=True) if opened else ReasoningState()
+            return ReasoningState(markers, opened=True) if opened else ReasoningState(continued=True)
         end = prompt.rstrip()
         return ReasoningState() if end.endswith(markers.end) else ReasoningState(markers, end.endswith(markers.start))
+
+    @property
+    def use_channels(self) -> bool:
+        """Whether outputs are messages in harmony's channels."""
+        return bool((self.tools and self.tools.channels) or (self.reasoning and self.reasoning.channels))
 
     def new_call_id(self) -> str:
         short = self.tools is not None and self.tools.short_ids
@@ -109,7 +183,7 @@ def parser_name(flag: str, text: str) -> str:
     """Check a flag's value; names of peers are translated. Raises ConfigError for an unknown name."""
     known = parser_names(flag)
     name = text.replace("-", "_")
-    name = name if name in known else _ALIASES.get(name, name)
+    name = name if name in known else _ALIASES[flag].get(name, name)
     if name not in known:
         raise ConfigError(f"{flag} {text!r} is not known; choose one of {', '.join(known)}")
     return name
@@ -126,10 +200,15 @@ def _select(flag: str, requested: str, detected: str) -> str:
 
 def _detect_tool_parser(template: str) -> str:
     for name, form in TOOL_PARSERS.items():
-        if form.sign in template and not (name == "hermes" and any(other in template for other in _NOT_HERMES)):
+        if all(sign in template for sign in form.signs) and not (
+            name == "hermes" and any(other in template for other in _NOT_HERMES)
+        ):
             return name
     return "llama3_json" if _LLAMA_WORDS in template else NONE
 
 
 def _detect_reasoning_parser(template: str) -> str:
-    return next((name for name, markers in REASONING_PARSERS.items() if markers.end in template), NONE)
+    for name, markers in REASONING_PARSERS.items():
+        if (markers.start if markers.channels else markers.end) in template:
+            return name
+    return NONE

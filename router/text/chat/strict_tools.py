@@ -22,9 +22,9 @@ from router.text.chat.tools import ToolUse
 MarkerOf = Callable[[str], Marker]  # by text
 StrictGrammar = Callable[[ToolUse, MarkerOf, bool], str]  # in Lark; the last: calls alone, without text around them
 
-_ANY_OBJECT = '{"type": "object"}'
-_TEXT = "TEXT: /(?s:.*)/"
-_BLANKS = "BLANKS: /\\s{0,2}/"
+ANY_OBJECT = '{"type": "object"}'
+TEXT = "TEXT: /(?s:.*)/"
+BLANKS = "BLANKS: /\\s{0,2}/"
 
 
 def has_strict(use: ToolUse) -> bool:
@@ -44,7 +44,7 @@ def calls_or_answer(calls: str, answer: str) -> str:
 def hermes_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
     calls = _call_objects(use, "arguments")
     body = f"body: BLANKS call BLANKS {marker('</tool_call>').term}"
-    return _lark(*_start(use, marker("<tool_call>"), alone), body, *calls)
+    return lark(*start(use, marker("<tool_call>"), alone), body, *calls)
 
 
 def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
@@ -52,15 +52,15 @@ def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
     tag = marker("<|python_tag|>")
     more = "(/;?\\s{0,2}/ call)*" if use.parallel else ""
     if alone:
-        return _lark(f"start: ({tag.term})? call {more}", *_call_schemas(use, "parameters"))
-    return _lark(
+        return lark(f"start: ({tag.term})? call {more}", *_call_schemas(use, "parameters"))
+    return lark(
         "start: FREE | body | begin_free body again",
         "again: (begin body)* TEXT" if use.parallel else "again: TEXT",
-        _begin("begin_free", "FREE", tag),
-        _begin("begin", "TEXT", tag),
+        begin_rule("begin_free", "FREE", tag),
+        begin_rule("begin", "TEXT", tag),
         f"body: call {more}",
         "FREE: /\\s*([^{\\s](?s:.*))?/",
-        _TEXT,
+        TEXT,
         *_call_objects(use, "parameters"),
     )
 
@@ -74,23 +74,55 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
         if each.token_id is not None
     )
     named = [f"named_{index}: {json.dumps(name)} {between}arguments_{index}" for index, name in enumerate(use.names)]
-    return _lark(
-        *_start(use, marker("[TOOL_CALLS]"), alone),
+    return lark(
+        *start(use, marker("[TOOL_CALLS]"), alone),
         f'body: BLANKS "[" call {more} "]" | BLANKS named',
-        _alternatives("named", len(named)),
+        alternatives("named", len(named)),
         *named,
         *_call_objects(use, "arguments"),
     )
 
 
-def _start(use: ToolUse, marker: Marker, alone: bool) -> Sequence[str]:
+def deepseek_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
+    """Calls of DeepSeek-V3 and R1: JSON in a code block."""
+    return _deepseek(use, marker, alone, ("function", "\n```json\n", "\n```"))
+
+
+def deepseek_v31_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
+    """Calls of DeepSeek-V3.1."""
+    return _deepseek(use, marker, alone, ("", "", ""))
+
+
+def _deepseek(use: ToolUse, marker: MarkerOf, alone: bool, around: tuple[str, str, str]) -> str:
+    """``around``: the text before the separator, else the name is there; the texts before and behind the arguments."""
+    kind, before, behind = around
+    separator = marker("<｜tool▁sep｜>").term
+    more = "(BLANKS call)*" if use.parallel else ""
+    lines = []
+    for index, tool in enumerate(use.tools):
+        name = tool["function"]["name"]
+        opening = (
+            f"{json.dumps(kind)} {separator} {json.dumps(name + before)}" if kind else f"{json.dumps(name)} {separator}"
+        )
+        lines.append(f"named_{index}: {opening} arguments_{index} {json.dumps(behind) if behind else ''}")
+    return lark(
+        *start(use, marker("<｜tool▁calls▁begin｜>"), alone),
+        f"body: BLANKS call {more} BLANKS {marker('<｜tool▁calls▁end｜>').term}",
+        f"call: {marker('<｜tool▁call▁begin｜>').term} named {marker('<｜tool▁call▁end｜>').term}",
+        alternatives("named", len(use.tools)),
+        *lines,
+        *(f"arguments_{index}: %json {_schema(tool['function'])}" for index, tool in enumerate(use.tools)),
+    )
+
+
+def start(use: ToolUse, marker: Marker, alone: bool) -> Sequence[str]:
     """Rules for ``start``, ``begin`` and the terminal BLANKS."""
     if alone:
-        return f"start: (begin body){'+' if use.parallel else ''}", f"begin: BLANKS {marker.term}", _BLANKS
-    return f"start: (begin body){'*' if use.parallel else '?'} TEXT", _begin("begin", "TEXT", marker), _TEXT, _BLANKS
+        return f"start: (begin body){'+' if use.parallel else ''}", f"begin: BLANKS {marker.term}", BLANKS
+    return f"start: (begin body){'*' if use.parallel else '?'} TEXT", begin_rule("begin", "TEXT", marker), TEXT, BLANKS
 
 
-def _begin(name: str, text: str, marker: Marker) -> str:
+def begin_rule(name: str, text: str, marker: Marker) -> str:
     """A rule for text up to a marker. It ends with the first occurrence, so that no other rule takes the marker."""
     lazy = "[lazy]" if marker.token_id is None else ""
     return f"{name}{lazy}: {text} {marker.term}"
@@ -98,13 +130,12 @@ def _begin(name: str, text: str, marker: Marker) -> str:
 
 def _call_objects(use: ToolUse, key: str) -> Sequence[str]:
     """Rules ``call`` for an object with name and arguments, and ``arguments_0`` … for the arguments alone."""
-    lines = [_alternatives("call", len(use.tools))]
+    lines = [alternatives("call", len(use.tools))]
     for index, tool in enumerate(use.tools):
         function = tool["function"]
         opening = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         lines.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
-        schema = arguments_schema(function) if function.get("strict") else _ANY_OBJECT
-        lines.append(f"arguments_{index}: %json {schema}")
+        lines.append(f"arguments_{index}: %json {_schema(function)}")
     return lines
 
 
@@ -114,14 +145,20 @@ def _call_schemas(use: ToolUse, key: str) -> Sequence[str]:
     llguidance's lexer takes the longest lexeme and never returns: after the brace of a literal an answer that begins
     with a brace, too, would be lost. In JSON all lexemes are alike.
     """
-    lines = [_alternatives("call", len(use.tools))]
+    lines = [alternatives("call", len(use.tools))]
     for index, tool in enumerate(use.tools):
         function = tool["function"]
-        arguments = arguments_schema(function) if function.get("strict") else _ANY_OBJECT
-        properties = {"name": {"const": function["name"]}, key: _moved(json.loads(arguments), f"#/properties/{key}")}
+        properties = {
+            "name": {"const": function["name"]},
+            key: _moved(json.loads(_schema(function)), f"#/properties/{key}"),
+        }
         schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         lines.append(f"call_{index}: %json {json.dumps(schema)}")
     return lines
+
+
+def _schema(function: dict[str, Any]) -> str:
+    return arguments_schema(function) if function.get("strict") else ANY_OBJECT
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -137,9 +174,9 @@ def _moved(schema: Any, to: str) -> Any:
     return moved
 
 
-def _alternatives(name: str, count: int) -> str:
+def alternatives(name: str, count: int) -> str:
     return f"{name}: " + " | ".join(f"{name}_{index}" for index in range(count))
 
 
-def _lark(*lines: str) -> str:
+def lark(*lines: str) -> str:
     return "\n".join(lines) + "\n"

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from pdserve.errors import RequestError
 from router.text.chat.tools import ToolUse
-from router.text.structured.closed_schemas import closed
+from router.text.structured.normalized_schemas import held_schema
+from router.text.structured.structured_outputs import OutputGrammar, json_schema_grammar
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -48,8 +50,19 @@ def tool_call_grammar(use: ToolUse) -> str:
 
 def arguments_schema(function: dict[str, Any]) -> str:
     """Return the JSON schema of a function's arguments."""
-    schema = function.get("parameters") or _NO_PARAMETERS
-    return msgspec.json.encode(closed({"type": "object", **schema})).decode()
+    return msgspec.json.encode(held_schema(_parameters(function))).decode()
+
+
+def parameters_grammar(function: dict[str, Any], field: str) -> OutputGrammar:
+    """Return the grammar of a function's arguments alone. Raises RequestError that begins with ``field``."""
+    try:
+        return OutputGrammar(json_schema_grammar(_parameters(function)), field)
+    except RequestError as exc:
+        raise RequestError(f"{field}: {exc}", field) from exc
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", **(function.get("parameters") or _NO_PARAMETERS)}
 
 
 def after_reasoning(grammar: str, start: Marker, end: Marker, opened: bool) -> str:

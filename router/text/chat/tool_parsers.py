@@ -1,4 +1,4 @@
-"""Tool parsers of the three common families, and of the outputs that ``tool_choice`` forces.
+"""Tool parsers of families that write arguments as JSON, and of the outputs that ``tool_choice`` forces.
 
 Text outside calls stays content, verbatim, except for white space around calls. A call is emitted as soon as its name
 is known and its arguments begin; then the arguments are emitted as they arrive. A name that is none of the request's
@@ -201,6 +201,39 @@ class MistralToolParser(ToolParser):
             yield from self._accept("[ARGS]")
             yield from self._spaces()
             yield from self._stream_arguments(name)
+
+
+class DeepSeekToolParser(ToolParser):
+    """DeepSeek-V3, R1 and V3.1, by their chat templates.
+
+    Calls are between ``<｜tool▁calls▁begin｜>`` and ``<｜tool▁calls▁end｜>``. Each is between
+    ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``: ``function<｜tool▁sep｜>NAME`` and a code block of JSON, or
+    since V3.1 ``NAME<｜tool▁sep｜>`` and JSON.
+    """
+
+    _marker = "<｜tool▁calls▁begin｜>"
+
+    def _calls(self) -> Parse[None]:
+        yield from self._spaces()
+        while (yield from self._accept("<｜tool▁call▁begin｜>")):
+            name = yield from self._match(_NAME)
+            yield from self._expect("<｜tool▁sep｜>")
+            in_block = (yield from self._peek()) != "{"
+            if in_block:
+                name = yield from self._match(_NAME)
+                yield from self._spaces()
+                yield from self._expect("```json")
+                yield from self._spaces()
+            yield from self._stream_arguments(self._check_name(name))
+            if in_block:
+                yield from self._spaces()
+                yield from self._expect("```")
+            yield from self._spaces()
+            yield from self._expect("<｜tool▁call▁end｜>")
+            self._commit()
+            yield from self._spaces()
+        yield from self._expect("<｜tool▁calls▁end｜>")
+        self._commit()
 
 
 class RequiredToolParser(ToolParser):

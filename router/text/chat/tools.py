@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -25,6 +26,19 @@ class ToolUse(msgspec.Struct, frozen=True):
     @property
     def names(self) -> list[str]:
         return [tool["function"]["name"] for tool in self.tools]
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The schemas of arguments by name of the function; none: not given."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
+
+    def without_strict(self, names: Collection[str]) -> ToolUse:
+        """Return the use with these functions not strict."""
+        tools = tuple(
+            {**tool, "function": {**tool["function"], "strict": False}} if tool["function"]["name"] in names else tool
+            for tool in self.tools
+        )
+        return msgspec.structs.replace(self, tools=tools)
 
     @property
     def must_call(self) -> bool:
@@ -68,7 +82,9 @@ def _checked_name(tool: dict[str, Any], where: str) -> str:
     if not isinstance(function.get("strict"), bool | None):
         raise RequestError(f"{where}.function.strict must be true or false", where)
     parameters = function.get("parameters")
-    if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
+    if parameters is not None and (
+        not isinstance(parameters, dict) or (parameters.get("type") or "object") != "object"
+    ):
         raise RequestError(f"{where}.function.parameters must be the JSON schema of an object", where)
     return name
 

@@ -17,10 +17,16 @@ import msgspec
 from pdserve.errors import RequestError
 from router.text.structured.finite_patterns import matched_names
 
-_LISTS = ("allOf", "anyOf", "oneOf")  # of schemas for the same value
+LISTS = ("allOf", "anyOf", "oneOf")  # of schemas for the same value
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
-_MAPS_OF_CHILDREN = ("properties", "patternProperties", "$defs", "definitions")
-_CHILDREN = ("items", "prefixItems", "contains", *_OTHERS)  # schemas for parts of the value, or lists of such
+MAPS_OF_CHILDREN = ("properties", "patternProperties", "$defs", "definitions")
+CHILDREN = (
+    "items",
+    "prefixItems",
+    "additionalItems",
+    "contains",
+    *_OTHERS,
+)  # schemas for parts of the value, or lists of such
 _MAX_WORK = 50_000  # schemas that are visited, and properties that are added
 
 Schema = dict[str, Any]
@@ -67,7 +73,7 @@ class _Closer:
             return schema
         result = self._with_closed_children(schema)
         own = _own(schema)
-        lists = {name: schema[name] for name in _LISTS if isinstance(schema.get(name), list)}
+        lists = {name: schema[name] for name in LISTS if isinstance(schema.get(name), list)}
         alternatives = {n: v for n, v in lists.items() if n != "allOf" or (len(v) == 1 and not own.any)}
         combined = [each for name in lists.keys() - alternatives.keys() for each in lists[name]]
         declared = _Declared()
@@ -97,10 +103,10 @@ class _Closer:
 
     def _with_closed_children(self, schema: Schema) -> Schema:
         result = dict(schema)
-        for name in _MAPS_OF_CHILDREN:
+        for name in MAPS_OF_CHILDREN:
             if isinstance(schema.get(name), dict):
                 result[name] = {key: self._schema(part, _Declared(), True) for key, part in schema[name].items()}
-        for name in _CHILDREN:
+        for name in CHILDREN:
             part = schema.get(name)
             if isinstance(part, list):
                 result[name] = [self._schema(each, _Declared(), True) for each in part]
@@ -114,34 +120,19 @@ class _Closer:
         if not isinstance(schema, dict):
             return _Declared()
         found = _own(schema)
-        for name in _LISTS:
+        for name in LISTS:
             for branch in schema[name] if isinstance(schema.get(name), list) else ():
                 found.add(self._declared(branch, seen))
         reference = schema.get("$ref")
         if reference is not None and reference not in seen:
-            target = self._target(reference)
+            target = target_of(self._root, reference)
             found.add(_Declared(decided=True) if target is None else self._declared(target, (*seen, reference)))
         self._count(len(found.names))
         return found
 
-    def _target(self, reference: Any) -> Any:
-        """Return the schema that a reference of this document names; None for other references."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        target: Any = self._root
-        for key in reference[1:].split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
-                target = target[int(key)]
-            elif isinstance(target, dict) and key in target:
-                target = target[key]
-            else:
-                return None
-        return target if reference == "#" or reference.startswith("#/") else None
-
     def _open_reference(self, reference: Any) -> Any:
         """Return a reference to an open copy of what ``reference`` names."""
-        target = self._target(reference)
+        target = target_of(self._root, reference)
         if not isinstance(target, dict):
             return reference
         if reference not in self._opened:
@@ -154,6 +145,22 @@ class _Closer:
         self._work += work
         if self._work > _MAX_WORK:
             raise RequestError(f"the schema combines more than {_MAX_WORK} schemas and properties; simplify it")
+
+
+def target_of(root: Any, reference: Any) -> Any:
+    """Return the schema that a reference inside the document ``root`` names; None for other references."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    target: Any = root
+    for key in reference[1:].split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            target = target[int(key)]
+        elif isinstance(target, dict) and key in target:
+            target = target[key]
+        else:
+            return None
+    return target if reference == "#" or reference.startswith("#/") else None
 
 
 def _own(schema: Schema) -> _Declared:

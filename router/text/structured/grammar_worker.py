@@ -15,6 +15,7 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, start_thread
 from router.text.structured.grammar_checker import GrammarAnswer, GrammarQuestion
+from router.text.structured.schema_problems import located_problem
 from router.text.worker_process import read_message, write_message
 
 _MEMORY = 4 << 30  # bytes of address space
@@ -54,7 +55,7 @@ def _answer(question: GrammarQuestion, vocabulary: GrammarVocabulary) -> Grammar
             return GrammarAnswer(text=from_ebnf(question.text))
         Grammar(question.text, vocabulary)
     except RequestError as exc:
-        return GrammarAnswer(str(exc))
+        return GrammarAnswer(located_problem(question.text) or str(exc))
     return GrammarAnswer()
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from pdserve import grammar as grammars
 from pdserve.errors import RequestError, shown
-from router.text.structured.closed_schemas import closed
+from router.text.structured.normalized_schemas import held_schema
 
 MAX_STRUCTURES = 128  # of a structural tag, as tools
 
@@ -66,7 +66,7 @@ def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None 
             raise RequestError(f"the schema is not valid JSON: {exc}") from exc
         if not isinstance(schema, dict):
             raise RequestError(f"a schema must be a JSON object, not {type(schema).__name__}")
-    text = msgspec.json.encode(closed(schema)).decode()
+    text = msgspec.json.encode(held_schema(schema)).decode()
     grammars.check_size(text)
     return grammars.from_json_schema(text, whitespace)
 
@@ -108,7 +108,7 @@ def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
         trigger = next((trigger for trigger in spec.triggers if trigger and structure.begin.startswith(trigger)), None)
         if trigger is None:
             raise RequestError(f"no trigger is the beginning of the structure {shown(structure.begin)}; add one")
-        parts.append((trigger, structure.begin, closed(structure.schema or ANY_OBJECT), structure.end))
+        parts.append((trigger, structure.begin, held_schema(structure.schema or ANY_OBJECT), structure.end))
     if not parts:
         raise RequestError("the structural tag has no structures; give at least one")
     return grammars.from_structures(parts)

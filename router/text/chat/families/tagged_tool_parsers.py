@@ -1,0 +1,234 @@
+"""Tool parsers of families that write each argument between tags of its own, as plain text.
+
+The parsers of Qwen3-Coder, GLM-4.5 and MiniMax-M2 are one parser with different tags. The sources are the chat
+templates of ``Qwen/Qwen3-Coder-30B-A3B-Instruct``, ``zai-org/GLM-4.5`` and ``MiniMaxAI/MiniMax-M2``, which render the
+calls of earlier turns in the form that the model writes.
+
+A string is emitted while it arrives; other values once they are complete, since only then it is known whether they are
+JSON (typed_values.py). The tag that ends a value ends it only where one of the tags that may follow does follow, so
+that a value may contain the tag: a model that writes files writes templates, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from router.text.chat.families.typed_values import TypedValues, escaped, quoted
+from router.text.chat.incremental_parser import Parse, ParseError
+from router.text.chat.tool_parsers import ToolParser
+
+
+class CallTags(msgspec.Struct, frozen=True):
+    """The tags of a family.
+
+    ``begin (function NAME function_end (key KEY key_end value VALUE value_end)* call_end)+ end``
+    """
+
+    begin: str  # of a call, or of a list of calls
+    end: str
+    key: str
+    key_end: str
+    value_end: str
+    value: str = ""  # before a value
+    function: str = ""  # before the name
+    function_end: str = ""  # behind the name; "" where a key or an end follows
+    call_end: str = ""  # of each call in a list
+    line_around_values: bool = False  # a newline at the beginning and end of a value does not belong to it
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """The tags that may follow a value."""
+        return tuple(tag for tag in (self.key, self.call_end, self.end) if tag)
+
+
+QWEN3_CODER = CallTags(
+    begin="<tool_call>",
+    function="<function=",
+    function_end=">",
+    key="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    call_end="</function>",
+    end="</tool_call>",
+    line_around_values=True,
+)
+GLM45 = CallTags(
+    begin="<tool_call>",
+    key="<arg_key>",
+    key_end="</arg_key>",
+    value="<arg_value>",
+    value_end="</arg_value>",
+    end="</tool_call>",
+)
+MINIMAX_M2 = CallTags(
+    begin="<minimax:tool_call>",
+    function='<invoke name="',
+    function_end='">',
+    key='<parameter name="',
+    key_end='">',
+    value_end="</parameter>",
+    call_end="</invoke>",
+    end="</minimax:tool_call>",
+)
+_MAX_NAME = 256  # characters of a function or an argument; longer ones are text
+
+
+class TaggedToolParser(ToolParser):
+    """Base of the parsers. ``functions``: the schemas of the arguments, by name of the function."""
+
+    _tags: CallTags
+
+    def __init__(self, functions: Collection[str], parallel: bool = True) -> None:
+        super().__init__(functions, parallel)
+        schemas = functions if isinstance(functions, Mapping) else {}
+        self._values = {name: TypedValues(schemas.get(name)) for name in functions}
+
+    def _parse(self) -> Parse[None]:
+        tags = self._tags
+        markers = [tag for tag in (tags.begin, tags.function) if tag]  # models forget the tag around a function
+        while marker := (yield from self._until(markers, self._content)):
+            calls = self._calls() if marker == tags.begin else self._functions()
+            yield from self._try_calls(calls, marker)
+        self._end_content()
+
+    def _calls(self) -> Parse[None]:
+        yield from self._spaces()
+        yield from self._expect(self._tags.function)
+        yield from self._functions()
+
+    def _functions(self) -> Parse[None]:
+        """Parse calls from the first name on."""
+        tags = self._tags
+        ended = False
+        while not ended:
+            name = yield from self._text_before((tags.function_end,) if tags.function_end else (*tags.closing, "\n"))
+            yield from self._accept(tags.function_end)
+            ended = yield from self._function(self._check_name(name.strip()))
+            if not ended:
+                yield from self._spaces()
+                ended = yield from self._accept(tags.end)
+                self._mark = self._at if ended else self._mark
+            if not ended:
+                yield from self._expect(tags.function)
+
+    def _text_before(self, ends: Sequence[str]) -> Parse[str]:
+        """Return the text before the first of ``ends``. Raises ParseError if it is too long for a name."""
+        start = self._at
+        most = start + _MAX_NAME
+        while True:
+            found = [at for end in ends if (at := self._text.find(end, start, most)) >= 0]
+            if found:
+                self._at = min(found)
+                return self._text[start : self._at]
+            if self._ended or len(self._text) >= most:
+                raise ParseError("a name expected")
+            yield
+
+    def _function(self, name: str) -> Parse[bool]:
+        """Parse the arguments of a call, and its end. Return whether that is the end of all calls, too."""
+        self._call(name)
+        self._arguments("{")
+        self._commit()
+        try:
+            ended = yield from self._parameters(self._values[name])
+        except ParseError:
+            if not self._ended:  # else it is cut off, and must not look complete
+                self._arguments("}")
+            raise
+        self._arguments("}")
+        self._commit()
+        return ended
+
+    def _parameters(self, values: TypedValues) -> Parse[bool]:
+        tags = self._tags
+        comma = ""
+        yield from self._spaces()
+        while (yield from self._accept(tags.key)):
+            key = yield from self._text_before((tags.key_end,))
+            yield from self._expect(tags.key_end)
+            if tags.value:
+                yield from self._spaces()
+                yield from self._expect(tags.value)
+            self._arguments(f"{comma}{quoted(key)}: ")
+            comma = ", "
+            self._mark = None  # the value is no content any more
+            yield from self._value_of(key, values)
+            self._commit()
+        if tags.call_end and (yield from self._accept(tags.call_end)):
+            return False
+        yield from self._expect(tags.end)
+        return True
+
+    def _value_of(self, key: str, values: TypedValues) -> Parse[None]:
+        """Emit a value, and skip its end and the white space behind. Raises ParseError where the text ends inside."""
+        tags, held = self._tags, _HeldLine(self._tags.line_around_values)
+        pieces: list[str] = []
+        is_text = values.is_text(key)
+
+        def add(text: str) -> None:
+            if is_text:
+                self._arguments(escaped(text))
+            else:
+                pieces.append(text)
+
+        if tags.line_around_values:
+            yield from self._accept("\n")
+        self._arguments('"' if is_text else "")
+        while (yield from self._until((tags.value_end,), lambda text: add(held.push(text)))):
+            blanks = yield from self._spaces()
+            if (yield from self._follows(tags.closing)):
+                self._arguments('"' if is_text else values.json_of(key, "".join(pieces)))
+                return
+            add(held.push(tags.value_end + blanks))
+        add(held.text)
+        self._arguments("".join(pieces))
+        raise ParseError("a value does not end")
+
+    def _follows(self, tags: Sequence[str]) -> Parse[bool]:
+        """Whether one of the tags, or nothing, comes next."""
+        longest = max(map(len, tags))
+        while True:
+            rest = self._text[self._at : self._at + longest]
+            if any(rest.startswith(tag) for tag in tags):
+                return True
+            if self._ended or not any(tag.startswith(rest) for tag in tags):
+                return not rest
+            yield
+
+
+class _HeldLine:
+    """Holds back a newline at the end of a text."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self.text = ""
+
+    def push(self, text: str) -> str:
+        text = self.text + text
+        body = text.removesuffix("\n") if self._enabled else text
+        self.text = text[len(body) :]
+        return body
+
+
+class Qwen3CoderToolParser(TaggedToolParser):
+    """Qwen3-Coder, Qwen3.5: ``<tool_call><function=f><parameter=a>\\n1\\n</parameter></function></tool_call>``."""
+
+    _tags = QWEN3_CODER
+
+
+class Glm45ToolParser(TaggedToolParser):
+    """GLM-4.5 and later: ``<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``."""
+
+    _tags = GLM45
+
+    def _calls(self) -> Parse[None]:
+        yield from self._spaces()
+        yield from self._functions()
+
+
+class MiniMaxM2ToolParser(TaggedToolParser):
+    """MiniMax-M2: ``<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke>…``."""
+
+    _tags = MINIMAX_M2
