@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from pdserve.errors import ConfigError
@@ -17,6 +18,15 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ConfigError(f"{address!r} is not HOST:PORT with a port of 1 … 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a server that listens on ``host``."""
+    host = host.strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def probe_port(host: str, port: int) -> None:

@@ -99,6 +99,15 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
     assert "chosen: dtype=bfloat16" in out
 
 
+def test_explain_warns_of_memory_that_this_machine_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--kv-cache-memory", "100T"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("warning: a node would not start here: ")
+    assert "lower --kv-cache-memory" in last
+    assert main(["explain", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+
+
 def test_flags_of_other_servers_that_mean_the_same_are_accepted_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     theirs = ["--enable-prefix-caching", "--enable_chunked_prefill", "-tp", "1", "--kv-cache-memory-bytes=64M"]
     assert main(["explain", "--json", "--device", "cpu", "--tp", "1", "--kv-cache-memory", "64M"]) == 0
