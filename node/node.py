@@ -92,8 +92,10 @@ class Node:
         """Load, serve and drain, until a signal ends it. Raises EngineDied when the engine exits before."""
         try:
             await self._run(signals, drain_timeout)
-        except EngineDied as exc:
-            await self._report_death(exc)
+        except Exception as exc:
+            self._status.failed(exc)  # first of all: the parent knows the cause before routers lose this node
+            if isinstance(exc, EngineDied):
+                await self._report_death(exc)
             raise
 
     async def _run(self, signals: ShutdownSignals, drain_timeout: float) -> None:
