@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ def up(args: argparse.Namespace) -> int:
     router = router_options(args)
     check_router(router)
     set_secrets(args)
+    if not sys.stderr.isatty():  # else a table shows the start
+        _log.info("starting %s", args.model)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
         fleet = LocalFleet(children, plan, args)

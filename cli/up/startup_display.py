@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_STAGE_SECONDS = 10.0  # between lines of one stage
+
 
 def starting_display(children: Sequence[Child]) -> Display:
     """Choose the display of a start, for stderr and the log format. ``children`` may grow later."""
@@ -32,11 +34,12 @@ def serving_display() -> Display:
 
 
 class Display:
-    """Print a line per child that is ready, and relay output without the routine lines of a start."""
+    """Print a line per stage of a start and per child that is ready, and relay output without its routine lines."""
 
     def __init__(self, starting: bool = False) -> None:
         self._starting = starting
         self._failed: Child | None = None  # the first that reported a failure
+        self._stages: dict[str, tuple[str, float]] = {}  # the last line per child: its stage, and when it was printed
 
     def changed(self, child: Child) -> None:
         if child.state == "failed" and self._failed is None:
@@ -48,6 +51,17 @@ class Display:
             tokens = f", {child.kv_tokens:,} KV tokens" if child.kv_tokens else ""
             text = f"{child.name} is ready after {child.ready_at - child.started:.1f} s on {child.address}{tokens}"
             _log.info("%s", text, extra=request_fields("", child=child.name))
+        elif child.state == "loading" and self._starting:
+            self._show_stage(child)
+
+    def _show_stage(self, child: Child) -> None:
+        """Print a stage when it begins, and again while it takes long."""
+        stage, printed_at = self._stages.get(child.name, ("", 0.0))
+        now = time.monotonic()
+        if child.stage != stage or now > printed_at + _STAGE_SECONDS:
+            self._stages[child.name] = child.stage, now
+            done = f", {child.fraction:.0%}" if child.fraction >= 0 else ""
+            _log.info("%s: %s%s", child.name, child.stage, done, extra=request_fields("", child=child.name))
 
     def printed(self, child: Child, text: str) -> None:
         if self._tells_more(child, text) and not (self._is_starting(child) and _is_routine(text)):
