@@ -14,6 +14,10 @@ EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 # Files of a checkpoint; nothing executable.
 _PATTERNS = ["*.json", "tokenizer.model", "*.jinja", "*.txt"]
 _WEIGHTS = "*.safetensors"
+GGUF_REMEDY = (
+    "GGUF files are not read; use the checkpoint in safetensors that it was made of, or convert it: transformers' "
+    "from_pretrained(FOLDER, gguf_file=FILE) reads it, save_pretrained(OUT) writes safetensors"
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -26,6 +30,8 @@ def resolve_model(model: str, weights: bool = True, cached: bool = False) -> Pat
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path
+    if model.endswith(".gguf"):
+        raise CheckpointError(f"model {shown(model)}: {GGUF_REMEDY}")
     if os.path.exists(path):
         raise CheckpointError(f"model {shown(model)} is a file; use the directory that has config.json")
     if not _HUB_ID.fullmatch(model):

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.checkpoint.files import DECODE_ERRORS, read_file
+from pdserve.checkpoint.hub import GGUF_REMEDY
 from pdserve.checkpoint.safetensors_header import MAX_TENSORS, Tensor, read_header
 from pdserve.errors import CheckpointError, cut, shown
 
@@ -74,6 +75,8 @@ def collect_headers(
 def _without_weights(model_dir: Path) -> str:
     """Return the remedy for a checkpoint without safetensors."""
     others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in model_dir.glob(pattern))
+    if others and others[0].endswith(".gguf"):
+        return f"{shown(others[0])}: {GGUF_REMEDY}"
     if others:
         return f"convert {shown(others[0])} to safetensors"
     return "download the weights, or give --load-format dummy for random ones"

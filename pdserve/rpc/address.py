@@ -15,7 +15,7 @@ def join_address(host: str, port: int) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Return the host without brackets and the port. Raises ConfigError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ConfigError(f"{address!r} is not HOST:PORT with a port of 1 … 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
