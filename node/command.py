@@ -123,7 +123,15 @@ async def _serve(
         log_requests=frontend.log_requests,
     )
     set_process_fields(node=node_id)
-    node = Node(role, context, server, status, weights_root=frontend.allow_weight_changes, kv_events=kv_events)
+    node = Node(
+        role,
+        context,
+        server,
+        status,
+        address=address,
+        weights_root=frontend.allow_weight_changes,
+        kv_events=kv_events,
+    )
     try:
         await node.start_server()
         if metrics_server is not None:

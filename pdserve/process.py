@@ -35,6 +35,10 @@ class StatusWriter:
         self._fd = fd
         self._has_failed = False
 
+    @property
+    def has_reader(self) -> bool:
+        return self._fd is not None
+
     def listening(self, address: str) -> None:
         """The port is bound; ``address`` is the host:port for others to connect to."""
         self._write(state="listening", address=address)
