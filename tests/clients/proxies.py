@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from machine import patience
 # Timeouts are nginx's defaults: 60 s between two reads from the router, 75 s for idle connections.
 _NGINX = """
 daemon off;
+user {user};
 worker_processes 1;
 pid {directory}/nginx.pid;
 error_log {directory}/nginx.log;
@@ -87,7 +89,8 @@ def proxy(name: str, directory: Path, router: str) -> Iterator[dict[str, str]]:
     plain, tls = _free_ports()
     (directory / "both.pem").write_bytes((directory / "cert.pem").read_bytes() + (directory / "key.pem").read_bytes())
     file = directory / f"{name}.conf"
-    file.write_text(config.format(directory=directory, router=router, plain=plain, tls=tls))
+    user = getpass.getuser()  # of nginx's workers, which write large bodies to the directory
+    file.write_text(config.format(directory=directory, router=router, plain=plain, tls=tls, user=user))
     with (directory / f"{name}.out").open("wb") as out:
         process = subprocess.Popen([*command, str(file)], stdout=out, stderr=out)
     try:

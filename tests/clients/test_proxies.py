@@ -32,6 +32,8 @@ from router_process import MODEL, router_process
 from scripted_node import Conversation, ScriptedNode
 from websockets.asyncio.client import connect
 
+from router.text.tokenizer import Tokenizer
+
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SILENCE = 70.0  # seconds; nginx waits for 60, HAProxy as Debian configures it for 50
@@ -57,20 +59,21 @@ def authority(directory: Path) -> trustme.CA:
 @pytest.fixture(scope="module")
 def urls(directory: Path, authority: trustme.CA) -> Iterator[dict[str, str]]:
     """URLs by way. Two routers, one with TLS, have a node that is silent, or answers "AB" at once."""
+    (model_dir := directory / "model").mkdir()
+    small_tokenizers.write(model_dir, small_tokenizers.byte_level(), chat_template=small_tokenizers.CHATML)
+    a, b = Tokenizer.load(model_dir).encode("AB")
     node = ScriptedNode(MODEL)
 
     async def silent(conversation: Conversation) -> None:
-        conversation.token(ord("A"))
+        conversation.token(a)
         await asyncio.sleep(SILENCE)
         await brief(conversation)
 
     async def brief(conversation: Conversation) -> None:
-        conversation.token(ord("A"))
-        conversation.token(ord("B"), finish="length")
+        conversation.token(a)
+        conversation.token(b, finish="length")
 
     node.scripts |= {"silent": silent, "brief": brief}
-    (model_dir := directory / "model").mkdir()
-    small_tokenizers.write(model_dir, small_tokenizers.byte_level(), chat_template=small_tokenizers.CHATML)
     flags = ["--decode", node.address, "--migrations", "0"]
     tls = ["--tls-cert", str(directory / "cert.pem"), "--tls-key", str(directory / "key.pem")]
     with ExitStack() as stack:
@@ -193,7 +196,7 @@ def test_websockets_idle_and_answer(urls: dict[str, str], directory: Path, autho
     message = {"type": "response.create", "model": MODEL, "input": "Hi", "store": False, "max_output_tokens": 50}
 
     async def talk(url: str) -> list[str]:
-        tls = {"ssl": context} if url.startswith("https") else {}
+        tls: dict[str, Any] = {"ssl": context} if url.startswith("https") else {}
         async with connect(url.replace("http", "ws", 1) + "/v1/responses", proxy=None, **tls) as opened:
             texts = []
             for salt in ("brief", "silent"):
@@ -210,4 +213,4 @@ def test_websockets_idle_and_answer(urls: dict[str, str], directory: Path, autho
     async def all_ways() -> list[list[str]]:
         return await asyncio.gather(*(talk(urls[way]) for way in WAYS))
 
-    assert dict(zip(WAYS, asyncio.run(all_ways()), strict=True)) == dict.fromkeys(WAYS, ["AB", "AAB"])
+    assert dict(zip(WAYS, asyncio.run(all_ways()), strict=True)) == {way: ["AB", "AAB"] for way in WAYS}
