@@ -106,7 +106,17 @@ def environ(directory: Path, authority: trustme.CA, bodies: dict[str, str]) -> d
     """Variables for programs, with the authority where each language looks for it."""
     ca, store = directory / "ca.pem", directory / "store"
     if shutil.which("keytool"):
-        command = ["keytool", "-importcert", "-noprompt", "-alias", "ca", "-file", ca, "-keystore", store]
+        command: list[str | Path] = [
+            "keytool",
+            "-importcert",
+            "-noprompt",
+            "-alias",
+            "ca",
+            "-file",
+            ca,
+            "-keystore",
+            store,
+        ]
         subprocess.run([*command, "-storepass", "changeit"], check=True, capture_output=True)
     java = f"-Djavax.net.ssl.trustStore={store} -Djavax.net.ssl.trustStorePassword=changeit"
     authorities = {"SSL_CERT_FILE": ca, "NODE_EXTRA_CA_CERTS": ca, "AUTHORITY": ca, "JDK_JAVA_OPTIONS": java}
