@@ -26,7 +26,8 @@ def page(watched: Watched, fleet: Fleet) -> Iterator[Page]:
     """Open the live page; at the end, assert no console errors and no requests to other hosts."""
     yield live(watched.open(f"{fleet.url}/dashboard"))
     assert watched.complaints == []
-    assert all(url.startswith(f"{fleet.url}/dashboard") for url in watched.requests)
+    home = f"{fleet.url}/"  # asked whether it is there, for the link
+    assert all(url == home or url.startswith(f"{fleet.url}/dashboard") for url in watched.requests)
 
 
 def live(page: Page) -> Page:
@@ -132,6 +133,10 @@ def test_dashboard_fits_small_and_large_windows(
 def test_dashboard_works_by_keyboard(page: Page) -> None:
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
+    for link in ("Chat", "API"):
+        expect(page.get_by_role("link", name=link, exact=True)).to_be_visible()
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name=link, exact=True)).to_be_focused()
     page.keyboard.press("Tab")
     chart = page.locator(".plot").first
     expect(chart).to_be_focused()
