@@ -233,8 +233,8 @@ async def complete(
 ) -> None:
     """Send a body of ``completion_body``, or of ``chat_body`` to CHATS, and fill in the trace.
 
-    The trace gets an error instead of an exception. An answer without ``num_tokens`` tokens is an error; None accepts any
-    number. ``token_ids`` receives the tokens.
+    The trace gets an error instead of an exception. An answer without ``num_tokens`` tokens is an error; None accepts
+    any number. ``token_ids`` receives the tokens.
     """
     reader = EventReader(trace, token_ids)
     trace.start = trace.start or time.perf_counter()

@@ -79,12 +79,8 @@ def limit(page: Page, max_tokens: int) -> None:
     page.locator("#settings-button").click()
 
 
-def ask(page: Page, text: str) -> None:
-    page.locator("#entry").fill(text)
-    page.keyboard.press("Enter")
-
-
-def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
+def sent_bodies(page: Page) -> list[dict[str, Any]]:
+    """Return a list that will hold the bodies of the page's requests."""
     bodies: list[dict[str, Any]] = []
 
     def keep(request: Request) -> None:
@@ -92,6 +88,16 @@ def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
             bodies.append(cast(dict[str, Any], request.post_data_json))
 
     page.on("request", keep)
+    return bodies
+
+
+def ask(page: Page, text: str) -> None:
+    page.locator("#entry").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
+    bodies = sent_bodies(page)
     limit(page, 24)
     page.locator("#settings-button").click()
     page.locator("#system").fill("Be brief.")
@@ -152,8 +158,7 @@ def test_error_of_the_router_is_shown_and_not_sent_again(page: Page, watched: Wa
 
 def test_answers_have_a_limit_that_the_context_lowers(page: Page, watched: Watched) -> None:
     """An answer of the default length does not fit after a prompt of nearly the whole context."""
-    bodies: list[dict[str, Any]] = []
-    page.on("request", lambda sent: bodies.append(sent.post_data_json) if sent.method == "POST" else None)
+    bodies = sent_bodies(page)
     ask(page, "short")
     expect(page.locator(".assistant .served")).to_contain_text("1,024 tokens")
     assert [body["max_tokens"] for body in bodies] == [1024]
@@ -186,11 +191,12 @@ def test_a_sent_message_is_edited_in_place_and_drops_what_came_after(page: Page)
 
 
 def test_code_has_colours_and_keeps_its_text(page: Page) -> None:
-    cases = {
+    cases: dict[str, tuple[str, dict[str, list[str]]]] = {
         "python": ("def f(x='#'):  # one\n    return 1.5", {"reserved": ["def", "return"], "comment": ["# one"]}),
         "js": ("const a = `${b}` // c\n/* d */", {"reserved": ["const"], "string": ["`${b}`"]}),
         "sql": ("SELECT 1 -- x", {"reserved": ["SELECT"], "number": ["1"], "comment": ["-- x"]}),
         "json": ('{"a": true} // b', {"string": ['"a"'], "reserved": ["true"], "comment": []}),
+        "rust": ("fn f<'a>(x: &'a str) { 'b' }", {"reserved": ["fn"], "string": ["'b'"]}),
         "unknown": ("return 1", {"reserved": [], "number": []}),
     }
     for language, (code, kinds) in cases.items():

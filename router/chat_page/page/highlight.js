@@ -1,5 +1,5 @@
 // Colours of code: comments, strings, numbers and the words that many languages reserve. A language only decides how
-// comments begin. Each pattern reads a character once, so long code takes linear time.
+// comments begin; quotes behind & and < are Rust's lifetimes. Each pattern reads a character once, so long code takes linear time.
 
 import {element} from "./dom.js";
 
@@ -17,7 +17,7 @@ const COMMENTS = new Map([
   ...PLAIN.split(" ").map((name) => [name, "(?!)"]),
 ]);
 
-const STRINGS = '"""[^]*?(?:"""|$)|\'\'\'[^]*?(?:\'\'\'|$)|"(?:\\\\.|[^"\\\\\\n])*"?|\'(?:\\\\.|[^\'\\\\\\n])*\'?|`(?:\\\\[^]|[^`\\\\])*`?';
+const STRINGS = '"""[^]*?(?:"""|$)|\'\'\'[^]*?(?:\'\'\'|$)|"(?:\\\\.|[^"\\\\\\n])*"?|(?<![&<\\w])\'(?:\\\\.|[^\'\\\\\\n])*\'?|`(?:\\\\[^]|[^`\\\\])*`?';
 const NUMBERS = "\\b(?:0[xX][\\da-fA-F_]+|\\d[\\d_]*(?:\\.\\d+)?(?:[eE][+-]?\\d+)?)\\b";
 
 const WORDS = new Set((
