@@ -192,7 +192,10 @@ def test_a_sent_message_is_edited_in_place_and_drops_what_came_after(page: Page)
 
 def test_code_has_colours_and_keeps_its_text(page: Page) -> None:
     cases: dict[str, tuple[str, dict[str, list[str]]]] = {
-        "python": ("def f(x='#'):  # one\n    return 1.5", {"reserved": ["def", "return"], "comment": ["# one"]}),
+        "python": (
+            "def f(x=f'#'):  # one\n    return 1.5",
+            {"reserved": ["def", "return"], "string": ["'#'"], "comment": ["# one"]},
+        ),
         "js": ("const a = `${b}` // c\n/* d */", {"reserved": ["const"], "string": ["`${b}`"]}),
         "sql": ("SELECT 1 -- x", {"reserved": ["SELECT"], "number": ["1"], "comment": ["-- x"]}),
         "json": ('{"a": true} // b', {"string": ['"a"'], "reserved": ["true"], "comment": []}),
