@@ -12,10 +12,11 @@ import msgspec
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import node_devices
-from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
 from pdserve.config.resolve import resolve
+from pdserve.errors import CapacityError
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.model.generation_defaults import load_generation_defaults
@@ -36,14 +37,28 @@ def make_parser() -> CommandParser:
 def explain(args: argparse.Namespace) -> int:
     """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start."""
     options = node_options_from(args)
-    config = resolve(options, node_devices(options, options.num_ranks)[0])
+    devices = node_devices(options, options.num_ranks)
+    config = resolve(options, devices[0])
     flags = flag_sources.describe(args)
+    warnings = [] if options.simulated else _warnings(config, devices)
     if args.json:
-        print(json.dumps(describe(config) | {"flags": flags}, indent=2))
+        print(json.dumps(describe(config) | {"flags": flags, "warnings": warnings}, indent=2))
     else:
         set_by = [f"set: {flag} = {each['value']}, by {each['source']}" for flag, each in flags.items()]
-        print("\n".join([as_text(config), *set_by]))
+        print("\n".join([as_text(config), *set_by, *(f"warning: {text}" for text in warnings)]))
     return 0
+
+
+def _warnings(config: NodeConfig, devices: Sequence[DeviceInfo]) -> list[str]:
+    """Say what keeps a node with this configuration from starting on this machine, if it is this machine's memory."""
+    from runner.loading.checkpoint_check import check_memory
+
+    try:
+        for rank, device in enumerate(devices):
+            check_memory(config.for_rank(rank, device))
+    except CapacityError as exc:
+        return [f"a node would not start here: {exc}"]
+    return []
 
 
 def describe(config: NodeConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from cli.commands import COMMANDS, module_of
 from pdserve import __version__
 from pdserve.errors import ConfigError
 from pdserve.flags.parser import CommandParser
+from pdserve.flags.sources import VARIABLE_PREFIX
 from pdserve.process import run_command
 
 
@@ -28,7 +30,7 @@ def _run(argv: list[str]) -> int:
         parser.print_help()
         return 2
     name, *rest = argv
-    if COMMANDS[name].serves:
+    if any(variable.startswith(VARIABLE_PREFIX) for variable in os.environ):
         from cli.variables import warn_of_unread_variables
 
         warn_of_unread_variables(name)

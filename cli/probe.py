@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import ssl
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.errors import NodeError
+from pdserve.errors import ConfigError, NodeError
 from pdserve.flags.declaration import add_flag
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.shared import GRPC_TLS
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     parser = command_parser("pdserve probe", "Check the health of a node or router: exit status 0 if healthy.")
-    parser.add_argument("address", metavar="HOST:PORT", help="address of the node")
+    parser.add_argument("address", metavar="HOST:PORT", help="address of the node, or http://HOST:PORT of a router")
     parser.add_argument(
         "service",
         metavar="SERVICE",
@@ -49,16 +51,37 @@ def make_parser() -> CommandParser:
 
 def probe(args: argparse.Namespace) -> int:
     """Return 0 if the service serves, 1 if it does not. Raises NodeError without an answer in time."""
+    if (url := urlsplit(args.address)).scheme in ("http", "https"):
+        serves = _router_serves(url, args.service, args.timeout)
+        print(f"{args.service or 'service'} at {args.address}: {'serving' if serves else 'not serving'}")
+        return 0 if serves else 1
+    split_address(args.address)
     tls = None if args.grpc_tls is None else PeerTls(args.grpc_tls)
     serves = asyncio.run(_serves(args.address, args.service, tls, args.timeout))
     print(f"{args.service or 'service'} at {args.address}: {'serving' if serves else 'not serving'}")
     return 0 if serves else 1
 
 
-def _router_health(address: str, service: str, timeout: float) -> bool | None:
-    """Return the health of a router over HTTP; None if no HTTP server answers."""
+def _router_serves(url: SplitResult, service: str, timeout: float) -> bool:
+    """Return the health of the router at a URL. Raises ConfigError or NodeError."""
+    if service not in _ROUTER_PATHS:
+        raise ConfigError(f"{url.geturl()} is a router's URL, and routers have no service {service!r}; give host:port")
+    tls = url.scheme == "https"
+    address = url.netloc if url.port else f"{url.netloc}:{443 if tls else 80}"
+    healthy = _router_health(address, service, timeout, tls)
+    if healthy is None:
+        raise NodeError(f"no answer from {url.geturl()}; check the address, and that the router runs")
+    return healthy
+
+
+def _router_health(address: str, service: str, timeout: float, tls: bool = False) -> bool | None:
+    """Return the health of a router over HTTP; None if no HTTP server answers. Certificates are not checked."""
     host, port = split_address(address)
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    if tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     try:
         connection.request("GET", _ROUTER_PATHS[service])
         return connection.getresponse().status == 200

@@ -12,6 +12,7 @@ from cli.commands import COMMANDS, parser_of
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.flags.sources import VARIABLE_PREFIX, variables_of
 from pdserve.logs import warn_early
+from pdserve.process import say
 
 #: Variables that belong to no flag.
 WITHOUT_FLAG = frozenset({"PDSERVE_CONFIG", "PDSERVE_TRACEBACK", VARIABLE})
@@ -39,9 +40,14 @@ def describe_unread(name: str, nearest: str) -> str:
 
 
 def warn_of_unread_variables(command: str) -> None:
-    """Log a warning for each variable that no command reads, once ``command`` has set up its log."""
+    """Warn of each variable that no command reads: in the log of a server, else on stderr. ``doctor`` has a check."""
+    if command == "doctor":
+        return
     for name, nearest in unread_variables(parser_of(command)).items():
-        warn_early(describe_unread(name, nearest))
+        if COMMANDS[command].serves:
+            warn_early(describe_unread(name, nearest))  # once it has set up its log
+        else:
+            say(f"pdserve {command}: warning: {describe_unread(name, nearest)}", level="WARNING")
 
 
 def _others(environ: Mapping[str, str], known: Collection[str]) -> list[str]:

@@ -120,6 +120,7 @@ async def _show(nodes: list[str], tls: PeerTls | None) -> None:
 
 
 async def _describe(channel: grpc.aio.Channel, address: str) -> pb.NodeDescription:
+    await _check_listens(address)
     stub = pb_grpc.NodeStub(channel)
     try:
         return await stub.Describe(pb.DescribeRequest(), timeout=_DESCRIBE_SECONDS, wait_for_ready=True)
@@ -128,6 +129,18 @@ async def _describe(channel: grpc.aio.Channel, address: str) -> pb.NodeDescripti
             text = f"{address} does not answer within {_DESCRIBE_SECONDS:g} s; check that a node listens there"
             raise NodeError(text) from exc
         raise NodeError(str(error_from_rpc(exc, address))) from exc
+
+
+async def _check_listens(address: str) -> None:
+    """Raise NodeError for a closed port: gRPC, which waits for a busy node, would wait for it, too."""
+    try:
+        async with asyncio.timeout(_DESCRIBE_SECONDS):
+            _, writer = await asyncio.open_connection(*split_address(address))
+    except ConnectionRefusedError as exc:
+        raise NodeError(f"nothing listens on {address}; check the address, and that the node runs") from exc
+    except OSError:  # gRPC, which may take other routes, says more; TimeoutError is one, too
+        return
+    writer.close()
 
 
 async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: float = 0.0) -> None:

@@ -28,7 +28,7 @@ from pdserve.flags.declaration import add_flags, options_from
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.ipc.messages import RankPlacement
 from pdserve.logs import set_process_fields, setup_logging
-from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
+from pdserve.process import StatusWriter, run_command, watch_lifeline
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.message_limits import request_limit
 from pdserve.rpc.tls import PeerTls
@@ -69,7 +69,7 @@ def run_role(
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(role, options, local, frontend, status))
         except Exception as exc:
-            status.failed(one_line(exc))
+            status.failed(exc)
             raise
         return 0
 
@@ -123,7 +123,15 @@ async def _serve(
         log_requests=frontend.log_requests,
     )
     set_process_fields(node=node_id)
-    node = Node(role, context, server, status, weights_root=frontend.allow_weight_changes, kv_events=kv_events)
+    node = Node(
+        role,
+        context,
+        server,
+        status,
+        address=address,
+        weights_root=frontend.allow_weight_changes,
+        kv_events=kv_events,
+    )
     try:
         await node.start_server()
         if metrics_server is not None:

@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: Of each role: the flag of routers for such a node, and what else serves HTTP.
+_OF_ROUTERS = {
+    "prefill": ("--prefill", " with --decode nodes"),
+    "decode": ("--decode", ", or --http PORT of this command"),
+    "both": ("--node", ", or --http PORT of this command"),
+}
 _REPORT_SECONDS = 1.0  # for peers to learn which requests a dead engine leaves
 _STOP_GRACE = 0.5  # seconds for last messages on open calls when the node exits
 
@@ -60,15 +66,20 @@ class Node:
         server: grpc.aio.Server,
         status: StatusWriter,
         *,
+        address: str,
         weights_root: str = "",
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """``weights_root`` is the directory of ``--allow-weight-changes``; empty: no changes."""
+        """``address`` is the server's, for others.
+
+        ``weights_root`` is the directory of ``--allow-weight-changes``; empty: no changes.
+        """
         self._role = role
         self._context = context
         self._engine = context.engine
         self._server = server
         self._status = status
+        self._address = address
         self._watch = LivenessWatch(self._engine.monitor, lambda: self._engine.send(Ping()))
         self._reports = NodeReports(lambda: describe(context, role))
         self._kv_events = kv_events
@@ -92,8 +103,10 @@ class Node:
         """Load, serve and drain, until a signal ends it. Raises EngineDied when the engine exits before."""
         try:
             await self._run(signals, drain_timeout)
-        except EngineDied as exc:
-            await self._report_death(exc)
+        except Exception as exc:
+            self._status.failed(exc)  # first of all: the parent knows the cause before routers lose this node
+            if isinstance(exc, EngineDied):
+                await self._report_death(exc)
             raise
 
     async def _run(self, signals: ShutdownSignals, drain_timeout: float) -> None:
@@ -103,7 +116,10 @@ class Node:
         self._engine.on_progress = lambda progress: None  # a node that wakes does not start
         layout = self._engine.kv_layout
         self._status.ready(layout.num_tokens)
-        _log.info("ready: %s, %s", self._context.config.served_model_name, self._describe_cache())
+        name = self._context.config.served_model_name
+        _log.info("ready for gRPC on %s: %s, %s", self._address, name, self._describe_cache())
+        if not self._status.has_reader:  # a user started it, perhaps one who tries curl next
+            _log.info("%s", self._describe_http())
         await self._unless(signals.stop, self._serve(drain_timeout))
         await self._enter(State.DRAINING)
         _log.info("draining for %g s at most; a second signal ends this node at once", drain_timeout)
@@ -297,6 +313,12 @@ class Node:
             for task in (job, stopping):
                 task.cancel()
             await asyncio.wait([job, stopping])
+
+    def _describe_http(self) -> str:
+        """Say where clients get the OpenAI protocol, which no node speaks by itself."""
+        flag, also = _OF_ROUTERS[self._context.role]
+        router = f"`pdserve router {self._context.config.model_dir} {flag} {self._address}`"
+        return f"HTTP clients need a router: {router}{also}"
 
     def _describe_cache(self) -> str:
         config, layout = self._context.config, self._engine.kv_layout

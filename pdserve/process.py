@@ -33,6 +33,11 @@ class StatusWriter:
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
+        self._has_failed = False
+
+    @property
+    def has_reader(self) -> bool:
+        return self._fd is not None
 
     def listening(self, address: str) -> None:
         """The port is bound; ``address`` is the host:port for others to connect to."""
@@ -46,8 +51,11 @@ class StatusWriter:
         """``kv_tokens`` is the size of the KV cache of a node."""
         self._write(state="ready", kv_tokens=kv_tokens)
 
-    def failed(self, error: str) -> None:
-        self._write(state="failed", error=error)
+    def failed(self, error: BaseException) -> None:
+        """The process is going to end for this error; only the first one counts."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._write(state="failed", error=one_line(error), status=exit_status(error))
 
     def _write(self, **fields: str | float) -> None:
         if self._fd is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pdserve.errors import PdserveError
 from pdserve.logs import setup_logging
-from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
+from pdserve.process import StatusWriter, run_command, watch_lifeline
 from router.options import RouterOptions, make_parser, parse_options
 
 __all__ = ["main", "make_parser"]  # what cli/commands.py asks of a command
@@ -38,7 +38,7 @@ def run(options: RouterOptions) -> int:
     try:
         serve(options, status)
     except PdserveError as exc:
-        status.failed(one_line(exc))
+        status.failed(exc)
         raise
     return 0
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from pathlib import Path
 
 import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from cli.bench.flags import make_parser
-from cli.bench.http_load import Endpoint, ServerError, Trace, complete, first_model
+from cli.bench.datasets import read_dataset
+from cli.bench.flags import Range, make_parser
+from cli.bench.http_load import CHATS, Endpoint, ServerError, Trace, complete, first_model
 from cli.bench.report import Report, check_plot, draw, show
-from cli.bench.requests import Request, completion_body, random_prompt
+from cli.bench.requests import Request, chat_body, completion_body, random_prompt, random_text
 from cli.router_url import api_key, base_url
 from pdserve.errors import ConfigError, NodeError
 from pdserve.process import run_command
 
 _CONCURRENCY = 8
+_OUTPUTS = Range(64, 64)  # tokens of answers to random prompts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +39,10 @@ def bench(args: argparse.Namespace) -> int:
         check_plot()
     if args.vocab < 2:
         raise ConfigError(f"--vocab {args.vocab} is too small; use 2 or more")
+    for flag, file in (("--json", args.json), ("--plot", args.plot)):
+        _check_file(flag, file)
+    if args.dataset_path is None and args.dataset_name not in (None, "random"):
+        raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path FILE; add it")
     if args.seed is None:
         args.seed = random.SystemRandom().randrange(1 << 31)
     report = uvloop.run(_measure(args))
@@ -48,16 +57,21 @@ def bench(args: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+def _check_file(flag: str, file: Path | None) -> None:
+    """Raise ConfigError before the load if its figures could not be written after it."""
+    if file is not None and (not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise ConfigError(f"{flag} {file} cannot be written: {file.parent} must be a folder that you may write to")
+
+
 async def _measure(args: argparse.Namespace) -> Report:
     endpoint = Endpoint.of(base_url(args.url), api_key(args))
+    requests = _requests(args, random.Random(args.seed), args.num_warmups + args.num_prompts)
     try:
         model = args.model or await first_model(endpoint)
     except ServerError as exc:
         raise NodeError(str(exc)) from exc
-    rng = random.Random(args.seed)
-    prefix = random_prompt(rng, args.random_prefix_len, args.vocab)
-    requests = [_request(args, rng, prefix) for _ in range(args.num_warmups + args.num_prompts)]
-    bodies = [completion_body(model, request) for request in requests]
+    body = chat_body if args.endpoint == CHATS else completion_body
+    bodies = [body(model, request) for request in requests]
     warm = await _send_all(endpoint, bodies[: args.num_warmups], args, lambda: None)
     if warm and all(trace.error for trace in warm):
         raise NodeError(f"every request of the warm-up failed, the first one with: {warm[0].error}")
@@ -72,9 +86,22 @@ async def _measure(args: argparse.Namespace) -> Report:
     )
 
 
-def _request(args: argparse.Namespace, rng: random.Random, prefix: list[int]) -> Request:
-    prompt = random_prompt(rng, rng.randint(*args.random_input_len), args.vocab)
-    return Request(0.0, prefix + prompt, rng.randint(*args.random_output_len))
+def _requests(args: argparse.Namespace, rng: random.Random, number: int) -> list[Request]:
+    """Return random requests, or those of the data set, which repeat if there are too few. Raises ConfigError."""
+    outputs = args.random_output_len
+    if args.dataset_path is not None:
+        examples = read_dataset(args.dataset_path)
+        rng.shuffle(examples)
+        chosen = islice(cycle(examples), number)
+        return [Request(0.0, [], rng.randint(*outputs) if outputs else num, text) for text, num in chosen]
+    inputs, outputs, prefix = args.random_input_len, outputs or _OUTPUTS, args.random_prefix_len
+    if args.endpoint == CHATS:
+        shared = random_text(rng, prefix)
+        texts = [f"{shared} {random_text(rng, rng.randint(*inputs))}".strip() for _ in range(number)]
+        return [Request(0.0, [], rng.randint(*outputs), text) for text in texts]
+    ids = random_prompt(rng, prefix, args.vocab)
+    prompts = [ids + random_prompt(rng, rng.randint(*inputs), args.vocab) for _ in range(number)]
+    return [Request(0.0, prompt, rng.randint(*outputs)) for prompt in prompts]
 
 
 async def _send_all(
@@ -92,7 +119,7 @@ async def _send_all(
 
     async def send(body: bytes, trace: Trace) -> None:
         try:
-            await complete(endpoint, body, None, trace, args.timeout)
+            await complete(endpoint, body, None, trace, args.timeout, path=args.endpoint)
         finally:
             slots.release()
             ended()
@@ -113,5 +140,9 @@ def _load_text(args: argparse.Namespace) -> str:
     pace = [f"{args.request_rate:g} per second"] if args.request_rate else []
     pace += [f"{limit} at once"] if limit else []
     prefix = f" after {args.random_prefix_len:,} shared ones" if args.random_prefix_len else ""
-    lengths = f"prompts of {args.random_input_len} tokens{prefix}, answers of {args.random_output_len}"
+    unit = "words" if args.endpoint == CHATS else "tokens"
+    lengths = f"prompts of {args.random_input_len} {unit}{prefix}, answers of {args.random_output_len or _OUTPUTS}"
+    if args.dataset_path is not None:
+        answers = f"answers of {args.random_output_len}" if args.random_output_len else "answers as long as there"
+        lengths = f"prompts of {args.dataset_path.name}, {answers}"
     return f"{args.num_prompts:,} requests, {', at most '.join(pace)}; {lengths}; seed {args.seed}"

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
+from cli.bench.http_load import CHATS, COMPLETIONS
 from cli.router_url import add_router_url
 from pdserve.errors import shown
 from pdserve.flags.parser import CommandParser, command_parser
@@ -67,6 +68,14 @@ def make_parser() -> CommandParser:
     add("--max-concurrency", "--concurrency", type=positive_int, metavar="N", help=limit)
     rate = "requests per second with Poisson arrivals (default: the next request starts when one has ended)"
     add("--request-rate", type=_positive, metavar="R", help=rate)
+    path = f"path of the requests: {COMPLETIONS} (default), or {CHATS}, whose random prompts are words, not tokens"
+    add("--endpoint", choices=(COMPLETIONS, CHATS), default=COMPLETIONS, metavar="PATH", help=path)
+    add("--dataset-name", choices=("random", "sharegpt", "custom"), metavar="NAME", help=argparse.SUPPRESS)
+    dataset = (
+        'prompts of a file in place of random ones: ShareGPT\'s JSON, or lines of {"prompt": …, "output_tokens": …}; '
+        "answers are as long as the recorded ones, at four characters per token"
+    )
+    add("--dataset-path", "--dataset", type=Path, metavar="FILE", help=dataset)
     prompts = "random tokens of a prompt (default 256)"
     add(
         "--random-input-len",
@@ -76,10 +85,8 @@ def make_parser() -> CommandParser:
         metavar="N|A-B",
         help=prompts,
     )
-    outputs = "tokens of an answer (default 64)"
-    add(
-        "--random-output-len", "--output-tokens", type=parse_range, default=Range(64, 64), metavar="N|A-B", help=outputs
-    )
+    outputs = "tokens of an answer (default 64; with a data set, the recorded ones)"
+    add("--random-output-len", "--output-tokens", type=parse_range, metavar="N|A-B", help=outputs)
     prefix = "tokens before them that all prompts share (default %(default)s)"
     add("--random-prefix-len", "--shared-prefix", type=_count, default=0, metavar="N", help=prefix)
     vocabulary = "prompts use the upper half of the token ids below N (default %(default)s)"

@@ -24,6 +24,7 @@ import msgspec
 from pdserve.errors import ConfigError, PdserveError, cut, shown
 
 COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
 LISTING_SECONDS = 10.0
 PERCENTILES = (50, 90, 99)
 
@@ -145,9 +146,21 @@ class _Exchange(asyncio.Protocol):
             self.status.set_exception(exc)
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     text: str = ""
+    delta: _Delta | None = None
+
+    @property
+    def has_text(self) -> bool:
+        delta = self.delta or _Delta()
+        return bool(self.text or delta.content or delta.reasoning_content or delta.reasoning)
 
 
 class _Details(msgspec.Struct):
@@ -195,7 +208,7 @@ class EventReader:
         if event.error is not None:
             trace.error = cut(str(event.error))
         for choice in event.choices:
-            arrived = len(choice.token_ids) if choice.token_ids is not None else bool(choice.text)
+            arrived = len(choice.token_ids) if choice.token_ids is not None else choice.has_text
             trace.tokens += [now] * arrived
             trace.num_tokens += arrived
             if self.token_ids is not None and choice.token_ids is not None:
@@ -216,16 +229,18 @@ async def complete(
     timeout: float,
     headers: dict[str, str] | None = None,
     token_ids: list[int] | None = None,
+    path: str = COMPLETIONS,
 ) -> None:
-    """Send a body of ``completion_body`` and fill in the trace; it gets an error instead of an exception.
+    """Send a body of ``completion_body``, or of ``chat_body`` to CHATS, and fill in the trace.
 
-    An answer without ``num_tokens`` tokens is an error; None accepts any number. ``token_ids`` receives the tokens.
+    The trace gets an error instead of an exception. An answer without ``num_tokens`` tokens is an error; None accepts
+    any number. ``token_ids`` receives the tokens.
     """
     reader = EventReader(trace, token_ids)
     trace.start = trace.start or time.perf_counter()
     try:
         async with asyncio.timeout(timeout):
-            status = await endpoint.exchange("POST", COMPLETIONS, body, reader.feed, headers)
+            status = await endpoint.exchange("POST", path, body, reader.feed, headers)
     except TimeoutError:
         trace.error = trace.error or f"no end within {timeout:g} s"
         return

@@ -55,7 +55,7 @@ class Report:
     @property
     def prompt_tokens(self) -> int:
         pairs = zip(self.traces, self.requests, strict=True)
-        return sum(trace.prompt_tokens or len(request.prompt) for trace, request in pairs if not trace.error)
+        return sum(trace.prompt_tokens or request.size for trace, request in pairs if not trace.error)
 
     @property
     def cached_tokens(self) -> int | None:

@@ -11,18 +11,20 @@ import socket
 import struct
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
-from cli.doctor.findings import Finding, fail, ok, warn
+from cli.doctor.findings import Finding, fail, note, ok, warn
 from cli.variables import describe_unread, unread_variables
-from pdserve.checkpoint.hub import resolve_model
+from pdserve.checkpoint.hub import is_hub_id, resolve_model
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
+from pdserve.errors import CheckpointError
 from pdserve.flags.sources import VARIABLE_PREFIX
-from pdserve.rpc.address import probe_port
+from pdserve.rpc.address import is_loopback, probe_port
 from pdserve.rpc.tls import PeerTls
 from pdserve.transports import Connected
 
@@ -30,6 +32,8 @@ _MIB = 1 << 20
 _SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that suffice for NCCL and UCX; tests of ranks need far less
 _FEW_PORTS = 16  # UCX takes one per rank, network address and peer
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
+_NVIDIA = "0x10de"  # vendor of PCI devices
+_ACCELERATORS = ("0x03", "0x12")  # classes of PCI devices
 _EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # older than pdserve: such a clock was never set
 
 
@@ -39,15 +43,27 @@ def check_device(options: NodeOptions, ranks: int) -> Finding:
     devices = node_devices(options, ranks)
     if devices[0].kind == "cuda":
         return ok(f"{len(devices)} × {devices[0].name}, {devices[0].memory / 2**30:.0f} GiB")
-    if options.device == "auto":
-        return warn("no GPU: the CPU is used", "check the driver (nvidia-smi), or give --device cpu")
-    return ok("the CPU, as --device says")
+    if options.device != "auto":
+        return ok("the CPU, as --device says")
+    if _has_nvidia_card():
+        return warn("no GPU can be used: the CPU is", "check the driver (nvidia-smi), or give --device cpu")
+    return ok("the CPU: this machine shows no NVIDIA GPU")
 
 
-def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding:
-    """``config`` is None for a checkpoint that is not local. Raises CheckpointError or OSError."""
-    if config is None:
-        return warn(f"{options.model} is not on this machine", "it is downloaded at the start, and was not checked")
+def _has_nvidia_card() -> bool:
+    """Return whether the PCI bus has a display device or accelerator of NVIDIA, with a driver or without."""
+    devices = Path("/sys/bus/pci/devices")
+    return any(
+        (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith(_ACCELERATORS)
+        for device in (devices.iterdir() if devices.is_dir() else ())
+    )
+
+
+def check_checkpoint(options: NodeOptions, config: NodeConfig, local: bool) -> Finding:
+    """``local``: the weights are on this machine. Raises CheckpointError or OSError."""
+    if not local:
+        text = f"{config.model.architecture}; the weights of {options.model} are not on this machine"
+        return warn(text, "they are downloaded at the start, and were not checked")
     if not options.reads_weights:
         return ok(f"{config.model.architecture}; its weights are not read")
     files = weight_files(resolve_model(options.model))
@@ -77,8 +93,13 @@ def check_variables(parser: ArgumentParser) -> Finding:
 
 
 def is_local(options: NodeOptions) -> bool:
-    """Whether the checkpoint can be checked without a download."""
-    return os.path.exists(os.path.expanduser(options.model)) or options.model.startswith((".", "/", "~"))
+    """Return whether the checkpoint can be checked without a download of weights."""
+    if not options.reads_weights or not is_hub_id(options.model):
+        return True
+    try:
+        return bool(weight_files(resolve_model(options.model, cached=True)))
+    except CheckpointError:
+        return False
 
 
 def check_port(host: str, port: int) -> Finding:
@@ -91,14 +112,16 @@ def check_port(host: str, port: int) -> Finding:
     return ok(f"{host}:{port} is free")
 
 
-def check_ucx_ports(ranks: int) -> Finding:
+def check_ucx_ports(ranks: int, host: str) -> Finding:
     """Check that UCX listens on ports that a firewall can name."""
     text = os.environ.get("UCX_TCP_PORT_RANGE", "")
     if text in ("", "0"):
-        return warn(
-            "UCX listens on any port, and every host that reaches it can read and write this node's memory",
-            "set UCX_TCP_PORT_RANGE=20000-20255 and open it to peers alone in the firewall",
-        )
+        if os.environ.get("UCX_NET_DEVICES") == "lo":
+            return ok("any, on loopback alone")
+        what = "UCX listens on any port, and every host that reaches it can read and write this node's memory"
+        if is_loopback(host):
+            return note(what, "set UCX_NET_DEVICES=lo, or a firewall, if other hosts reach this machine")
+        return warn(what, "set UCX_TCP_PORT_RANGE=20000-20255 and open it to peers alone in the firewall")
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or not 0 < int(match[1]) <= int(match[2]) <= 65535:
         return fail(f"UCX_TCP_PORT_RANGE={text} is not a range of ports", "write it like 20000-20255")
@@ -117,8 +140,8 @@ def _is_free(port: int) -> bool:
     return False
 
 
-def check_clock() -> Finding:
-    """Nodes never compare clocks, but certificates and logs depend on them."""
+def check_clock(tls: bool) -> Finding:
+    """Nodes never compare clocks, but certificates and logs depend on them. ``tls``: nodes have certificates."""
     now = datetime.now(UTC)
     if now < _EARLIEST:
         return fail(f"the date is {now:%Y-%m-%d}", "set the clock: certificates are not valid otherwise")
@@ -127,7 +150,8 @@ def check_clock() -> Finding:
     if abs((time.time() - wall) - (time.monotonic() - steady)) > 0.05:
         return warn("the clock changed during this check", "check chronyd or ntpd")
     if _clock_status() & _UNSYNCHRONISED:
-        return warn(f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
+        found = warn if tls else note
+        return found(f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
     return ok(f"{now:%Y-%m-%d %H:%M:%S} UTC, synchronised")
 
 
@@ -166,14 +190,22 @@ def check_locked_memory(options: NodeOptions, required: str, on_gpu: bool) -> Fi
     return ok(f"{text}; only RDMA needs more")
 
 
-def check_tls(directory: str | None) -> Finding:
+def check_tls(directory: str | None, host: str) -> Finding:
     if directory is None:
-        return warn(
-            "gRPC is neither encrypted nor authenticated",
-            "give --grpc-tls DIR, or use a network that only nodes can reach",
-        )
+        text, remedy = "gRPC is neither encrypted nor authenticated", "give --grpc-tls DIR"
+        if is_loopback(host):
+            return note(f"{text}, on {host} only", f"{remedy} with a --host that others reach")
+        return warn(text, f"{remedy}, or use a network that only nodes can reach")
     PeerTls(directory)
     return ok(f"ca.pem, cert.pem and key.pem in {directory} match")
+
+
+def check_agents(warnings: Sequence[str]) -> Finding:
+    """``warnings`` are UCX's while two agents of NIXL connected."""
+    text = "two agents have connected"
+    if warnings:
+        return warn(f"{text}; UCX says: {'; '.join(warnings)}", "correct or unset these UCX_… variables")
+    return ok(text)
 
 
 def check_requirement(required: str, kind: str, lanes: str) -> Finding:

@@ -1,8 +1,9 @@
 """``pdserve doctor``: check whether a node with these flags, and a router for its model, would start on this machine.
 
 It takes the flags of a node, loads no weights, opens no port for others and leaves nothing behind but a cache of weight
-digests, which --prefill needs. It prints a line per check: ok; warn if a node would start; fail if it would not start,
-or not do what its flags say. The last line is the verdict.
+digests, which --prefill needs, and the small files of a hub id. It prints a line per check: ok; note for what is right
+until other hosts take part; warn if a node would start; fail if it would not start, or not do what its flags say. The
+last line is the verdict.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def _findings(
     parser: argparse.ArgumentParser,
 ) -> Iterator[Finding]:
     """Yield findings, cheap checks first."""
-    yield run_check("clock", checks.check_clock)
-    yield run_check("tls", checks.check_tls, options.grpc_tls)
+    yield run_check("clock", checks.check_clock, options.grpc_tls is not None)
+    yield run_check("tls", checks.check_tls, options.grpc_tls, frontend.host)
     yield run_check("port", checks.check_port, frontend.host, frontend.port)
     device = run_check("device", checks.check_device, options, ranks)
     yield device
@@ -117,20 +118,23 @@ def _findings(
     devices = node_devices(options, ranks)
     on_gpu = devices[0].kind == "cuda"
     config: NodeConfig | None = None
+    local = checks.is_local(options)
+    # Without its weights, what a download of a few small files tells.
+    known = options if local else msgspec.structs.replace(options, load_format="dummy", load_from="disk")
     try:
         # Without the variable: a forced runner that cannot run is no fault of the checkpoint.
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        config = resolve(options, devices[0], environ) if checks.is_local(options) else None
-        if config is not None and prefill:
+        config = resolve(known, devices[0], environ)
+        if local and prefill:
             config = with_weight_digests(config)
-        yield run_check("checkpoint", checks.check_checkpoint, options, config)
+        yield run_check("checkpoint", checks.check_checkpoint, options, config, local)
     except PdserveError as exc:
         yield Finding("checkpoint", Level.FAIL, str(exc))
     yield run_check("variables", checks.check_variables, parser)
     if config is not None:
-        yield run_check("runner", checks.check_runner, lambda: resolve(options, devices[0]))
+        yield run_check("runner", checks.check_runner, lambda: resolve(known, devices[0]))
         yield run_check("tokenizer", _check_tokenizer, config)
-        if options.reads_weights:
+        if known.reads_weights:
             yield run_check("tensors", _check_tensors, config)
         if not options.simulated:
             yield run_check("memory", _check_memory, config, devices)
@@ -139,7 +143,7 @@ def _findings(
         yield run_check("memlock", checks.check_locked_memory, options, required, on_gpu)
     back_end = kv_connector_of(options)
     if back_end == "nixl":
-        yield run_check("ucx ports", checks.check_ucx_ports, ranks)
+        yield run_check("ucx ports", checks.check_ucx_ports, ranks, frontend.host)
         yield from _check_nixl(required, on_gpu)
     elif ":" in back_end:
         yield run_check("kv connector", _check_connector, back_end)
@@ -147,7 +151,7 @@ def _findings(
         addresses: list[str] = []
         yield run_check("peers", _check_source, source, addresses)
         for address in addresses:
-            yield run_check("peer", _check_peer, address, options, config)
+            yield run_check("peer", _check_peer, address, options, config if local else None)
 
 
 def _check_tokenizer(config: NodeConfig) -> Finding:
@@ -182,9 +186,9 @@ def _check_connector(back_end: str) -> Finding:
 
 
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
-    from connector.backends.nixl.nixl_check import try_agents
+    from connector.backends.nixl.nixl_check import Tried, try_agents
 
-    connected: Future[tuple[str, str]] = Future()
+    connected: Future[Tried] = Future()
 
     def connect() -> None:
         try:
@@ -195,7 +199,7 @@ def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
     thread = threading.Thread(target=connect, name=_NIXL_THREAD, daemon=True)
     thread.start()
     try:
-        kind, lanes = connected.result(_NIXL_SECONDS)
+        tried = connected.result(_NIXL_SECONDS)
     except TimeoutError:
         remedy = "check that this container has the network card and an interface on its network"
         yield Finding("nixl", Level.FAIL, f"two agents have not connected within {_NIXL_SECONDS:g} s", remedy)
@@ -206,8 +210,8 @@ def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
     finally:
         if connected.done():
             thread.join()
-    yield Finding("nixl", Level.OK, "two agents have connected")
-    yield run_check("transport", checks.check_requirement, required, kind, lanes)
+    yield run_check("nixl", checks.check_agents, tried.warnings)
+    yield run_check("transport", checks.check_requirement, required, tried.transport, tried.lanes)
 
 
 def _check_source(source: str, addresses: list[str]) -> Finding:

@@ -16,6 +16,7 @@ P = ParamSpec("P")
 
 class Level(StrEnum):
     OK = "ok"
+    NOTE = "note"  # right for a machine by itself, but not once other hosts take part
     WARN = "warn"  # a node would start, but slower or less safe than possible
     FAIL = "fail"  # a node would not start, or not do what its flags say
 
@@ -35,6 +36,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 def ok(text: str) -> Finding:
     return Finding("", Level.OK, text)
+
+
+def note(text: str, remedy: str) -> Finding:
+    return Finding("", Level.NOTE, text, remedy)
 
 
 def warn(text: str, remedy: str) -> Finding:

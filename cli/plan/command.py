@@ -18,6 +18,8 @@ from pdserve.errors import ConfigError
 from pdserve.model.model_config import load_model_config
 from pdserve.process import run_command
 
+_GPU = "h200"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: plan(make_parser().parse_args(argv)))
@@ -47,8 +49,12 @@ def _costs(args: argparse.Namespace) -> Costs:
         shape = Shape.of(load_model_config(resolve_model(args.model, weights=False)), args.kv_cache_dtype)
     if args.costs is None:
         assert shape is not None
-        return find_costs(shape, args.gpu, args.pp, args.tp)
+        return find_costs(shape, args.gpu or _GPU, args.pp or 1, args.tp or 1)
     costs = load_costs(args.costs)
+    for flag in ("gpu", "pp", "tp"):
+        given, measured = getattr(args, flag), getattr(costs, flag)
+        if given is not None and given != measured:
+            raise ConfigError(f"--{flag} {given}: costs {args.costs} were measured with {measured}; remove one of them")
     if shape is not None and shape != costs.shape:
         raise ConfigError(f"costs {args.costs} are for {costs.shape}, {args.model} has {shape}; remove one of them")
     if shape is None and args.kv_cache_dtype != "auto" and costs.shape.kv_cache_dtype == "auto":

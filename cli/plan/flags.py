@@ -14,9 +14,9 @@ def make_parser() -> CommandParser:
     parser = command_parser("pdserve plan", "Compute how many prefill and decode nodes a workload needs.")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="checkpoint directory or hub id (or use --costs)")
     nodes = parser.add_argument_group("nodes")
-    nodes.add_argument("--gpu", default="h200", metavar="KIND", help="GPU of the measured costs (default %(default)s)")
-    nodes.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages of a node (default 1)")
-    nodes.add_argument("--tp", type=positive_int, default=1, metavar="N", help="tensor shards of a stage (default 1)")
+    nodes.add_argument("--gpu", metavar="KIND", help="GPU of the measured costs (default h200)")
+    nodes.add_argument("--pp", type=positive_int, metavar="N", help="pipeline stages of a node (default 1)")
+    nodes.add_argument("--tp", type=positive_int, metavar="N", help="tensor shards of a stage (default 1)")
     nodes.add_argument(
         "--kv-cache-dtype",
         default="auto",

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from cli.up.welcome import print_welcome
 from pdserve.checkpoint.files import read_text
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.logs import setup_logging
-from pdserve.process import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit, run_command
+from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit, run_command
 from pdserve.rpc.address import probe_port
 from pdserve.rpc.tls import load_chain
 from router.gate.keys import KeyFile
@@ -49,6 +50,8 @@ def up(args: argparse.Namespace) -> int:
     router = router_options(args)
     check_router(router)
     set_secrets(args)
+    if not sys.stderr.isatty():  # else a table shows the start
+        _log.info("starting %s", args.model)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
         fleet = LocalFleet(children, plan, args)
@@ -78,8 +81,6 @@ def watch(children: Supervisor, display: Display, until: Callable[[], bool], die
                     display.printed(child, text)
                 case Changed(child):
                     display.changed(child)
-                    if child.state == "failed":
-                        children.end(child)
                 case Died(child):
                     died(child)
         display.tick()
@@ -108,9 +109,7 @@ def restart_later(fleet: LocalFleet, child: Child) -> None:
 
 def death_of(child: Child) -> PdserveError:
     """Return an error with the exit status, the last message of the child and a remedy."""
-    status = child.process.returncode
-    if child.error and status < 0:
-        status = EXIT_FAILED  # it reported a failure, hung in its exit and was killed
+    status = child.failed_with or child.process.returncode
     if status == EXIT_REFUSED:
         return ConfigError(f"{child.name}: {child.last_error}")
     return NodeError(f"{child.name} {describe_exit(status)}: {child.last_error}. Hint: {_hint(child, status)}")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cli.up.command import DRAIN_RESERVE, POLL_SECONDS, StopSignals, check_port, death_of
 from cli.up.flags import actions_of, set_secrets, words_of_action
 from cli.up.restarts import Restarts
-from cli.up.supervisor import Changed, Child, Died, Printed, Supervisor
+from cli.up.supervisor import Child, Died, Printed, Supervisor
 from node.frontend_flags import FrontendOptions
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_options import node_options_from, node_words
@@ -28,7 +28,7 @@ from pdserve.flags.declaration import options_from, words_of
 from pdserve.flags.parser import CommandParser
 from pdserve.flags.value_types import port_number
 from pdserve.logs import setup_logging
-from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
+from pdserve.process import StatusWriter, run_command, watch_lifeline
 from router.options import add_router_flags
 
 #: Flags of the router that follow from the node's.
@@ -83,7 +83,7 @@ def _run(program: NodeProgram, args: argparse.Namespace) -> int:
         set_secrets(args)
         _Pair(program, args, status).serve()
     except Exception as exc:
-        status.failed(one_line(exc))
+        status.failed(exc)
         raise
     return 0
 
@@ -106,19 +106,18 @@ class _Pair:
             node = children.spawn(self._program.name, self._program.module, _node_words(self._program, args))
             while not stop.received:
                 for event in children.wait(POLL_SECONDS):
-                    self._handle(event, node, children)
+                    self._handle(event, node)
                 self._advance(node, children)
             if not stop.immediate:
                 deadline = time.monotonic() + args.drain_grace + args.drain_timeout + DRAIN_RESERVE
                 children.drain(lambda: stop.immediate or time.monotonic() > deadline)
 
-    def _handle(self, event: object, node: Child, children: Supervisor) -> None:
+    def _handle(self, event: object, node: Child) -> None:
         match event:
-            case Printed(_, text):
-                print(text, file=sys.stderr, flush=True)
-            case Changed(child):
-                if child.state == "failed":
-                    children.end(child)
+            case Printed(child, text):
+                follows = node.state == "failed" and child is not node  # the router loses it
+                if not follows and not child.has_reported(text):
+                    print(text, file=sys.stderr, flush=True)
             case Died(child):
                 served = time.monotonic() - child.ready_at if child.ready_at else 0.0
                 failed_start = self._told != "ready"  # a wrong flag or file: it would fail again

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from itertools import filterfalse
 from typing import TYPE_CHECKING
 
 from cli.up.supervisor import Child
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_STAGE_SECONDS = 10.0  # between lines of one stage
+
 
 def starting_display(children: Sequence[Child]) -> Display:
     """Choose the display of a start, for stderr and the log format. ``children`` may grow later."""
     if chosen_format() == "json":
-        return JsonDisplay()
+        return JsonDisplay(starting=True)
     return LiveDisplay(children) if sys.stderr.isatty() else Display(starting=True)
 
 
@@ -31,20 +34,49 @@ def serving_display() -> Display:
 
 
 class Display:
-    """Print a line per child that is ready, and relay output without the routine lines of a start."""
+    """Print a line per stage of a start and per child that is ready, and relay output without its routine lines."""
 
     def __init__(self, starting: bool = False) -> None:
         self._starting = starting
+        self._failed: Child | None = None  # the first that reported a failure
+        self._stages: dict[str, tuple[str, float]] = {}  # the last line per child: its stage, and when it was printed
 
     def changed(self, child: Child) -> None:
+        if child.state == "failed" and self._failed is None:
+            self._failed = child
+        self._show(child)
+
+    def _show(self, child: Child) -> None:
         if child.state == "ready":
             tokens = f", {child.kv_tokens:,} KV tokens" if child.kv_tokens else ""
             text = f"{child.name} is ready after {child.ready_at - child.started:.1f} s on {child.address}{tokens}"
             _log.info("%s", text, extra=request_fields("", child=child.name))
+        elif child.state == "loading" and self._starting:
+            self._show_stage(child)
+
+    def _show_stage(self, child: Child) -> None:
+        """Print a stage when it begins, and again while it takes long."""
+        stage, printed_at = self._stages.get(child.name, ("", 0.0))
+        now = time.monotonic()
+        if child.stage != stage or now > printed_at + _STAGE_SECONDS:
+            self._stages[child.name] = child.stage, now
+            done = f", {child.fraction:.0%}" if child.fraction >= 0 else ""
+            _log.info("%s: %s%s", child.name, child.stage, done, extra=request_fields("", child=child.name))
 
     def printed(self, child: Child, text: str) -> None:
-        if not (self._starting or child.state != "ready") or not _is_routine(text):
-            print(relayed_text(text, child.name), file=sys.stderr, flush=True)
+        if self._tells_more(child, text) and not (self._is_starting(child) and _is_routine(text)):
+            self._print(child, text)
+
+    def _is_starting(self, child: Child) -> bool:
+        return self._starting or child.state != "ready"
+
+    def _tells_more(self, child: Child, text: str) -> bool:
+        """Return whether a line says more than the failure that ``up`` is going to print."""
+        follows = self._starting and self._failed not in (None, child)  # others lose the one that failed
+        return not follows and not child.has_reported(text)
+
+    def _print(self, child: Child, text: str) -> None:
+        print(relayed_text(text, child.name), file=sys.stderr, flush=True)
 
     def tick(self) -> None:
         """Called periodically."""
@@ -61,7 +93,10 @@ def _is_routine(text: str) -> bool:
 class JsonDisplay(Display):
     """Relay the children's log lines as JSON lines of one log."""
 
-    def printed(self, child: Child, text: str) -> None:
+    def _is_starting(self, child: Child) -> bool:
+        return False  # routine lines are for the log, too
+
+    def _print(self, child: Child, text: str) -> None:
         print(relayed_line(text, {"child": child.name}), file=sys.stderr, flush=True)
 
 
@@ -78,12 +113,11 @@ class LiveDisplay(Display):
         self._live = Live(self._table(), console=self._console, auto_refresh=False, redirect_stdout=False)
         self._live.start()
 
-    def changed(self, child: Child) -> None:
+    def _show(self, child: Child) -> None:
         self.tick()
 
-    def printed(self, child: Child, text: str) -> None:
-        if not _is_routine(text):
-            self._console.print(relayed_text(text, child.name), markup=False)
+    def _print(self, child: Child, text: str) -> None:
+        self._console.print(relayed_text(text, child.name), markup=False)
 
     def tick(self) -> None:
         self._live.update(self._table(), refresh=True)
@@ -94,7 +128,7 @@ class LiveDisplay(Display):
         self._live.stop()
         for child in self._children:
             if child.process.poll() not in (None, 0, EXIT_REFUSED):  # up repeats the one line of a refusal
-                for line in child.last_lines:
+                for line in filterfalse(child.has_reported, child.last_lines):
                     self._console.print(relayed_text(line, child.name), markup=False)
 
     def _table(self) -> Table:

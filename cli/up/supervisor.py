@@ -27,7 +27,7 @@ from typing import Literal
 from pdserve.logs import level_of, message_of
 
 STOP_EACH = 1.0  # seconds between the stop signal to one group of children and the signal to the next
-FAILED_EXIT = 10.0  # seconds that a child has to exit once it has reported a failure: its status says of what kind
+FAILED_EXIT = 10.0  # seconds that a child has to exit once it has reported a failure
 STOP_ALL = 3.0  # seconds after the first stop signal until the remaining children are killed
 
 State = Literal["starting", "loading", "ready", "failed", "ended"]
@@ -65,6 +65,8 @@ class Child:
     ready_at: float = 0.0  # monotonic seconds; 0 before
     kv_tokens: int = 0  # size of the KV cache of a ready node
     error: str = ""
+    failed_with: int = 0  # exit status of a reported failure; 0 before
+    failed_at: float = 0.0  # monotonic seconds; 0 before
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
     def update(self, line: str) -> None:
@@ -80,10 +82,15 @@ class Child:
                 self.kv_tokens, self.ready_at = status["kv_tokens"], time.monotonic()
             case "failed":
                 self.state, self.error = "failed", status["error"]
+                self.failed_with, self.failed_at = status["status"], time.monotonic()
 
     @property
     def running(self) -> bool:
         return self.process.poll() is None
+
+    def has_reported(self, text: str) -> bool:
+        """Return whether a line of its output repeats the error that it has reported."""
+        return bool(self.error) and message_of(text).startswith(f"pdserve: error: {self.error}")
 
     @property
     def last_error(self) -> str:
@@ -141,13 +148,6 @@ class Supervisor:
         self.children[self.children.index(dead)] = child
         return child
 
-    def end(self, child: Child) -> None:
-        """Have a child end that has reported a failure: kill it if its exit hangs. ``wait`` then returns its death."""
-        try:
-            child.process.wait(timeout=FAILED_EXIT)
-        except subprocess.TimeoutExpired:
-            _kill_group(child.process.pid)
-
     def _start(self, name: str, module: str, argv: Sequence[str]) -> Child:
         status_read, status_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
@@ -172,12 +172,17 @@ class Supervisor:
         return child
 
     def wait(self, seconds: float) -> list[Event]:
-        """Wait for events, at most ``seconds``."""
+        """Wait for events, at most ``seconds``. Kill a child that has reported a failure and hangs in its exit.
+
+        A failure comes before what other children print of it.
+        """
         events: list[Event] = []
-        for key, _ in self._selector.select(seconds):
-            child, kind, lines = key.data
+        readable = [key.data for key, _ in self._selector.select(seconds)]
+        for child, kind, lines in sorted(readable, key=lambda data: data[1] != "status"):
             events += self._read(child, kind, lines)
         for child in self.children:
+            if child.state == "failed" and time.monotonic() > child.failed_at + FAILED_EXIT:
+                _kill_group(child.process.pid)
             if child.state != "ended" and not child.running:
                 events += self._drain(child)
                 child.state = "ended"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,13 +41,21 @@ def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: Rout
     key = " -H 'Authorization: Bearer KEY'" if router.api_keys or router.api_key else ""
     watch = f"Dashboard: {url}/dashboard\n" if router.dashboard else ""
     if router.chat_page and path == "chat/completions":
-        watch = f"Chat: {url} in a browser, or pdserve chat {url} in a terminal\n{watch}"
+        watch = f"Chat: {url} in a browser, or {command_name()} chat {url} in a terminal\n{watch}"
     if config.pooling is None:
         watch += sampling_line(Path(config.model_dir), router)
     return (
         f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it).\n{watch}\n{node_table(nodes)}\nTry:\n\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
     )
+
+
+def command_name() -> str:
+    """Return what starts ``pdserve`` in the user's shell: its path if it is not on the PATH."""
+    if shutil.which("pdserve"):
+        return "pdserve"
+    script = Path(sys.executable).with_name("pdserve")
+    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m cli"
 
 
 def sampling_line(model_dir: Path, router: RouterOptions) -> str:

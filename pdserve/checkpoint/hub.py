@@ -18,15 +18,16 @@ _WEIGHTS = "*.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(model: str, weights: bool = True) -> Path:
+def resolve_model(model: str, weights: bool = True, cached: bool = False) -> Path:
     """Return the directory of a model; download a hub id unless it is cached.
 
-    Without ``weights`` only config and tokenizer are downloaded. Raises CheckpointError.
+    Without ``weights`` only config and tokenizer are downloaded; if it is to be ``cached``, nothing. Raises
+    CheckpointError.
     """
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path
-    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf":
         raise CheckpointError(f"model {shown(model)}: {conversion(path)}")
     if os.path.exists(path):
         raise CheckpointError(f"model {shown(model)} is a file; use the directory that has config.json")
@@ -34,15 +35,20 @@ def resolve_model(model: str, weights: bool = True) -> Path:
         raise CheckpointError(
             f"model {shown(model)} is neither an existing directory nor a hub id like 'Qwen/Qwen3-0.6B'"
         )
-    return _download(model, [*_PATTERNS, _WEIGHTS] if weights else _PATTERNS)
+    return _download(model, [*_PATTERNS, _WEIGHTS] if weights else _PATTERNS, cached)
 
 
-def _download(model: str, patterns: list[str]) -> Path:
+def is_hub_id(model: str) -> bool:
+    """Return whether a model is none of this machine's files, so that the hub is asked for it."""
+    return not os.path.exists(os.path.expanduser(model)) and _HUB_ID.fullmatch(model) is not None
+
+
+def _download(model: str, patterns: list[str], cached: bool) -> Path:
     import huggingface_hub  # on demand: the import takes longer than `pdserve --help`
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns, local_files_only=cached))
     except (HfHubHTTPError, HFValidationError, OSError) as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise CheckpointError(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 #: Flags of other servers, and what does the same here: a flag, or words.
 MEANINGS = {
-    "--model": "MODEL, as the first word after the command",
-    "--model-path": "MODEL, as the first word after the command",
-    "--model-id": "MODEL, as the first word after the command",
+    **dict.fromkeys(("--model", "--model-path", "--model-id"), "MODEL, as the first word after the command"),
     "--tp-size": "--tp",
     "--num-shard": "--tp",
     "--pp-size": "--pp",
     "--ep-size": "--ep",
     "--enable-expert-parallel": "--ep with the value of --tp",
+    "-dp": "`pdserve up --decode N`, or `--elastic --nodes N`",
     "--data-parallel-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
     "--dp-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
     "--ctx-size": "--max-model-len",
@@ -60,6 +60,15 @@ DEFAULTS = {
     "--enable-auto-tool-choice": "tools are called without it; --tool-call-parser auto finds the model's format",
     "--disable-log-requests": "requests are not logged without --log-requests",
     "--no-enable-log-requests": "requests are not logged without --log-requests",
+    "--disable-log-stats": "figures are metrics, not lines of the log",
+    "--enable-prompt-tokens-details": "`usage` always has them",
+    "--async-scheduling": "runner V2 always launches a step before it knows the last one's tokens",
+}
+
+#: The same, of flags with a value.
+DEFAULTS_WITH_VALUE = {
+    "--root-path": "pages and redirects are relative; have the proxy remove the prefix",
+    "--distributed-executor-backend": "ranks are processes",
 }
 
 #: Flags of other servers with equal values and meaning: accepted, with a line that names ours.
@@ -74,6 +83,21 @@ RENAMED = {
     "--uvicorn-log-level": "--log-level",
     "--enable-log-requests": "--log-requests",
 }
+
+#: Flags of other servers for MODEL: accepted, with a line that says where it belongs.
+OF_MODEL = ("--model", "--model-path", "--model-id")
+
+#: Values of other servers, by our flag: accepted, with a line that names ours. None: the flag is left out.
+VALUES: Mapping[str, Mapping[str, str | None]] = {
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--attention-backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"},
+    "--generation-config": {"vllm": "none"},
+    "--load-format": {"safetensors": "auto"},
+    "--max-model-len": {"auto": None, "-1": None},
+}
+#: Flags whose numbers may have units elsewhere.
+SCALED = ("--max-model-len", "--max-batch-tokens", "--max-num-batched-tokens", "--max-num-seqs")
+_UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 _NO_COPIES = "experts have no copies; --ep gives each shard as many experts as the others"
 
@@ -95,6 +119,12 @@ REASONS = {
     "--ep-num-redundant-experts": _NO_COPIES,
     "--num-redundant-experts": _NO_COPIES,
     "--eplb-rebalance-num-iterations": _NO_COPIES,
+    "--revision": "download it with `hf download ID --revision NAME`, and give the printed directory as MODEL",
+    "--hf-overrides": "change config.json in a copy of the checkpoint's directory, and give that as MODEL",
+    "--override-generation-config": "requests set these fields; change generation_config.json in a copy of the "
+    "checkpoint's directory, or use --generation-config none",
+    "--compilation-config": "nothing is compiled but kernels; --cuda-graphs says whether steps are captured",
+    "--no-enable-chunked-prefill": "long prompts are always computed in chunks; --max-batch-tokens is their size",
     "--swap-space": "KV is never swapped; --max-num-seqs and --kv-cache-memory bound it",
     "--cpu-offload-gb": "weights are never offloaded; use --tp or --pp over more GPUs",
 }
@@ -118,22 +148,59 @@ OF_ROUTERS = {
 _SIMILAR = 0.7  # of letters
 
 
-def translated(words: Sequence[str], known: Collection[str], say: Callable[[str], None]) -> list[str]:
-    """Return a command line in our flags. ``say`` gets a line for each flag of another server that is accepted."""
-    found = []
-    for word in words:
+def translated(
+    words: Sequence[str], known: Collection[str], say: Callable[[str], None], takes_model: bool = False
+) -> list[str]:
+    """Return a command line in our flags. ``say`` gets a line for each flag of another server that is accepted.
+
+    ``takes_model``: the command has a positional MODEL.
+    """
+    found, left = [], list(words)
+    while left:
+        word = left.pop(0)
         flag, equals, value = word.partition("=")
         name = flag.replace("_", "-") if flag.startswith("-") else flag
         if name in known:
             found.append(word)
         elif name in DEFAULTS:
             say(f"{name} has no effect: {DEFAULTS[name]}")
+        elif name in DEFAULTS_WITH_VALUE and (equals or left):
+            left = left if equals else left[1:]
+            say(f"{name} has no effect: {DEFAULTS_WITH_VALUE[name]}")
+        elif name in OF_MODEL and takes_model and (equals or left):
+            found.insert(0, value if equals else left.pop(0))
+            say(f"{name} is MODEL here, the first word after the command")
         elif (ours := RENAMED.get(name)) in known:
             say(f"{name} is {ours} here")
             found.append(f"{ours}{equals}{value}")
         else:
             found.append(word)
     return found
+
+
+def with_our_values(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """Return a command line of our flags in our values. ``say`` gets a line for each value that is another's."""
+    found, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if (flag not in VALUES and flag not in SCALED) or not (equals or left):
+            found.append(word)
+            continue
+        value = value if equals else left.pop(0)
+        ours = _our_value(flag, value)
+        if ours != value:
+            say(f"{flag} {value} is {ours or 'the default'} here")
+        if ours is not None:
+            found += [f"{flag}={ours}"] if equals else [flag, ours]
+    return found
+
+
+def _our_value(flag: str, value: str) -> str | None:
+    if flag in VALUES and value in VALUES[flag]:
+        return VALUES[flag][value]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmKM])", value) if flag in SCALED else None
+    return str(int(float(match[1]) * _UNITS[match[2]])) if match else value
 
 
 def describe_unknown(flag: str, known: Collection[str], program: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from pdserve.errors import ConfigError
-from pdserve.flags.meanings import describe_unknown, translated
+from pdserve.flags.meanings import describe_unknown, translated, with_our_values
 from pdserve.flags.sources import FlagSources, add_config_flag
 
 
@@ -33,23 +33,40 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
         self._sources: FlagSources | None = None  # only with add_config_flag
+        self._problems: list[str] = []  # wrong values of the command line that is parsed
 
     def error(self, message: str) -> NoReturn:
+        raise ConfigError(". Also, ".join([*self._problems, self._with_source(message)]))
+
+    def _with_source(self, message: str) -> str:
         argument = re.match(r"argument (\S+):", message)
         source = self._sources.of_argument(argument[1]) if self._sources and argument else ""
-        raise ConfigError(f"{message} (see {self.prog} --help{f'; given by {source}' if source else ''})")
+        return f"{message} (see {self.prog} --help{f'; given by {source}' if source else ''})"
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Parse the values of an argument; a wrong value of a flag is kept for the error, which names all of them."""
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as exc:
+            if not action.option_strings:
+                raise
+            self._problems.append(self._with_source(str(exc)))
+            return action.default
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but raise for unknown arguments here, where the subcommand's flags are known."""
         words = sys.argv[1:] if args is None else list(args)
-        words = translated(words, self._option_string_actions, self._say)
+        takes_model = any(each.dest == "model" and not each.option_strings for each in self._actions)
+        words = translated(words, self._option_string_actions, self._say, takes_model)
         if "--config" in self._option_string_actions:
             self._sources = FlagSources(self, words, self._describe_unknown)
             words = self._sources.words
-        found, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
-            raise ConfigError(". Also, ".join(map(self._describe_unknown, flags)))
+        self._problems = []
+        found, unknown = super().parse_known_args(with_our_values(words, self._say), namespace)
+        flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
+        problems = [*self._problems, *map(self._describe_unknown, flags)]
+        if problems:
+            raise ConfigError(". Also, ".join(problems))
         if self._sources is not None:
             found.flag_sources = self._sources.found
         return found, unknown

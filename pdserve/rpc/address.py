@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from pdserve.errors import ConfigError
@@ -14,9 +15,18 @@ def join_address(host: str, port: int) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Return the host without brackets and the port. Raises ConfigError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ConfigError(f"{address!r} is not HOST:PORT with a port of 1 … 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a server that listens on ``host``."""
+    host = host.strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def probe_port(host: str, port: int) -> None:

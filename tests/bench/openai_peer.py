@@ -20,6 +20,7 @@ class Peer:
         transfer: dict[str, str] | None = TRANSFER,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.paths: set[str] = set()  # of POST requests
         self._status = status
         self._event = event  # per token
         self._transfer = transfer
@@ -51,6 +52,7 @@ class Peer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 peer.bodies.append(body)
+                peer.paths.add(self.path)
                 if peer._status != 200:
                     self._answer(peer._status, '{"error":{"message":"full"}}')
                 elif not body["stream"]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from openai_peer import Peer
 
 from cli.bench.report import bins
 from cli.main import main
+
+
+def talk(question: str, answer: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+
 
 FEW = ["--num-prompts", "3", "--num-warmups", "1", "--random-input-len", "5", "--random-output-len", "2-4"]
 
@@ -32,6 +40,31 @@ def test_other_servers_are_measured(event: str, said: str, capsys: pytest.Captur
     assert len({tuple(prompt) for prompt in server.prompts}) == 4
 
 
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+def test_chats_are_measured(field: str) -> None:
+    with Peer(200, event=json.dumps({"choices": [{"delta": {field: "a"}}]})) as server:
+        assert main(["bench", server.url, *FEW, "--endpoint", "/v1/chat/completions"]) == 0
+    assert server.paths == {"/v1/chat/completions"}
+    (texts,) = zip(*([message["content"] for message in body["messages"]] for body in server.bodies), strict=True)
+    assert {len(text.split()) for text in texts} == {5}
+    assert len(set(texts)) == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "lengths"),
+    [
+        (json.dumps([talk("ask", "answer it" * 4), talk("again", ""), talk("more?", "yes")]), {"ask": 9, "more?": 1}),
+        ('{"prompt": "ask", "output_tokens": 3}\n\n{"prompt": "more?"}\n', {"ask": 3, "more?": 256}),
+    ],
+    ids=["ShareGPT", "lines"],
+)
+def test_prompts_and_lengths_come_from_a_data_set(data: str, lengths: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "data").write_text(data)
+    with Peer(200) as server:
+        assert main(["bench", server.url, "--num-prompts", "3", "--dataset-path", str(tmp_path / "data")]) == 0
+    assert {body["prompt"]: body["max_tokens"] for body in server.bodies} == lengths
+
+
 def test_refused_requests_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with Peer(503) as server:
         assert main(["bench", server.url, *FEW]) == 1
@@ -48,6 +81,11 @@ def test_refused_requests_are_one_line(capsys: pytest.CaptureFixture[str]) -> No
         (["--plot", "plot.pdf"], "use a file name that ends with .png or .svg"),
         (["--request-rate", "0"], "use a number above 0"),
         (["--vocab", "1"], "--vocab 1 is too small; use 2 or more"),
+        (["--json", "/no/such/folder/f.json"], "/no/such/folder must be a folder"),
+        (["--plot", "/no/such/folder/f.svg"], "/no/such/folder must be a folder"),
+        (["--dataset-name", "sharegpt"], "needs --dataset-path FILE"),
+        (["--dataset-path", "/no/such/file"], "/no/such/file cannot be read"),
+        (["--dataset-path", __file__], "is not a data set"),
     ],
 )
 def test_invalid_flag_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

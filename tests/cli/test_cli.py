@@ -99,6 +99,15 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
     assert "chosen: dtype=bfloat16" in out
 
 
+def test_explain_warns_of_memory_that_this_machine_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--kv-cache-memory", "100T"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("warning: a node would not start here: ")
+    assert "lower --kv-cache-memory" in last
+    assert main(["explain", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+
+
 def test_flags_of_other_servers_that_mean_the_same_are_accepted_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     theirs = ["--enable-prefix-caching", "--enable_chunked_prefill", "-tp", "1", "--kv-cache-memory-bytes=64M"]
     assert main(["explain", "--json", "--device", "cpu", "--tp", "1", "--kv-cache-memory", "64M"]) == 0
@@ -113,6 +122,22 @@ def test_flags_of_other_servers_that_mean_the_same_are_accepted_with_a_line(caps
         "-tp",
         "--kv-cache-memory-bytes",
     ]
+
+
+def test_closed_ports_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert f"nothing listens on {address}" in error_of(capsys, "weights", "show", address)[1]
+    assert f"no answer from http://{address}" in error_of(capsys, "probe", f"http://{address}")[1]
+
+
+def test_misspelled_variables_are_named_by_tools(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_BLOCKSIZE", "32")
+    assert main(["explain", "--device", "cpu"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "did you mean PDSERVE_BLOCK_SIZE?" in line
 
 
 def test_closed_pipe_is_no_error() -> None:
@@ -138,6 +163,11 @@ def test_closed_pipe_is_no_error() -> None:
         (["explain", "--device", "cpu", "--kv-cache-memory", "1K"], ["room", "25165824", "8192 tokens"]),
         (["explain", "--max-model-len", "9999999"], ["9999999", "8192"]),
         (["explain", "/no/such/model"], ["/no/such/model", "directory"]),
+        (["explain", "x.gguf"], ["GGUF is not read", "save_pretrained"]),
+        (["probe", "http://127.0.0.1:9", "loaded"], ["routers have no service 'loaded'"]),
+        (["probe", "127.0.0.1"], ["HOST:PORT"]),
+        (["weights", "show", "http://127.0.0.1:9"], ["HOST:PORT"]),
+        (["plan", "--costs", "h200-llama-8b", "--gpu", "b200", "--rate", "1"], ["--gpu b200", "measured with h200"]),
         (["up", "--port", "99999"], ["99999", "65535"]),
         (["up", "--device", "cpu", "--decode-tp", "3"], ["tp 3", "heads"]),
         (["up", "--device", "cpu", "--prefill-pp", "7"], ["pp 7", "6"]),

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from cli.up.flags import make_parser
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from, node_words
 from pdserve.errors import ConfigError
-from pdserve.flags.meanings import MEANINGS, OF_ROUTERS, REASONS
+from pdserve.flags.meanings import (
+    DEFAULTS,
+    DEFAULTS_WITH_VALUE,
+    MEANINGS,
+    OF_MODEL,
+    OF_ROUTERS,
+    REASONS,
+    RENAMED,
+    SCALED,
+    VALUES,
+)
 from pdserve.flags.parser import CommandParser
 from pdserve.flags.value_types import parse_size
 from prefill_node.__main__ import make_parser as make_prefill_parser
@@ -35,11 +45,45 @@ def test_flags_of_vllm_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
+    ("theirs", "ours", "line"),
+    [
+        ("--model some/model", "some/model", "MODEL here, the first word after the command"),
+        ("m --dtype half", "m --dtype float16", "--dtype half is float16 here"),
+        ("m --dtype=float", "m --dtype float32", "--dtype float is float32 here"),
+        ("m --max-model-len 4k", "m --max-model-len 4000", "--max-model-len 4k is 4000 here"),
+        ("m --max-model-len=4K", "m --max-model-len 4096", "--max-model-len 4K is 4096 here"),
+        ("m --max-model-len auto", "m", "--max-model-len auto is the default here"),
+        ("m --max-num-batched-tokens 1.5k", "m --max-batch-tokens 1500", "1.5k is 1500 here"),
+        ("m --attention-backend FLASHINFER", "m --attention-backend flashinfer", "FLASHINFER is flashinfer here"),
+        ("m --root-path /v2 --tp 2", "m --tp 2", "--root-path has no effect: pages and redirects are relative"),
+    ],
+)
+def test_flags_and_values_of_vllm_are_ours_with_a_line(
+    theirs: str, ours: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(theirs.split()) == parse(ours.split())
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert line in shown
+
+
+def test_wrong_values_and_wrong_flags_are_named_at_once() -> None:
+    words = ["m", "--dtype", "int8", "--bogus", "--max-num-seqs", "x", "--revision", "main"]
+    with pytest.raises(ConfigError) as raised:
+        make_prefill_parser().parse_args(words)
+    assert str(raised.value).count("Also, ") == 3
+    for part in ("'int8'", "--bogus", "'x' is not a whole number", "--revision"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("flag", "error"),
     [
         ("--mem_fraction_static=0.8", "use --gpu-memory-utilization$"),
         ("--disable-cuda-graph", "use --cuda-graphs off$"),
-        ("--model-path", "use MODEL"),
+        ("-dp", "use `pdserve up --decode N`"),
+        ("--revision", "hf download ID --revision NAME"),
+        ("--hf-overrides", "config.json"),
+        ("--override-generation-config", "requests set these fields"),
         ("--kv-transfer-config", "not supported: --kv-connector names the back end"),
         ("--gpu-memory", "did you mean --gpu-memory-utilization"),
         ("--tensor-paralel-size", "did you mean --tensor-parallel-size"),
@@ -57,7 +101,8 @@ def test_meanings_are_flags_that_exist_and_hide_none() -> None:
     known = set(make_parser()._option_string_actions)
     meant = {meaning.split()[0] for meaning in MEANINGS.values() if meaning.startswith("--")}
     assert meant | OF_ROUTERS <= known
-    assert not known & {*MEANINGS, *REASONS}
+    assert not known & {*MEANINGS, *REASONS, *DEFAULTS, *DEFAULTS_WITH_VALUE, *RENAMED, *OF_MODEL}
+    assert {*RENAMED.values(), *VALUES, *SCALED} <= known
 
 
 def test_help_shows_the_defaults() -> None:

@@ -16,6 +16,7 @@ from cli.up.supervisor import Changed, Child, Died, Event, Printed, Supervisor
 
 CHILD = """
 import argparse, os, signal, subprocess, sys, time
+from pdserve.errors import ConfigError
 from pdserve.process import StatusWriter, watch_lifeline
 parser = argparse.ArgumentParser()
 parser.add_argument("what")
@@ -28,7 +29,7 @@ if args.what == "stubborn":
     grandchild = subprocess.Popen(["sleep", "100"])
     print("grandchild", grandchild.pid, flush=True)
 elif args.what == "fails":
-    status.failed("the disk is on fire; buy another")
+    status.failed(ConfigError("the disk is on fire; buy another"))
     sys.exit(2)
 elif args.what == "crashes":
     print("a first line")
@@ -48,7 +49,7 @@ time.sleep(100)
 @pytest.fixture
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     (tmp_path / "a_child.py").write_text(CHILD)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     return Supervisor()
 
 

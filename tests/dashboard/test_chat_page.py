@@ -79,12 +79,8 @@ def limit(page: Page, max_tokens: int) -> None:
     page.locator("#settings-button").click()
 
 
-def ask(page: Page, text: str) -> None:
-    page.locator("#entry").fill(text)
-    page.keyboard.press("Enter")
-
-
-def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
+def sent_bodies(page: Page) -> list[dict[str, Any]]:
+    """Return a list that will hold the bodies of the page's requests."""
     bodies: list[dict[str, Any]] = []
 
     def keep(request: Request) -> None:
@@ -92,6 +88,16 @@ def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
             bodies.append(cast(dict[str, Any], request.post_data_json))
 
     page.on("request", keep)
+    return bodies
+
+
+def ask(page: Page, text: str) -> None:
+    page.locator("#entry").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
+    bodies = sent_bodies(page)
     limit(page, 24)
     page.locator("#settings-button").click()
     page.locator("#system").fill("Be brief.")
@@ -148,6 +154,84 @@ def test_error_of_the_router_is_shown_and_not_sent_again(page: Page, watched: Wa
         ask(page, "Less.")
     assert cast(dict[str, Any], sent.value.post_data_json)["messages"] == [{"role": "user", "content": "Less."}]
     expect(page.locator(".assistant .served").last).to_contain_text("tokens")
+
+
+def test_answers_have_a_limit_that_the_context_lowers(page: Page, watched: Watched) -> None:
+    """An answer of the default length does not fit after a prompt of nearly the whole context."""
+    bodies = sent_bodies(page)
+    ask(page, "short")
+    expect(page.locator(".assistant .served")).to_contain_text("1,024 tokens")
+    assert [body["max_tokens"] for body in bodies] == [1024]
+    page.locator("#new").click()
+    ask(page, "word " * 7900)
+    expect(page.locator(".assistant .served")).to_contain_text("tokens/s")
+    assert [body.get("max_tokens") for body in bodies[1:]] == [1024, None]
+    watched.complaints.clear()  # the browser logs the status 400
+
+
+def test_a_sent_message_is_edited_in_place_and_drops_what_came_after(page: Page) -> None:
+    limit(page, 4)
+    for text in ("First", "Second"):
+        ask(page, text)
+        expect(page.locator(".assistant .served").last).to_contain_text("4 tokens")
+    edit = page.locator(".user").first.get_by_role("button", name="Edit")
+    edit.click()
+    page.keyboard.press("Escape")
+    expect(page.locator(".user > .text").first).to_have_text("First")
+    edit.click()
+    page.get_by_label("Change the message").fill("First, again")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.keyboard.press("Enter")
+    body = cast(dict[str, Any], sent.value.post_data_json)
+    assert body["messages"] == [{"role": "user", "content": "First, again"}]
+    expect(page.locator(".user > .text")).to_have_text(["First, again"])
+    expect(page.locator(".assistant .served")).to_contain_text("4 tokens")
+    page.reload()
+    expect(page.locator(".user > .text")).to_have_text(["First, again"])
+
+
+def test_code_has_colours_and_keeps_its_text(page: Page) -> None:
+    cases: dict[str, tuple[str, dict[str, list[str]]]] = {
+        "python": (
+            "def f(x=f'#'):  # one\n    return 1.5",
+            {"reserved": ["def", "return"], "string": ["'#'"], "comment": ["# one"]},
+        ),
+        "js": ("const a = `${b}` // c\n/* d */", {"reserved": ["const"], "string": ["`${b}`"]}),
+        "sql": ("SELECT 1 -- x", {"reserved": ["SELECT"], "number": ["1"], "comment": ["-- x"]}),
+        "json": ('{"a": true} // b', {"string": ['"a"'], "reserved": ["true"], "comment": []}),
+        "rust": ("fn f<'a>(x: &'a str) { 'b' }", {"reserved": ["fn"], "string": ["'b'"]}),
+        "unknown": ("return 1", {"reserved": [], "number": []}),
+    }
+    for language, (code, kinds) in cases.items():
+        store_answer(page, f"```{language}\n{code}\n```")
+        shown_code = page.locator(".assistant pre code")
+        expect(shown_code).to_have_text(code)
+        for kind, parts in kinds.items():
+            assert shown_code.locator(f".{kind}").all_inner_texts() == parts, (language, kind)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_settings_cover_no_text(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 700})
+    store_answer(page, MARKDOWN * 3)
+    page.locator("#settings-button").click()
+    boxes = [page.locator(name).bounding_box() for name in ("#settings", "#scroll", "#composer")]
+    settings, log, composer = ((box["x"], box["y"], box["width"], box["height"]) for box in boxes if box)
+    for x, y, w, h in (log, composer):
+        assert x + w <= settings[0] or y >= settings[1] + settings[3]
+        assert h > 40
+    expect(page.locator(".assistant .tools")).to_be_in_viewport()  # the log stays at its end
+
+
+def test_an_example_and_other_pages_are_offered(page: Page, fleet: Fleet) -> None:
+    page.locator("#example").click()
+    expect(page.locator("#entry")).to_have_value(re.compile(r"parrot named Brutus[^?]*What is the parrot's name\?"))
+    for name, heading in (("Dashboard", "Decode nodes"), ("API", "pdserve API")):
+        link = page.get_by_role("link", name=name)
+        expect(link).to_be_visible()
+        link.click()
+        expect(page.get_by_role("heading", name=heading)).to_be_visible()
+        page.goto(fleet.url)
 
 
 def test_conversations_are_listed_opened_and_deleted(page: Page) -> None:

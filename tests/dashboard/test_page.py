@@ -26,7 +26,8 @@ def page(watched: Watched, fleet: Fleet) -> Iterator[Page]:
     """Open the live page; at the end, assert no console errors and no requests to other hosts."""
     yield live(watched.open(f"{fleet.url}/dashboard"))
     assert watched.complaints == []
-    assert all(url.startswith(f"{fleet.url}/dashboard") for url in watched.requests)
+    home = f"{fleet.url}/"  # asked whether it is there, for the link
+    assert all(url == home or url.startswith(f"{fleet.url}/dashboard") for url in watched.requests)
 
 
 def live(page: Page) -> Page:
@@ -88,6 +89,25 @@ def test_dead_node_is_shown_lost_until_it_returns(page: Page, fleet: Fleet) -> N
     expect(page.locator("#tile-nodes")).to_contain_text("all well")
 
 
+def test_handoffs_are_one_line_each_between_nodes_without_names(watched: Watched, model: Path) -> None:
+    """Their addresses take their place, which are longer than most names."""
+    flags = ["--engine", "simulated"]
+    with Fleet() as fleet:
+        fleet.start_prefill(model, flags)
+        fleet.start_decode(model, flags)
+        fleet.start_router(model)
+        fleet.wait_ready()
+        page = watched.open(f"{fleet.url}/dashboard")
+        ends = page.locator("#connections .ends")
+        expect(ends).to_have_text(f"{fleet.prefill[0].address} →{fleet.decode[0].address}")
+        first, second = (ends.locator("span").nth(index).bounding_box() for index in (0, 1))
+        assert first is not None
+        assert second is not None
+        assert first["y"] == second["y"]
+        page.get_by_role("link", name="Chat").click()
+        expect(page.locator("#composer")).to_be_visible()
+
+
 @pytest.mark.parametrize(
     ("width", "scheme"),
     [
@@ -113,6 +133,10 @@ def test_dashboard_fits_small_and_large_windows(
 def test_dashboard_works_by_keyboard(page: Page) -> None:
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
+    for link in ("Chat", "API"):
+        expect(page.get_by_role("link", name=link, exact=True)).to_be_visible()
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name=link, exact=True)).to_be_focused()
     page.keyboard.press("Tab")
     chart = page.locator(".plot").first
     expect(chart).to_be_focused()

@@ -37,12 +37,52 @@ def failed(findings: Findings) -> set[str]:
     return {check for check, finding in findings.items() if finding.level is Level.FAIL}
 
 
+def warned(findings: Findings) -> set[str]:
+    return {check for check, finding in findings.items() if finding.level in (Level.WARN, Level.FAIL)}
+
+
 def test_no_check_fails_on_this_machine() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TCP_PORT_RANGE="20000-20255")
     assert (status, failed(findings)) == (0, set()), findings
     assert "shm" in findings["transport"].text
     checks = "clock tls port device checkpoint variables runner tokenizer tensors memory shm memlock nixl transport"
     assert findings.keys() == {*checks.split(), "ucx ports"}
+
+
+def test_a_machine_by_itself_has_no_warnings() -> None:
+    """UCX's warning has its place in the table."""
+    status, findings = doctor("--device", "cpu", UCX_NET_DEVICES="lo", UCX_NO_SUCH_SETTING="1", UCX_TLS="tcp,shm")
+    assert (status, warned(findings)) == (0, {"nixl"}), findings
+    assert "UCX_NO_SUCH_SETTING" in findings["nixl"].text
+    assert findings["tls"].level is Level.NOTE
+    status, findings = doctor("--engine", "simulated", "--host", "0.0.0.0")
+    assert (status, warned(findings)) == (0, {"tls"}), findings
+
+
+def hub_cache(directory: Path, *files: str) -> dict[str, str]:
+    """Put files of the embedded model into a cache of the hub as org/name; return its variables."""
+    snapshot = directory / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (directory / "models--org--name" / "refs").mkdir()
+    (directory / "models--org--name" / "refs" / "main").write_text("0" * 40)
+    for file in files:
+        (snapshot / file).symlink_to(EMBEDDED_MODEL / file)
+    return {"HF_HUB_CACHE": str(directory), "HF_HUB_OFFLINE": "1"}
+
+
+def test_hub_ids_are_looked_up(tmp_path: Path) -> None:
+    small = [path.name for path in EMBEDDED_MODEL.iterdir() if path.suffix in (".json", ".jinja")]
+    missing, partial = hub_cache(tmp_path / "empty"), hub_cache(tmp_path / "partial", *small)
+    whole = hub_cache(tmp_path / "whole", *small, "model.safetensors")
+    status, findings = doctor("--device", "cpu", "--kv-connector", "none", model="no/model", **missing)
+    assert (status, failed(findings)) == (1, {"checkpoint"})
+    assert "its download from the hub failed" in findings["checkpoint"].text
+    status, findings = doctor("--device", "cpu", "--kv-connector", "none", model="org/name", **partial)
+    assert (status, warned(findings)) == (0, {"checkpoint"})
+    assert findings.keys() >= {"runner", "tokenizer", "memory"}
+    status, findings = doctor("--device", "cpu", "--kv-connector", "none", model="org/name", **whole)
+    assert (status, warned(findings)) == (0, set())
+    assert findings["tensors"].level is Level.OK
 
 
 def test_a_wrong_runner_and_a_misspelled_variable_have_a_line_each() -> None:
@@ -131,6 +171,6 @@ def test_a_required_transport_accepts_itself_and_faster_ones(required: str, kind
 @pytest.mark.parametrize("text", ["20000", "9-3", "0-5", "70000-70001", "a-b"])
 def test_an_invalid_ucx_port_range_fails(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", text)
-    finding = check_ucx_ports(1)
+    finding = check_ucx_ports(1, "127.0.0.1")
     assert finding.level is Level.FAIL
     assert text in finding.text

@@ -98,8 +98,20 @@ def test_sigterm_and_sigint_end_a_node_with_status_0(role: str, number: signal.S
         node.process.send_signal(number)
         status, lines = node.end()
         assert status == 0, lines
+        assert any(f"ready for gRPC on {address}: " in line for line in lines)
         assert not any("Traceback" in line or "error" in line for line in lines)
         assert gone(engine)
+
+
+@pytest.mark.parametrize("role", ["prefill", "serve"])
+def test_a_node_that_a_user_started_says_how_to_get_http(role: str, checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "cli", role, str(checkpoint), "--engine", "simulated"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        hint = next((line for line in process.stderr if "HTTP clients need a router" in line), "")
+        process.terminate()
+    assert f"pdserve router {checkpoint} {'--node' if role == 'serve' else '--prefill'} 127.0.0.1:" in hint
+    assert ("--http PORT of this command" in hint) is (role == "serve")
 
 
 def test_sigterm_while_loading_ends_a_node_with_status_0(checkpoint: Path) -> None:

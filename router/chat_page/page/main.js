@@ -1,12 +1,17 @@
 // The chat: conversations at the side, one of them in the middle, and at most one answer that runs.
 
-import {element, find, say, set} from "./dom.js";
+import {element, find, offer, say, set} from "./dom.js";
 import {MessageView} from "./messages.js";
 import {load, newConversation, remove, save, titleOf} from "./store.js";
 import {listModels, NeedsKey, setKey, streamChat} from "./stream.js";
 
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens"];
-const FINISHES = {length: "stopped at the limit of tokens"};
+const LIMIT = 1024; // tokens of an answer, where the settings say nothing; the router's own limit is the context
+const FINISHES = {length: "stopped at the limit of tokens, which Settings can raise"};
+const EXAMPLE = `The ferry to Stavanger leaves at 7:40 from the northern pier. Ida carries a red suitcase with eleven letters. \
+The captain owns a parrot named Brutus. Rain is expected in the evening.
+
+What is the parrot's name?`;
 const NEAR = 60; // pixels from the end within which the log follows an answer
 
 let conversations = load();
@@ -17,7 +22,7 @@ let running = null; // {controller, conversation} of an answer
 // ---------------------------------------------------------------- what is shown
 
 function showAll() {
-  views = current.messages.map((message) => new MessageView(message, retry));
+  views = current.messages.map((message, index) => new MessageView(message, retry, (text) => edit(index, text)));
   find("log").replaceChildren(...views.map((view) => view.element));
   views.forEach((view, index) => view.show(index === views.length - 1 && !running ? "last" : ""));
   if (running?.conversation === current) views.at(-1)?.show("running");
@@ -90,7 +95,7 @@ function history({settings, messages}) {
 }
 
 function bodyOf(conversation) {
-  const body = {model: find("model").value, messages: history(conversation)};
+  const body = {model: find("model").value, messages: history(conversation), max_tokens: LIMIT};
   for (const name of SETTINGS.slice(1)) {
     const value = parseFloat(conversation.settings[name]);
     if (Number.isFinite(value)) body[name] = value;
@@ -114,7 +119,7 @@ async function answer() {
   };
   let seen = {prefillNode: "", decodeNode: "", usage: null, finish: ""};
   try {
-    seen = await streamChat(body, running.controller.signal, ({content, reasoning}, soFar) => {
+    seen = await ask(body, conversation, running.controller.signal, ({content, reasoning}, soFar) => {
       seen = soFar;
       timing.last = performance.now();
       timing.first ??= timing.last;
@@ -138,6 +143,17 @@ async function answer() {
   say(find("announcements"), message.error ? "" : "The answer is complete.");
 }
 
+/** Send a chat. If the context has no room for an answer of LIMIT tokens, the rest of it is the limit. */
+async function ask(body, {settings}, signal, onDelta) {
+  try {
+    return await streamChat(body, signal, onDelta);
+  } catch (error) {
+    if (error.param !== "max_tokens" || settings.max_tokens) throw error;
+    const {max_tokens: _, ...unlimited} = body;
+    return await streamChat(unlimited, signal, onDelta);
+  }
+}
+
 /** Without usage, which ends a complete answer, tokens are counted by events. */
 function statsOf({start, first, last, events}, {prefillNode, decodeNode, usage, finish}) {
   const outputTokens = usage?.completion_tokens ?? (events || null);
@@ -155,6 +171,13 @@ function statsOf({start, first, last, events}, {prefillNode, decodeNode, usage, 
 function retry() {
   if (running) return;
   if (current.messages.at(-1)?.role === "assistant") current.messages.pop();
+  answer();
+}
+
+/** Send a message again with another text. What came after it is dropped. */
+function edit(index, text) {
+  if (running) return;
+  current.messages.splice(index, Infinity, {role: "user", content: text});
   answer();
 }
 
@@ -192,10 +215,15 @@ function openSide(open) {
 find("menu").addEventListener("click", () => openSide(!document.body.classList.contains("side-open")));
 find("scroll").addEventListener("click", () => openSide(false));
 find("new").addEventListener("click", () => openConversation(newConversation(current.settings)));
-find("settings-button").addEventListener("click", () => {
+find("settings-button").addEventListener("click", () => follow(() => {
   find("settings").hidden = !find("settings").hidden;
   set(find("settings-button"), "aria-expanded", String(!find("settings").hidden));
+}));
+find("example").addEventListener("click", () => {
+  find("entry").value = EXAMPLE;
+  find("entry").focus();
 });
+find("max_tokens").placeholder = String(LIMIT);
 for (const name of SETTINGS) {
   find(name).addEventListener("input", () => {
     current.settings = {...current.settings, [name]: find(name).value};
@@ -226,9 +254,10 @@ async function begin() {
     find("entry").focus();
   } catch (error) {
     if (error instanceof NeedsKey) wantKey(error.refused);
-    else say(find("welcome"), error.message);
+    else say(find("welcome-text"), error.message);
   }
 }
 
 showAll();
 begin();
+offer(find("dashboard"));

@@ -1,6 +1,7 @@
 // Markdown as elements. marked parses it, and all of its HTML passes DOMPurify. HTML that a model writes stays text.
 
 import {element} from "./dom.js";
+import {highlight} from "./highlight.js";
 import {Marked, Tokenizer} from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
@@ -98,6 +99,7 @@ function frame(content, around) {
 function codeFrame(pre) {
   const language = pre.firstElementChild.className.replace(/^language-/, "");
   const text = pre.textContent.replace(/\n$/, "");
+  highlight(pre.firstElementChild, language);
   pre.tabIndex = 0;
   return element("figure", {class: "code"},
     element("figcaption", {}, element("span", {}, language), copyButton(() => text)));

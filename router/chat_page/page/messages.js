@@ -1,4 +1,4 @@
-// The elements of a conversation's messages.
+// The elements of a conversation's messages, and an editor for those that were sent.
 
 import {element, say} from "./dom.js";
 import {count, rate, seconds} from "./format.js";
@@ -6,8 +6,10 @@ import {copyButton, showMarkdown} from "./markdown.js";
 
 /** An element for a message; `show` again after each change of it. */
 export class MessageView {
-  constructor(message, onRetry) {
+  /** `onRetry()` and `onEdit(text)`: the user wants another answer to the message as it is, or with this text. */
+  constructor(message, onRetry, onEdit) {
     this.message = message;
+    this.onEdit = onEdit;
     this.text = element("div", {class: "text"});
     this.reasoning = element("div", {class: "text"});
     this.thoughts = element("details", {class: "thoughts"}, element("summary", {}, "Reasoning"), this.reasoning);
@@ -15,7 +17,10 @@ export class MessageView {
     this.served = element("p", {class: "served quiet"});
     this.retry = element("button", {type: "button", class: "small"}, "Try again");
     this.retry.addEventListener("click", onRetry);
-    this.tools = element("p", {class: "tools"}, copyButton(() => message.content), this.retry);
+    this.edit = element("button", {type: "button", class: "small"}, "Edit");
+    this.edit.addEventListener("click", () => this.openEditor());
+    const own = message.role === "user" ? this.edit : this.retry;
+    this.tools = element("p", {class: "tools"}, copyButton(() => message.content), own);
     const name = message.role === "user" ? "You" : "Model";
     this.element = element("li", {class: `message ${message.role}`},
       element("h2", {class: "unseen"}, name), this.thoughts, this.text, this.error, this.served, this.tools);
@@ -33,8 +38,38 @@ export class MessageView {
     say(this.error, error ?? "");
     this.served.hidden = !stats;
     if (stats) this.served.replaceChildren(...served(stats));
-    this.tools.hidden = role === "user" || state === "running";
+    this.tools.hidden = state === "running";
     this.retry.hidden = state !== "last";
+  }
+
+  /** Have the user change a sent message, in its place. */
+  openEditor() {
+    const entry = element("textarea", {rows: "3", "aria-label": "Change the message"});
+    entry.value = this.message.content;
+    const cancel = element("button", {type: "button", class: "small"}, "Cancel");
+    const note = element("small", {class: "quiet"}, "What came after it is dropped.");
+    const row = element("div", {class: "tools"}, element("button", {class: "small"}, "Send"), cancel, note);
+    const editor = element("form", {class: "editor"}, entry, row);
+    const close = () => {
+      editor.replaceWith(this.text);
+      this.tools.hidden = false;
+      this.edit.focus();
+    };
+    editor.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (entry.value.trim()) this.onEdit(entry.value);
+    });
+    editor.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        editor.requestSubmit();
+      }
+    });
+    cancel.addEventListener("click", close);
+    this.tools.hidden = true;
+    this.text.replaceWith(editor);
+    entry.focus();
   }
 }
 

@@ -27,17 +27,18 @@ async function send(path, options = {}) {
     sessionStorage.removeItem(KEY);
     throw new NeedsKey(key !== null);
   }
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
-/** What an error response says. */
-async function reason(response) {
+/** The error that a response says, with the name of the field that caused it. */
+async function errorOf(response) {
   const text = await response.text();
   try {
-    return JSON.parse(text).error.message;
+    const {message, param} = JSON.parse(text).error;
+    return Object.assign(new Error(message), {param});
   } catch {
-    return `The router answered with status ${response.status}.`;
+    return new Error(`The router answered with status ${response.status}.`);
   }
 }
 

@@ -19,6 +19,12 @@ function fill(made, attributes, children) {
   return made;
 }
 
+/** Show a link to another page of this router if it has that page. */
+export async function offer(link) {
+  const response = await fetch(link.href, {method: "HEAD"}).catch(() => null);
+  link.hidden = !response?.ok;
+}
+
 /** Leaves alone what is so already: selections stay, and screen readers have nothing to tell. */
 export function say(target, text) {
   if (target.textContent !== text) target.textContent = text;

@@ -1,7 +1,7 @@
 // Asks the router each second while the page can be seen, and shows what it says.
 
 import {Charts} from "./charts.js";
-import {announce, find, mark, say} from "./dom.js";
+import {announce, find, mark, offer, say} from "./dom.js";
 import {age} from "./format.js";
 import {showNodes} from "./nodes.js";
 import {showModels, showTiles} from "./tiles.js";
@@ -115,4 +115,5 @@ function restart() {
 
 document.addEventListener("visibilitychange", restart);
 say(find("where"), `router ${location.host}`);
+offer(find("chat"));
 restart();

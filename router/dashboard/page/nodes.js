@@ -71,9 +71,12 @@ const DECODE = [
 const BOTH = [...DECODE.slice(0, -1), PREFILL[5], PREFILL[6], CACHED];
 const CONNECTIONS = [
   {
-    title: "From → to",
-    make: () => element("span"),
-    show: (made, connection) => say(made, `${connection.prefill} → ${connection.decode}`),
+    title: "From → to", // an end is not broken unless it is wider than the column
+    make: () => element("div", {class: "ends"}, element("span"), element("span")),
+    show(made, connection) {
+      say(made.firstChild, `${connection.prefill} →`);
+      say(made.lastChild, connection.decode);
+    },
   },
   {
     title: "Transport",
