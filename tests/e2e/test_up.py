@@ -136,8 +136,14 @@ def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
 
 
 def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    with started(tmp_path) as up:
+    """With the README's flags, its first request is handed off, and so is its repetition."""
+    first = json.loads((Path(__file__).parents[2] / "docs" / "first-request.json").read_bytes())
+    with started(tmp_path, "--handoff-min-tokens", "0") as up:
         url = up.wait_served()
+        for _ in range(2):
+            answer, headers = post_for_headers(f"{url}/v1/chat/completions", first)
+            assert "cellar of the lighthouse" in answer["choices"][0]["message"]["content"]
+            assert headers["X-Pdserve-Prefill-Node"] not in (None, headers["X-Pdserve-Decode-Node"])
         prompt = "The import statement binds a name to a module. " * 10
         answer = post(f"{url}/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True})
         assert answer["usage"]["completion_tokens"] == 8
