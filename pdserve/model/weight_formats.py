@@ -191,7 +191,11 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "mxfp4": WeightFormat(storage_rules=_mxfp4),
     "modelopt": WeightFormat(storage_rules=_modelopt),
 }
-STORED_FORMATS = [name for name in WEIGHT_FORMATS if name not in (UNQUANTIZED, FP8_AT_LOAD)]
+
+
+def _stored_formats() -> list[str]:
+    """Return the names that a checkpoint may give."""
+    return [name for name in WEIGHT_FORMATS if name not in (UNQUANTIZED, FP8_AT_LOAD)]
 
 
 def storage_rules(weight_format: str, options: Mapping[str, Any]) -> Rules | None:
@@ -218,7 +222,7 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     if isinstance(options, dict) and str(name).startswith("modelopt"):
         _check_modelopt(fields, options)
         name, options = "modelopt", {**_with_kv_scheme(options), "quant_method": "modelopt"}
-    if not isinstance(options, dict) or not isinstance(name, str) or name not in STORED_FORMATS:
+    if not isinstance(options, dict) or not isinstance(name, str) or name not in _stored_formats():
         raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
     try:
         msgspec.msgpack.encode(options)  # as it travels to the ranks
@@ -257,5 +261,5 @@ def _check_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
 
 
 def _supported() -> str:
-    formats = [*SUPPORTED_DTYPES, *STORED_FORMATS]
+    formats = [*SUPPORTED_DTYPES, *_stored_formats()]
     return f"supported are {', '.join(formats)} weights. Choose a checkpoint in one of these formats"

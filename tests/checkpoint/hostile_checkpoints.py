@@ -89,7 +89,7 @@ NODE: dict[str, Hostile] = {
     "400 digits": Hostile(CONFIG, fields(vocab_size=DIGITS), "vocab_size = 9{100}…; .* 2097152"),
     "400 digits of theta": Hostile(CONFIG, rope(rope_theta=DIGITS), "rope_theta = 9+…; .* number from 2 to 1e"),
     "400 digits of quantization": Hostile(
-        CONFIG, fields(quantization_config={"quant_method": "unquantized", "x": DIGITS}), "beyond 64 bits"
+        CONFIG, fields(quantization_config={"quant_method": "fp8", "x": DIGITS}), "beyond 64 bits"
     ),
     "theta 1": Hostile(CONFIG, rope(rope_type="yarn", rope_theta=1.0), "rope_theta = 1.0; .* from 2"),
     "factor 0": Hostile(CONFIG, rope(rope_type="linear", factor=0), "factor = 0; it must be a number from 0.001"),

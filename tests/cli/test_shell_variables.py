@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fleet import RUNNER_ENVIRONMENTS
 
 from pdserve.config.runner_oracle import RUNNERS, VARIABLE
@@ -25,6 +27,7 @@ def test_child_processes_inherit_none_of_them() -> None:
 """
 
 
+@pytest.mark.slow
 def test_conftest_clears_variables_of_the_shell(tmp_path: Path) -> None:
     (tmp_path / "test_inherited.py").write_text(TEST_FILE)
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "conftest", "-p", "no:cacheprovider"]

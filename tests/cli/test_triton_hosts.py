@@ -44,6 +44,7 @@ def test_a_kernel_that_runs_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) 
     assert try_triton(cpu, interpreted=True) == "", "success is remembered from one process to the next"
 
 
+@pytest.mark.slow
 def test_an_installed_triton_whose_kernels_fail_is_not_used() -> None:
     config = config_of({}, platform=None)
     assert (config.decision.runner, config.attention_backend) == ("V1", "torch")

@@ -89,6 +89,7 @@ def test_a_request_that_crashes_while_it_decodes_ends_two_engines_and_spares_oth
         fleet.wait_until(lambda: num_ended(fleet) == 2, 20.0)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_crashes_a_prefill_node_ends_one_decode_node_more(model: Path, others: list[list[int]]) -> None:
     """D does not compute it itself: it would end with all of its requests, and routers would know of one crash only."""
     poison = new_prompt(600, 100)

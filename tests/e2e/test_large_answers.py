@@ -43,6 +43,7 @@ def peak_memory(fleet: Fleet) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
+@pytest.mark.slow
 def test_large_answer_does_not_fill_the_memory(fleet: Fleet, client: httpx.Client) -> None:
     """Encoded at once, the answer of 110 MB took 500 MiB, and stopped the event loop for 1.2 s."""
     memory = peak_memory(fleet)

@@ -81,6 +81,7 @@ def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: 
         check_model(served)
 
 
+@pytest.mark.slow
 def test_unequal_shards_are_refused_with_both_sizes(tmp_path: Path) -> None:
     """D computes the prompts itself."""
     wait = ("--peer-wait", "1")  # seconds before D is ready without P

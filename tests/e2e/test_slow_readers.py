@@ -107,6 +107,7 @@ def test_client_that_reads_late_gets_the_same_answer(
     assert found.matches(expected)
 
 
+@pytest.mark.slow
 def test_paused_request_migrates(fleet: Fleet, unhindered_answer: Callable[[str], Answer]) -> None:
     """Its node dies while it is paused. It is paused on the other node, too, and continues there."""
     body, expected = request_body(EVERYDAY), unhindered_answer(EVERYDAY)

@@ -427,7 +427,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "depth"), sampled(KINDS, DEPTHS[:4], every=4))
+@pytest.mark.parametrize(("kind", "depth"), sampled(KINDS, DEPTHS[:4], every=8))
 def test_no_order_of_events_yields_a_wrong_token(kind: str, depth: tuple[int, int]) -> None:
     """Requests come, pause and are cancelled while copies land block by block."""
     hits = 0

@@ -49,8 +49,8 @@ def _path(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> li
 @pytest.mark.parametrize(
     ("num_faults", "d_runs", "pull"),
     [
-        *((1, True, True), (2, False, False), (2, False, True)),
-        pytest.param(1, True, False, marks=pytest.mark.slow),
+        *((2, False, False), (2, False, True)),
+        *(pytest.param(1, True, pull, marks=pytest.mark.slow) for pull in (False, True)),
         *(pytest.param(2, True, pull, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for pull in (False, True)),
     ],
 )

@@ -70,6 +70,7 @@ def hub_cache(directory: Path, *files: str) -> dict[str, str]:
     return {"HF_HUB_CACHE": str(directory), "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.mark.slow
 def test_hub_ids_are_looked_up(tmp_path: Path) -> None:
     small = [path.name for path in EMBEDDED_MODEL.iterdir() if path.suffix in (".json", ".jinja")]
     missing, partial = hub_cache(tmp_path / "empty"), hub_cache(tmp_path / "partial", *small)

@@ -65,7 +65,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "structural tags": (CHAT, lambda: chat(response_format=TAGS), "more than 128 structures"),
     "a long grammar": (CHAT, lambda: chat(guided_grammar='start: "a"' + ' "a"' * 5_000_000), "the limit is 131072"),
     "choices": (CHAT, lambda: chat(guided_choice=["c"] * 90_000), "the limit is 131072"),
-    "tools": (CHAT, lambda: chat(tools=[TOOL], tool_choice="required"), "tools: the grammar takes"),
+    "tools": (CHAT, lambda: chat(tools=[TOOL], tool_choice="required"), "tools[0] (f): the grammar takes"),
     "items": (RESPONSES, lambda: json.dumps({"input": [{"role": "user"}] * 20_000}).encode(), "limit is 10000"),
     "a name": (CHAT, lambda: chat(**{"x" * 8_000_000: 1}), "unknown parameter xxx"),
     "a text": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % (b"x" * 30_000_000), "bytes; the 1000"),

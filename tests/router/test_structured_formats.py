@@ -185,6 +185,7 @@ def test_slow_grammar_is_refused_and_the_next_compiles(monkeypatch: pytest.Monke
     ask(questions)
 
 
+@pytest.mark.slow
 def test_grammars_of_a_client_leave_a_process_to_others() -> None:
     """The busy client's EBNF takes long to translate: 0.3 s of CPU each."""
     ebnf = "root ::= r0\n" + "".join(f'r{i} ::= r{i + 1} "x"\n' for i in range(1200)) + 'r1200 ::= "a"\n'

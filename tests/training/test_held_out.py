@@ -53,6 +53,7 @@ def said(message: dict[str, Any]) -> Any:
     return message["content"], [call["function"] for call in message.get("tool_calls") or []]
 
 
+@pytest.mark.slow
 def test_cases_are_always_the_same_and_reach_far_back() -> None:
     first, second = cases(EMBEDDED_MODEL), cases(EMBEDDED_MODEL)
     assert first == second
