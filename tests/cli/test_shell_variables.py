@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from fleet import RUNNER_ENVIRONMENTS
 
 from pdserve.config.runner_oracle import RUNNERS, VARIABLE
