@@ -63,11 +63,12 @@ def up(args: argparse.Namespace) -> int:
         if stop.received:
             return EXIT_INTERRUPTED
         print_welcome(fleet.url, plan.config, fleet.nodes, router)
-        watch(children, serving_display(), lambda: over(fleet, stop), died=lambda child: restart_later(fleet, child))
+        display = serving_display()
+        watch(children, display, lambda: over(fleet, stop), died=lambda child: restart_later(fleet, child))
         if not stop.immediate:
             _log.info("draining; a second signal stops at once")
             deadline = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
-            children.drain(lambda: stop.immediate or time.monotonic() > deadline)
+            children.drain(lambda: stop.immediate or time.monotonic() > deadline, display.printed)
         _log.info("stopping")
     return 0
 

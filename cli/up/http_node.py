@@ -110,14 +110,14 @@ class _Pair:
                 self._advance(node, children)
             if not stop.immediate:
                 deadline = time.monotonic() + args.drain_grace + args.drain_timeout + DRAIN_RESERVE
-                children.drain(lambda: stop.immediate or time.monotonic() > deadline)
+                children.drain(lambda: stop.immediate or time.monotonic() > deadline, _print)
 
     def _handle(self, event: object, node: Child) -> None:
         match event:
             case Printed(child, text):
                 follows = node.state == "failed" and child is not node  # the router loses it
                 if not follows and not child.has_reported(text):
-                    print(text, file=sys.stderr, flush=True)
+                    _print(child, text)
             case Died(child):
                 served = time.monotonic() - child.ready_at if child.ready_at else 0.0
                 failed_start = self._told != "ready"  # a wrong flag or file: it would fail again
@@ -137,6 +137,10 @@ class _Pair:
         elif router is not None and self._told == "listening" and node.state == router.state == "ready":
             self._told = "ready"
             self._status.ready(node.kv_tokens)
+
+
+def _print(child: Child, text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _router_actions(parser: CommandParser) -> list[argparse.Action]:

@@ -213,17 +213,23 @@ class Supervisor:
                 events += self._read(*key.data)
         return events
 
-    def drain(self, over: Callable[[], bool]) -> None:
+    def drain(self, over: Callable[[], bool], printed: Callable[[Child, str], object]) -> None:
         """Send SIGTERM module by module, last started first, since each module serves those started after it.
 
-        Returns when all children have ended or ``over()`` is true.
+        Returns when all children have ended or ``over()`` is true. What they print meanwhile goes to ``printed``.
         """
         for children in self._groups():
             for child in children:
                 if child.running:
                     child.process.terminate()
             while any(child.running for child in children) and not over():
-                self.wait(0.02)
+                self._pass_on(self.wait(0.02), printed)
+            self._pass_on(self.wait(0.0), printed)
+
+    def _pass_on(self, events: Sequence[Event], printed: Callable[[Child, str], object]) -> None:
+        for event in events:
+            if isinstance(event, Printed):
+                printed(event.child, event.text)
 
     def stop(self) -> None:
         """Stop all children and their process groups within STOP_ALL seconds, last started first. Idempotent."""

@@ -72,6 +72,7 @@ def test_request_id_is_in_the_logs_of_all_processes(model: Path) -> None:
 
 
 def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
+    """Lines that its processes write while they drain are in the log, too."""
     command = [sys.executable, "-m", "cli", "up", str(EMBEDDED_MODEL), "--port", "0", "--device", "cpu", *FLAGS]
     log = tmp_path / "log"
     with (
@@ -95,6 +96,7 @@ def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
     assert children["decode"] == "decode"
     assert {"prefill", "decode", "router"} <= {line.get("child") for line in lines}
     assert all(line["role"] in ("router", "decode", "prefill", "up") for line in lines)
+    assert any("draining" in line["message"] and line.get("child") == "decode" for line in lines)
 
 
 def test_failed_start_is_logged_as_json(tmp_path: Path) -> None:
