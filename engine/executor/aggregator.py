@@ -50,7 +50,7 @@ class OutputAggregator:
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
         self._digests: dict[int, tuple[DigestOrder, dict[int, tuple[int, ...]]]] = {}  # by id of the order, then rank
         self._rules: dict[str, Callable[[int, Any], None]] = {  # by field of KVConnectorOutput, for each item
-            "finished_recving": self._add_result,
+            "finished_recving": self._add_read,
             "connected": self._add_connected,
             "failed_peers": self._add_failed_peer,
             "digested": self._add_digests,
@@ -92,14 +92,22 @@ class OutputAggregator:
                 for item in getattr(output.connector, field):
                     merge(rank, item)
 
-    def _add_result(self, rank: int, result: ReadResult) -> None:
-        results = self._reads.get(result.read_id)
+    def _add_read(self, rank: int, result: ReadResult) -> None:
+        self._add_result(self._reads, result.read_id, rank, result, "finished_recving")
+
+    def _add_copy(self, rank: int, result: CopyResult) -> None:
+        self._add_result(self._copies, result.copy_id, rank, result, "copied")
+
+    def _add_result(
+        self, pending: dict[int, dict[int, ResultT]], number: int, rank: int, result: ResultT, field: str
+    ) -> None:
+        results = pending.get(number)
         if results is None or rank in results:
             return
         results[rank] = result
         if len(results) == len(self._ranks):
-            del self._reads[result.read_id]
-            self._merged["finished_recving"].append(self._merge_results(results))
+            del pending[number]
+            self._merged[field].append(self._merge_results(results))
 
     def _merge_results(self, results: dict[int, ResultT]) -> ResultT:
         """Add up sizes; take the longest time and the first error."""
@@ -131,15 +139,6 @@ class OutputAggregator:
         if len(ranks) == len(self._ranks):
             del self._digests[number]
             self._merged["digested"].append((number, self._sum_digests(order, ranks)))
-
-    def _add_copy(self, rank: int, result: CopyResult) -> None:
-        results = self._copies.get(result.copy_id)
-        if results is None or rank in results:
-            return
-        results[rank] = result
-        if len(results) == len(self._ranks):
-            del self._copies[result.copy_id]
-            self._merged["copied"].append(self._merge_results(results))
 
     def _add_host_room(self, rank: int, room: HostRoom) -> None:
         """Report the memory that every rank has."""

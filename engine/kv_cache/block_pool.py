@@ -52,7 +52,7 @@ class CacheWatcher:
         """A block has left the prefix cache: it was evicted, or the whole cache was emptied."""
 
     def forgotten(self, key: BlockKey) -> None:
-        """Nobody needs the content of a block any more, which then leaves the cache."""
+        """The content of a block is of no more use. The block leaves the cache next."""
 
 
 class BlockPool:

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 _KEEP = 0.95  # weight of earlier fetches after each new one: about 20 count
 STORE_BYTES = 32 << 20  # of a store on each rank, at most: a fraction of a millisecond at the speed of PCIe
 _STORES = 2  # in flight: one is copied while the other one is reported
-_FREE_SHARE = 1 / 16  # of all blocks, that stores leave free: a store delays whoever needs its blocks
+_FREE_SHARE = 1 / 16  # of all blocks: stores leave so many free, since a sequence waits for the blocks of a store
 
 
 @dataclass(slots=True, eq=False)

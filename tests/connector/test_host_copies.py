@@ -95,7 +95,7 @@ def test_blocks_come_back_to_other_places(rank: Rank) -> None:
 
 
 def test_memory_stops_growing_before_the_host_has_none(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is used."""
+    """The pieces that were allocated before are used."""
     left = iter([1 << 30] * 3)
     monkeypatch.setattr(memory, "free_memory", lambda: next(left, 0))
     assert rank.grow(21) == 21

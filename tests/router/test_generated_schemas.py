@@ -77,7 +77,7 @@ class Span:
 
 
 class Address(BaseModel):
-    """Where somebody lives."""
+    """A postal address."""
 
     street: str = Field(min_length=1, description="with the number", examples=["Main St 1"])
     code: str = Field(pattern=r"^[0-9]{5}$", deprecated=True)

@@ -19,7 +19,7 @@ _UNAVAILABLE = "not available"  # in UCX's warning of a transport that this mach
 
 
 class Tried(NamedTuple):
-    """What two connected agents found."""
+    """The connection of two agents in this process."""
 
     transport: str
     lanes: str  # UCX's words

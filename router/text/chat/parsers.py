@@ -76,8 +76,11 @@ _HERMES_TAGS = ("<tool_call>", "</tool_call>")
 _GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _MINIMAX_TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
 _DEEPSEEK_TAGS = (
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
 )
 # Several families put another syntax into the tags of Hermes, so their own signs are looked for first.
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
