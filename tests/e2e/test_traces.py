@@ -113,7 +113,6 @@ def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) 
     check_contiguous(at_p.child("queue"), at_p.child("prefill"))
     first = handoff.events["first tokens"]
     assert at_p.child("prefill").end <= first <= at_d.events["first token"] <= root.events["first token"]
-    assert transfer.start < at_p.child("prefill").end, "the first parts are read while P computes"
     assert transfer.attributes["pdserve.transfer.parts"] == 3
     assert 0 < transfer.attributes["pdserve.transfer.exposed"] <= (transfer.end - transfer.start) / 1e9
 
