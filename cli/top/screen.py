@@ -167,6 +167,8 @@ def _figures(node: LiveNode) -> list[str]:
     else:
         last = [rate(stats.output_token_rate if stats else None), seconds(node.step_seconds)]
     cached = percent(stats.cached_share if stats else None)
+    if stats and stats.host_share:
+        cached += f", host {percent(stats.host_share)}"
     return [count(node.running), count(node.waiting), percent(used), *last, cached]
 
 

@@ -21,6 +21,7 @@ _NODE_COUNTERS = {
     for name in (
         "admitted_prompt_tokens",
         "prefix_cached_tokens",
+        "host_kv_hit_tokens",
         "sampled_tokens",
         "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens",
@@ -112,6 +113,7 @@ class NodeHistory:
             prompt_token_rate=prompts,
             output_token_rate=self.rate("sampled_tokens"),
             cached_share=min(1.0, self.rate("prefix_cached_tokens") / prompts) if prompts else None,
+            host_share=min(1.0, self.rate("host_kv_hit_tokens") / prompts) if prompts else None,
             tokens_per_drafted_decode=1.0 + accepted / drafted if drafted else None,
             acceptance=accepted / drafts if drafts else None,
         )

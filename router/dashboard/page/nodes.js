@@ -51,7 +51,8 @@ const KV = {
 
 const RUNNING = column("Running", ifPresent((node) => count(node.running)));
 const WAITING = column("Waiting", ifPresent((node) => count(node.waiting)));
-const CACHED = column("From cache", stat((its) => percent(its.cached_share)));
+const CACHED = column("From cache", stat((its) => percent(its.cached_share)),
+  ifPresent(({stats}) => (stats?.host_share ? `${percent(stats.host_share)} from host memory` : "")));
 
 const PREFILL = [
   NAME, STATE, RUNNING, WAITING, KV,
