@@ -3,7 +3,8 @@
     engine ──Batch──► NodeReports ─┬─► ReportSubscriber: changes since its last report ──► a router
                                    └─► ReportSubscriber …
 
-A slow router delays no other: its unreported changes are merged, so they never outgrow the cache.
+A slow router delays no other: its unreported changes are merged, so they never outgrow the cache. Each report has the
+digest of the whole cache: a router whose index differs begins again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import xor
 
 from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.ipc.kv_events import KVEvents
@@ -51,6 +54,22 @@ class PromptShare:
         return min(self._share, 1.0)
 
 
+class CacheDigest:
+    """XOR of the short hashes of all cached blocks, of any sample of them."""
+
+    def __init__(self) -> None:
+        self._by_zeros: dict[int, int] = {}  # 1 + number of low bits that are zero → XOR of these hashes
+
+    def toggle(self, block_hash: bytes) -> None:
+        """A block has entered the cache or left it."""
+        short = int.from_bytes(block_hash[:SHORT_HASH_BYTES], "little")
+        zeros = (short & -short).bit_length()
+        self._by_zeros[zeros] = self._by_zeros.get(zeros, 0) ^ short
+
+    def of_sample(self, sample_bits: int) -> int:
+        return reduce(xor, (found for zeros, found in self._by_zeros.items() if zeros > sample_bits), 0)
+
+
 class ReportSubscriber:
     """One router. ``changed`` is set while there is something to report to it."""
 
@@ -73,12 +92,12 @@ class ReportSubscriber:
         self._changes.remove(block_hash)
         self.changed.set()
 
-    def take(self, status: Status | None, sample_bits: int) -> pb.CacheChange:
-        """Return the cache changes since the last call; ``status`` is reported with them."""
+    def take(self, status: Status | None, digest: int, sample_bits: int) -> pb.CacheChange:
+        """Return the cache changes since the last call; ``status`` and ``digest`` are reported with them."""
         self.changed.clear()
         self._reported = status
-        added, removed = self._changes.take()
-        return pb.CacheChange(added=_short_hashes(added, sample_bits), removed=_short_hashes(removed, sample_bits))
+        added, removed = (_short_hashes(hashes, sample_bits) for hashes in self._changes.take())
+        return pb.CacheChange(added=added, removed=removed, digest=digest)
 
 
 def _short_hashes(hashes: list[bytes], sample_bits: int) -> bytes:
@@ -99,6 +118,7 @@ class NodeReports:
         self._status: Status | None = None
         self._prompt_share = PromptShare(time.monotonic())
         self._cached: dict[bytes, None] = {}  # block hashes, oldest first
+        self._digest = CacheDigest()
         self._subscribers: set[ReportSubscriber] = set()
         self._ended = False
 
@@ -106,9 +126,13 @@ class NodeReports:
         """Take in load and cache changes from the engine."""
         self._status = batch.status
         for block_hash in batch.cached:
-            self._cached[block_hash] = None
+            if block_hash not in self._cached:
+                self._cached[block_hash] = None
+                self._digest.toggle(block_hash)
         for block_hash in batch.evicted:
-            self._cached.pop(block_hash, None)
+            if block_hash in self._cached:
+                del self._cached[block_hash]
+                self._digest.toggle(block_hash)
         for subscriber in self._subscribers:
             subscriber.on_batch(batch)
 
@@ -118,6 +142,7 @@ class NodeReports:
             for subscriber in self._subscribers:
                 subscriber.evicted(block_hash)
         self._cached.clear()
+        self._digest = CacheDigest()
 
     def wake(self) -> None:
         """Report to all subscribers: the description has changed."""
@@ -137,7 +162,8 @@ class NodeReports:
             while True:
                 sequence, last = sequence + 1, self._ended
                 description = self.describe()
-                cache = subscriber.take(self._status, description.cache_sample_bits)
+                bits = description.cache_sample_bits
+                cache = subscriber.take(self._status, self._digest.of_sample(bits), bits)
                 report = pb.NodeReport(sequence=sequence, load=self._load(description), cache=cache)
                 if description != reported:
                     report.description.CopyFrom(description)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -83,7 +83,7 @@ class RouterMetrics:
     def __init__(self, client_names: bool = False) -> None:
         """``client_names``: export series by names of API keys."""
         self._client_names = client_names
-        metrics = MetricSet()
+        self._metrics = metrics = MetricSet()
         self.registry = metrics.registry
         ProcessCollector(registry=self.registry)
         self.requests = metrics.counter(
@@ -220,6 +220,13 @@ class RouterMetrics:
             ["policy", "prefill"],
         )
         self.nodes_ready = metrics.gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])
+
+    def show_index_rebuilds(self, read: Callable[[], int]) -> None:
+        self._metrics.read_counter(
+            "pdserve_prefix_index_rebuilds",
+            "Times that the prefix index of a node differed from its cache and was built again.",
+            read,
+        )
 
     def of(self, model: str) -> ModelMetrics:
         return ModelMetrics(self, model)

@@ -84,6 +84,7 @@ class Service:
         sources = {"prefill": options.prefill, "decode": options.decode, BOTH: options.node}
         self.nodes = Nodes(sources, tokenizers.keys(), tls, options.home_node)
         self.nodes.on_change(self._count_nodes)
+        self.metrics.show_index_rebuilds(lambda: self.nodes.prefixes.rebuilds)
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():

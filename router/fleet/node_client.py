@@ -38,6 +38,10 @@ REPORTED = 0.03  # seconds after which reports include a request that was sent: 
 PAUSE = 0.02  # seconds between two reports of a node at least; the node's own limit
 
 
+class IndexMismatch(ValueError):
+    """This router's index does not have the blocks that the node has cached."""
+
+
 PoolCall = grpc.aio.UnaryUnaryCall[pb.PoolRequest, pb.PoolReply]
 
 
@@ -209,6 +213,8 @@ class NodeClient:
                 await self._read_reports(call)
             except grpc.aio.AioRpcError as exc:
                 reason = rpc_reason(exc)
+            except IndexMismatch:
+                reason = ""
             except ValueError as exc:
                 reason = str(exc)
             except asyncio.CancelledError:
@@ -218,7 +224,10 @@ class NodeClient:
             finally:
                 watchdog.cancel()
                 call.cancel()
-            self._on_lost(reason)
+            if reason:
+                self._on_lost(reason)
+            else:
+                self._rebuild_index()
             await asyncio.sleep(RETRY)
 
     async def _read_reports(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
@@ -242,7 +251,7 @@ class NodeClient:
         call.cancel()
 
     def _on_report(self, report: pb.NodeReport) -> None:
-        """Raises ValueError for too many cached blocks."""
+        """Raises ValueError for too many cached blocks, IndexMismatch if they are not those in the index."""
         changed = report.HasField("description")
         if changed:
             self._on_described(report.description)
@@ -253,6 +262,8 @@ class NodeClient:
         self.cached.change(unpack_block_hashes(report.cache.added), unpack_block_hashes(report.cache.removed))
         if len(self.cached) > _MAX_CACHED:
             raise ValueError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
+        if report.cache.HasField("digest") and report.cache.digest != self.cached.digest:
+            raise IndexMismatch
         assert self.description is not None, "the first report has a description"
         if self._usable and self._decodes and self.stream is None:
             node = self.description
@@ -312,6 +323,13 @@ class NodeClient:
         if self.cached is not None:
             self._prefixes.close(self.cached)
             self.cached = None
+
+    def _rebuild_index(self) -> None:
+        """Forget the node's cached blocks: the first report of the next stream has all of them. Its requests go on."""
+        assert self.cached is not None
+        logger.warning("the prefix index of %s is not what the node has cached: it is built again", self.address)
+        self.cached = self._prefixes.rebuild(self.cached)
+        self._on_change()
 
     def _on_stream_change(self) -> None:
         if self.stream is not None and self.stream.ended:

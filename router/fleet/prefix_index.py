@@ -43,6 +43,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.holders: dict[int, int] = {}  # block hash → bits of nodes
+        self.rebuilds = 0  # of the part of a node
         self._used_bits = 0
 
     def open(self, sample_bits: int) -> CachedBlocks:
@@ -57,6 +58,12 @@ class PrefixIndex:
             self.remove(block_hash, blocks.bit)
         blocks.hashes = array("Q")
         self._used_bits &= ~blocks.bit
+
+    def rebuild(self, blocks: CachedBlocks) -> CachedBlocks:
+        """Replace the part of a node by one that holds nothing yet."""
+        self.rebuilds += 1
+        self.close(blocks)
+        return self.open(blocks.sample_mask.bit_length())
 
     def add(self, block_hash: int, bit: int) -> bool:
         """Return whether the node did not hold the block before."""
@@ -111,6 +118,7 @@ class CachedBlocks:
         self.bit = bit
         self.sample_mask = sample_mask
         self.hashes = array("Q")  # all that the node holds, and some that it has evicted
+        self.digest = 0  # XOR of what the node holds
         self._count = 0
 
     def __len__(self) -> int:
@@ -118,10 +126,13 @@ class CachedBlocks:
 
     def change(self, added: Sequence[int], removed: Sequence[int]) -> None:
         for block_hash in removed:
-            self._count -= self._index.remove(block_hash, self.bit)
+            if self._index.remove(block_hash, self.bit):
+                self._count -= 1
+                self.digest ^= block_hash
         for block_hash in added:
             if self._index.add(block_hash, self.bit):
                 self._count += 1
+                self.digest ^= block_hash
                 self.hashes.append(block_hash)
         if len(self.hashes) > 2 * self._count + _SLACK:
             holders = self._index.holders

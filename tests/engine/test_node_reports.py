@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import reduce
+from operator import xor
 
 import pytest
 from hypothesis import given
@@ -33,7 +35,9 @@ def block_hash(number: int) -> bytes:
 
 
 def applied(known: set[int], report: pb.NodeReport) -> set[int]:
-    return known - set(unpack_block_hashes(report.cache.removed)) | set(unpack_block_hashes(report.cache.added))
+    known = known - set(unpack_block_hashes(report.cache.removed)) | set(unpack_block_hashes(report.cache.added))
+    assert report.cache.digest == reduce(xor, known, 0)
+    return known
 
 
 @given(st.lists(st.sets(st.integers(0, 20)), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))

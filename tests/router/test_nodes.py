@@ -105,6 +105,35 @@ def test_unlisted_node_finishes_its_requests(pair: Pair) -> None:
     asyncio.run(run())
 
 
+def test_an_index_that_differs_from_the_cache_is_built_again(pair: Pair) -> None:
+    """A request of the node goes on meanwhile."""
+    node = pair.first
+    blocks = [3, 5]
+
+    async def run() -> None:
+        nodes = Nodes({}, {MODEL})
+        fleet = Fleet(MODEL, nodes, "least-loaded", RouterMetrics())
+        nodes.listed("decode", frozenset({node.address}))
+        await nodes.wait_until(lambda: nodes.complete and nodes.ready)
+        outputs = Outputs()
+        call = send(fleet, request(), outputs)
+        assert await outputs.token() == 1
+
+        node.cached = pb.CacheChange(added=array("Q", blocks).tobytes(), digest=3)
+        await nodes.wait_until(lambda: nodes.prefixes.rebuilds > 0)
+        node.cached = pb.CacheChange(added=array("Q", blocks).tobytes(), digest=3 ^ 5)
+        while set(nodes.prefixes.holders) != set(blocks):  # noqa: ASYNC110 - reports of blocks are no changes
+            await asyncio.sleep(0.01)
+        rebuilds = nodes.prefixes.rebuilds
+        pair.go_on()
+        assert await outputs.token() == 2
+        assert nodes.prefixes.rebuilds == rebuilds
+        call.finish()
+        await nodes.close()
+
+    asyncio.run(run())
+
+
 def test_node_with_both_roles_takes_requests(pair: Pair) -> None:
     node = pair.first
     node.description.role = "both"
