@@ -61,6 +61,7 @@ def test_requests_migrate_when_a_decode_node_dies(model: Path) -> None:
         check_fault(fleet, *new_load(seed=1, count=12, max_prompt=200, max_tokens=100), NodeProcess.kill)
 
 
+@pytest.mark.slow
 def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> None:
     """A short version of bench/chaos.py."""
     simulated = ("--engine", "simulated")

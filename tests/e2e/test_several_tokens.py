@@ -82,6 +82,7 @@ def check_idle(fleet: Fleet) -> None:
         node.wait_idle(30.0)
 
 
+@pytest.mark.slow
 def test_stop_ids_limits_choices_and_masks_without_a_handoff(model: Path, expected: Expected) -> None:
     with start_fleet(model, 0, 1, decode_flags=SEVERAL) as fleet:
         (decode,) = fleet.decode

@@ -41,6 +41,7 @@ def warned(findings: Findings) -> set[str]:
     return {check for check, finding in findings.items() if finding.level in (Level.WARN, Level.FAIL)}
 
 
+@pytest.mark.slow
 def test_no_check_fails_on_this_machine() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TCP_PORT_RANGE="20000-20255")
     assert (status, failed(findings)) == (0, set()), findings
@@ -86,6 +87,7 @@ def test_hub_ids_are_looked_up(tmp_path: Path) -> None:
     assert findings["tensors"].level is Level.OK
 
 
+@pytest.mark.slow
 def test_a_wrong_runner_and_a_misspelled_variable_have_a_line_each() -> None:
     variables = {"PDSERVE_USE_V2_MODEL_RUNNER": "V1", "PDSERVE_MAX_NUM_SEQ": "4"}
     status, findings = doctor("--device", "cpu", **variables)

@@ -103,6 +103,7 @@ def elsewhere(checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(add_tokenizer(checkpoint), tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_on_another_host_ends_the_node(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
@@ -186,6 +187,7 @@ def test_ranks_on_other_hosts_keep_running_until_the_node_has_drained(
         assert (node.child.process.returncode, status) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_load_error_on_another_host_is_the_error_of_the_node(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:

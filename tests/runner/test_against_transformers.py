@@ -261,7 +261,7 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
             marks=pytest.mark.slow,
         ),
         pytest.param("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow),
-        ("deepseek_v2", {"q_lora_rank": None}),
+        pytest.param("deepseek_v2", {"q_lora_rank": None}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}, marks=pytest.mark.slow),
     ],
 )
@@ -288,8 +288,7 @@ FREED: dict[str, tuple[str, dict[str, Any], int]] = {
     ("version", "backend", "case"),
     [
         *(("V1", "torch", case) for case in FREED),
-        *(pytest.param("V1", "triton", case, marks=pytest.mark.slow) for case in FREED),
-        *(pytest.param("V2", "triton", case, marks=[pytest.mark.slow] * (case != "all windows")) for case in FREED),
+        *(pytest.param(version, "triton", case, marks=pytest.mark.slow) for version in ("V1", "V2") for case in FREED),
     ],
 )
 def test_blocks_behind_windows_are_never_read(

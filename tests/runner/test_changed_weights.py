@@ -51,6 +51,7 @@ def test_a_changed_model_is_that_of_the_resulting_checkpoint(llama: Model, steps
     check_alone(llama, "V1", steps)
 
 
+@pytest.mark.slow
 def test_a_patched_and_reloaded_model_on_v2_is_that_of_the_resulting_checkpoint(llama: Model) -> None:
     check_alone(llama, "V2", [("patch", 1), ("reload", 2), ("patch", 3)])
 

@@ -316,7 +316,8 @@ def test_products_on_hopper_err_by_the_rounding_of_activations(name: str, block:
 
 
 @pytest.mark.parametrize(
-    ("device", "lengths"), [pytest.param("cuda", (1, 20, 200), marks=pytest.mark.gpu), ("cpu", (1, 20))]
+    ("device", "lengths"),
+    [pytest.param("cuda", (1, 20, 200), marks=pytest.mark.gpu), pytest.param("cpu", (1, 20), marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", ["fp8 blocks", pytest.param("compressed fp8 rows", marks=pytest.mark.slow)])
 def test_logprobs_of_fp8_products_err_by_the_rounding_of_activations(

@@ -113,6 +113,7 @@ def check_cases(cases: list[Case], folder: Path) -> None:
                 check(requests, found, generate_alone(config_of(directory, version), requests))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_stages_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     check_cases([("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)], tmp_path)

@@ -63,6 +63,7 @@ def check(kernels: list[str]) -> None:
     assert [each for each in results if each["overwritten"]] == []
 
 
+@pytest.mark.slow
 def test_mxfp4_products_keep_their_operands() -> None:
     check(["gated:16"])
 

@@ -123,6 +123,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(build: Build) -> None:
     assert crowd.live[seq].output == alone.output
 
 
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_a_preempted_request_continues_with_the_same_tokens(build: Build) -> None:
     sampling = seeded(3, repetition_penalty=1.2, frequency_penalty=0.1, min_tokens=5)
     (undisturbed,) = Stepper(build()).generate([prompt_of(14)], 7, sampling)
@@ -135,6 +136,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(build: Build) -> Non
     assert stepper.live[seq].output == undisturbed.output
 
 
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_choices_share_a_prompt_and_differ(build: Build) -> None:
     sampling = seeded(11, n=4)
     stepper = Stepper(build())

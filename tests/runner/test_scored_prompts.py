@@ -60,7 +60,10 @@ def check(checkpoint: Path, prompt: Sequence[int], found: Sequence[PromptLogprob
     assert at == len(prompt)
 
 
-@pytest.mark.parametrize(("version", "lengths", "chunk"), [("V1", (1, 2, 40, 300), 48), ("V2", (2, 21, 9), 10)])
+@pytest.mark.parametrize(
+    ("version", "lengths", "chunk"),
+    [("V1", (1, 2, 40, 300), 48), pytest.param("V2", (2, 21, 9), 10, marks=pytest.mark.slow)],
+)
 def test_prompts_are_scored_in_batches_with_other_sequences(
     checkpoint: Path, version: str, lengths: tuple[int, ...], chunk: int
 ) -> None:

@@ -63,6 +63,7 @@ def tokens(outputs: Outputs) -> dict[tuple[int, int], list[int]]:
     return {key: [sample.token_id for sample in samples] for key, samples in outputs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_shards_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     with StagedNode(2) as node:
