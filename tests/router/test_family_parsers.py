@@ -241,6 +241,17 @@ def test_output_cut_anywhere_keeps_what_was_written(family: str) -> None:
             assert call.arguments != "{}", "a call that is cut off does not look complete"
 
 
+def test_dsml_says_which_values_are_strings() -> None:
+    def message(said: str, value: str) -> Message:
+        parameter = f'<｜DSML｜parameter name="text" string="{said}">{value}</｜DSML｜parameter>'
+        call = f'<｜DSML｜invoke name="write">{parameter}</｜DSML｜invoke>'
+        return parse(parser_of("deepseek_v32"), [f"<｜DSML｜function_calls>{call}</｜DSML｜function_calls>"])
+
+    assert calls_of(message("true", "null")) == [("write", {"text": "null"})]
+    assert calls_of(message("false", "null")) == [("write", {"text": None})]
+    assert "perhaps" in message("perhaps", "null").content
+
+
 def malformed(family: str) -> Iterator[str]:
     """Yield long outputs whose text is held, or emitted slowly if each part were compared with all before."""
     number = 500_000

@@ -166,6 +166,8 @@ class TaggedToolParser(ToolParser):
             is_text = values.is_text(key)
             if tags.kind_end:
                 said = yield from self._text_before((tags.kind_end,))
+                if said not in ("true", "false"):
+                    raise ParseError("true or false expected")
                 is_text = is_text or (said == "true" and values.may_be_text(key))
                 yield from self._expect(tags.kind_end)
             if tags.value:
