@@ -241,6 +241,12 @@ def test_output_cut_anywhere_keeps_what_was_written(family: str) -> None:
             assert call.arguments != "{}", "a call that is cut off does not look complete"
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v31"])
+def test_an_empty_list_of_calls_is_text(family: str) -> None:
+    text = "<｜tool▁calls▁begin｜>\n<｜tool▁calls▁end｜>"
+    assert parse(parser_of(family), [text]).content == text
+
+
 def test_dsml_says_which_values_are_strings() -> None:
     def message(said: str, value: str) -> Message:
         parameter = f'<｜DSML｜parameter name="text" string="{said}">{value}</｜DSML｜parameter>'
