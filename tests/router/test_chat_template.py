@@ -120,7 +120,9 @@ def test_reasoning_without_content_is_rendered_by_templates_that_need_content() 
 
 def test_harmony_has_one_call_per_message_and_one_text_before_it() -> None:
     template = ChatTemplate((TEMPLATES / "gpt_oss.jinja").read_text(), {})
-    calls = [{"id": key, "type": "function", "function": {"name": key, "arguments": {}}} for key in ("f", "g")]
+    calls: list[dict[str, Any]] = [
+        {"id": key, "type": "function", "function": {"name": key, "arguments": {}}} for key in ("f", "g")
+    ]
     results = [{"role": "tool", "tool_call_id": key, "content": f"{key} done"} for key in ("g", "f")]
     turn = {"role": "assistant", "content": "I look.", "reasoning": "Hm.", "tool_calls": calls}
     text = template.render(RenderRequest([{"role": "user", "content": "Go!"}, turn, *results], False))
