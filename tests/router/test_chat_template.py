@@ -93,6 +93,45 @@ def test_template_that_needs_content_gets_empty_content_for_tool_calls() -> None
     )
 
 
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+
+
+@pytest.mark.parametrize(
+    "written", ["m.tool_calls[0].function.arguments", "m.tool_calls[0].function.arguments | tojson"]
+)
+def test_arguments_are_an_object_that_concatenates_as_json(written: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ '>' + " + written + " + '<' }}{% endfor %}", {})
+    message = {"role": "assistant", "tool_calls": [CALL]}
+    assert template.render(RenderRequest([message], False)) == '>{"a": "é"}<'
+
+
+@pytest.mark.parametrize("test", ["m['content'] is none", "m.content is none", "m.content is not none"])
+def test_calls_without_content_have_null_where_the_template_tests_it(test: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ " + test + " }}{% endfor %}", {})
+    message = {"role": "assistant", "tool_calls": [CALL]}
+    assert template.render(RenderRequest([message], False)) == str("not" not in test)
+
+
+def test_reasoning_without_content_is_rendered_by_templates_that_need_content() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}", {})
+    messages = [{"role": "user", "content": "Do."}, {"role": "assistant", "reasoning": "Hm."}]
+    assert template.render(RenderRequest(messages, False)) == "user:Do.;assistant:;"
+
+
+def test_harmony_has_one_call_per_message_and_one_text_before_it() -> None:
+    template = ChatTemplate((TEMPLATES / "gpt_oss.jinja").read_text(), {})
+    calls: list[dict[str, Any]] = [
+        {"id": key, "type": "function", "function": {"name": key, "arguments": {}}} for key in ("f", "g")
+    ]
+    results = [{"role": "tool", "tool_call_id": key, "content": f"{key} done"} for key in ("g", "f")]
+    turn = {"role": "assistant", "content": "I look.", "reasoning": "Hm.", "tool_calls": calls}
+    text = template.render(RenderRequest([{"role": "user", "content": "Go!"}, turn, *results], False))
+    said = text[text.index("Go!") :]
+    parts = ("Hm.", "I look.", "functions.f", "f done", "functions.g", "g done")
+    assert [said.count(part) for part in parts] == [1] * len(parts)
+    assert sorted(parts, key=said.index) == list(parts)
+
+
 def test_message_without_content_cannot_be_continued() -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", {}

@@ -38,8 +38,9 @@ FAMILIES = {  # with the beginning and the end of what the model writes
     "minimax_m2": ("]~b]ai\n", "[e~[\n"),
     "deepseek_v3": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "deepseek_v31": ("</think>", "<｜end▁of▁sentence｜>"),
+    "deepseek_v32": ("</think>", "<｜end▁of▁sentence｜>"),
 }
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2")
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")
 TEMPLATES = {
     family: ChatTemplate((Path(__file__).parent / "templates" / f"{family}.jinja").read_text(encoding="utf-8"), {})
     for family in FAMILIES
@@ -111,6 +112,7 @@ def test_family_is_detected_in_its_template(family: str) -> None:
     [
         *(("qwen3_xml", "qwen3_coder"), ("glm47", "glm45"), ("glm-45", "glm45"), ("minimax-m2", "minimax_m2")),
         *(("deepseek_v3", "deepseek_v3"), ("deepseekv31", "deepseek_v31")),
+        *(("deepseek_v32", "deepseek_v32"), ("deepseekv32", "deepseek_v32")),
     ],
 )
 def test_names_of_peers_are_accepted(name: str, family: str) -> None:
@@ -132,6 +134,9 @@ strings = st.lists(
             *(
                 "</minimax:tool_call>",
                 "<invoke name=",
+                "</｜DSML｜parameter>",
+                "<｜DSML｜parameter name=",
+                "｜DSML｜",
                 '"',
                 "\\",
                 "\n",
@@ -156,6 +161,7 @@ def closes(family: str, text: str) -> bool:
         "qwen3_coder": ("</parameter>", r"<parameter=|</function>|</tool_call>|$"),
         "glm45": ("</arg_value>", r"<arg_key>|</tool_call>|$"),
         "minimax_m2": ("</parameter>", r'<parameter name="|</invoke>|</minimax:tool_call>|$'),
+        "deepseek_v32": ("</｜DSML｜parameter>", r'<｜DSML｜parameter name="|$'),
     }.get(family, ("", ""))
     return bool(end) and bool(re.search(rf"{end}[ \t\r\n]*({follows})", text))
 
@@ -176,6 +182,12 @@ def test_strings_arrive_verbatim_however_output_is_cut(family: str, text: str, c
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<function=write>", "<function=", "<parameter=path>", "<parameter=count>"),
     *("</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "write", "stop", "path"),
+    *("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", '<｜DSML｜invoke name="write">', "</｜DSML｜invoke>"),
+    *(
+        '<｜DSML｜parameter name="path" string="true">',
+        '<｜DSML｜parameter name="count" string="',
+        "</｜DSML｜parameter>",
+    ),
     *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="write">', '<parameter name="path">', "</invoke>"),
     *(
         "<｜tool▁calls▁begin｜>",
@@ -227,6 +239,23 @@ def test_output_cut_anywhere_keeps_what_was_written(family: str) -> None:
         assert list(filter(str.isdigit, found)) == list(filter(str.isdigit, text[:end]))
         for call in message.calls:
             assert call.arguments != "{}", "a call that is cut off does not look complete"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v31"])
+def test_an_empty_list_of_calls_is_text(family: str) -> None:
+    text = "<｜tool▁calls▁begin｜>\n<｜tool▁calls▁end｜>"
+    assert parse(parser_of(family), [text]).content == text
+
+
+def test_dsml_says_which_values_are_strings() -> None:
+    def message(said: str, value: str) -> Message:
+        parameter = f'<｜DSML｜parameter name="text" string="{said}">{value}</｜DSML｜parameter>'
+        call = f'<｜DSML｜invoke name="write">{parameter}</｜DSML｜invoke>'
+        return parse(parser_of("deepseek_v32"), [f"<｜DSML｜function_calls>{call}</｜DSML｜function_calls>"])
+
+    assert calls_of(message("true", "null")) == [("write", {"text": "null"})]
+    assert calls_of(message("false", "null")) == [("write", {"text": None})]
+    assert "perhaps" in message("perhaps", "null").content
 
 
 def malformed(family: str) -> Iterator[str]:

@@ -229,6 +229,16 @@ def invoke(name: str, **arguments: str) -> str:
     return f'<invoke name="{name}">\n{values}</invoke>\n'
 
 
+def dsml(*calls: str) -> str:
+    return f"<｜DSML｜function_calls>\n{''.join(calls)}</｜DSML｜function_calls>"
+
+
+def dsml_invoke(name: str, **arguments: str) -> str:
+    opening = '<｜DSML｜parameter name="%s" string="true">'
+    values = "".join(f"{opening % key}{value}</｜DSML｜parameter>\n" for key, value in arguments.items())
+    return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
+
+
 def deepseek(*calls: str) -> str:
     return f"<｜tool▁calls▁begin｜>{''.join(calls)}<｜tool▁calls▁end｜>"
 
@@ -278,6 +288,11 @@ TAGS = [*dict.fromkeys(marker for form in TOOL_PARSERS.values() for marker in fo
             "minimax_m2",
             ["", "Hi <", f"Hi {minimax(invoke('add', a='1'), invoke('stop', b='any text'))} bye"],
             [minimax(invoke("add", b="1")), minimax(invoke("add", a="one")), minimax(invoke("sing")), minimax()],
+        ),
+        (
+            "deepseek_v32",
+            ["", "Hi <", f"Hi {dsml(dsml_invoke('add', a='1'), dsml_invoke('stop', b='any </ text'))} bye"],
+            [dsml(dsml_invoke("add", b="1")), dsml(dsml_invoke("add", a="one")), dsml(dsml_invoke("sing")), dsml()],
         ),
         (
             "deepseek_v3",
@@ -335,6 +350,7 @@ ANSWER = {"type": "object", "properties": {"sum": {"type": "integer"}}, "require
         ("qwen3_coder", qwen("add", a="1"), qwen("stop") + qwen("add", a="1")),
         ("glm45", glm("add", a="1"), glm("stop") + glm("add", a="1")),
         ("minimax_m2", minimax(invoke("add", a="1")), minimax(invoke("add"), invoke("stop", b="x"))),
+        ("deepseek_v32", dsml(dsml_invoke("add", a="1")), dsml(dsml_invoke("add"), dsml_invoke("stop", b="x"))),
     ],
 )
 def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two: str, added: bool) -> None:
@@ -457,13 +473,18 @@ TEXTS: Any = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"])
 def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, family: str) -> None:
     use, form = tool_use([{"type": "function", "function": TEXTS}], "auto", True), TOOL_PARSERS[family]
     grammar = form.grammar(use, Marker, True)
 
     def called(**arguments: str) -> str:
-        write = {"qwen3_coder": qwen, "glm45": glm, "minimax_m2": lambda *a, **k: minimax(invoke(*a, **k))}[family]
+        write = {
+            "qwen3_coder": qwen,
+            "glm45": glm,
+            "minimax_m2": lambda *a, **k: minimax(invoke(*a, **k)),
+            "deepseek_v32": lambda *a, **k: dsml(dsml_invoke(*a, **k)),
+        }[family]
         return write("write", **arguments)
 
     for right in (

@@ -13,9 +13,11 @@ from router.text.chat.families.harmony_grammar import harmony_calls_grammar
 from router.text.chat.families.harmony_parser import MARKERS, HarmonyParser
 from router.text.chat.families.tagged_grammars import tagged_grammar
 from router.text.chat.families.tagged_tool_parsers import (
+    DEEPSEEK_V32,
     GLM45,
     MINIMAX_M2,
     QWEN3_CODER,
+    DeepSeekV32ToolParser,
     Glm45ToolParser,
     MiniMaxM2ToolParser,
     Qwen3CoderToolParser,
@@ -93,6 +95,9 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
         DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>", "```json"), deepseek_grammar
     ),
     "deepseek_v31": ToolFormat(DeepSeekToolParser, _DEEPSEEK_TAGS, ("<｜tool▁calls▁begin｜>",), deepseek_v31_grammar),
+    "deepseek_v32": ToolFormat(
+        DeepSeekV32ToolParser, (DEEPSEEK_V32.token,), (DEEPSEEK_V32.token,), tagged_grammar(DEEPSEEK_V32)
+    ),
     "openai": ToolFormat(HarmonyParser, MARKERS, ("<|channel|>",), harmony_calls_grammar, channels=True),
     "hermes": ToolFormat(HermesToolParser, _HERMES_TAGS, ("<tool_call>",), hermes_grammar),
     "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), ("<|python_tag|>",), llama_grammar),
@@ -114,6 +119,7 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("minimax", "minimax_m2_5"), "minimax_m2"),
         "deepseekv3": "deepseek_v3",
         "deepseekv31": "deepseek_v31",
+        "deepseekv32": "deepseek_v32",
         "llama3": "llama3_json",
         "gpt_oss": "openai",
     },
@@ -123,6 +129,7 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
             "deepseek_r1",
             "deepseek_v3",
             "deepseek_v31",
+            "deepseek_v32",
             "glm45",
             "glm47",
             "minimax",

@@ -11,6 +11,7 @@ strict function; those of others are any object.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,8 +123,15 @@ def start(use: ToolUse, marker: Marker, alone: bool) -> Sequence[str]:
     return f"start: (begin body){'*' if use.parallel else '?'} TEXT", begin_rule("begin", "TEXT", marker), TEXT, BLANKS
 
 
-def begin_rule(name: str, text: str, marker: Marker) -> str:
-    """A rule for text up to a marker. It ends with the first occurrence, so that no other rule takes the marker."""
+def begin_rule(name: str, text: str, marker: Marker, regex: str = "(?s:.*)") -> str:
+    """A rule for text up to a marker. It ends with the first occurrence, so that no other rule takes the marker.
+
+    ``text`` is a terminal, and ``regex`` what it matches.
+    """
+    if marker.before:  # llguidance's lexer takes it as part of the text
+        terminal = f"{name.upper()}_TEXT"
+        before = re.escape(marker.before).replace("/", r"\/")
+        return f"{name}: {terminal} {marker.term_after_text}\n{terminal}: /{regex}{before}/"
     lazy = "[lazy]" if marker.token_id is None else ""
     return f"{name}{lazy}: {text} {marker.term}"
 

@@ -21,8 +21,8 @@ import jinja2.sandbox
 import msgspec
 
 from pdserve.errors import CheckpointError, RequestError
+from router.text.chat.template_messages import template_messages
 
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 RESERVED |= {"chat_template"}
 MAX_SOURCE = 1 << 20  # characters; real templates have less than 50,000
@@ -55,7 +55,6 @@ class ChatTemplate:
             )
         self.source = source
         self.special_tokens = dict(special_tokens)
-        self._has_developer = "developer" in source
 
     @cached_property
     def compiled(self) -> jinja2.Template:
@@ -74,7 +73,7 @@ class ChatTemplate:
 
         Raises RequestError when the template refuses the messages.
         """
-        chat = [_normalized(message, self._has_developer) for message in request.messages]
+        chat = template_messages(request.messages, self.source)
         if request.continue_final_message:
             content = chat[-1].get("content")
             if not isinstance(content, str) or not content:
@@ -91,8 +90,8 @@ class ChatTemplate:
         try:
             text = self._text(chat, values)
         except RequestError:
-            # Messages that only call tools have no content, which simple templates cannot render.
-            filled = [{"content": "", **message} if "tool_calls" in message else message for message in chat]
+            # Messages that only call tools or reason have no content, which simple templates cannot render.
+            filled = [{"content": "", **each} if {"tool_calls", "thinking"} & each.keys() else each for each in chat]
             if filled == chat:
                 raise
             text = self._text(filled, values)
@@ -119,17 +118,6 @@ def _cut(text: str) -> str:
     if at < 0:
         raise RequestError("the chat template leaves the last message out; it cannot be continued", "messages")
     return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
-
-
-def _normalized(message: Mapping[str, Any], has_developer: bool) -> dict[str, Any]:
-    """Drop null fields, give reasoning under each of its common names, and map role developer to system if unknown."""
-    fields = {name: value for name, value in message.items() if value is not None}
-    if fields.get("role") == "developer" and not has_developer:
-        fields["role"] = "system"
-    reasoning = next((fields[name] for name in _REASONING_NAMES if name in fields), None)
-    if reasoning is not None:
-        return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
-    return fields
 
 
 class _GenerationTag(jinja2.ext.Extension):

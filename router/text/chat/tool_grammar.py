@@ -18,16 +18,27 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Marker(msgspec.Struct, frozen=True):
     """A text in the output; ``token_id`` is set where the text is an added token of the vocabulary.
 
-    llguidance treats added tokens as special, and special tokens match no text.
+    llguidance treats added tokens as special, and special tokens match no text. ``before`` and ``behind`` are texts
+    around an added token.
     """
 
     text: str
     token_id: int | None = None
+    before: str = ""
+    behind: str = ""
 
     @property
     def term(self) -> str:
         """The marker in llguidance's Lark."""
-        return json.dumps(self.text) if self.token_id is None else f"<[{self.token_id}]>"
+        before = f"{json.dumps(self.before)} " if self.before else ""
+        return before + self.term_after_text
+
+    @property
+    def term_after_text(self) -> str:
+        """The marker without the text ``before`` its token."""
+        if self.token_id is None:
+            return json.dumps(self.text)
+        return f"<[{self.token_id}]>" + (f" {json.dumps(self.behind)}" if self.behind else "")
 
 
 def tool_call_grammar(use: ToolUse) -> str:

@@ -214,8 +214,11 @@ class DeepSeekToolParser(ToolParser):
     _marker = "<｜tool▁calls▁begin｜>"
 
     def _calls(self) -> Parse[None]:
+        begin = "<｜tool▁call▁begin｜>"
         yield from self._spaces()
-        while (yield from self._accept("<｜tool▁call▁begin｜>")):
+        yield from self._expect(begin)
+        more = True
+        while more:
             name = yield from self._match(_NAME)
             yield from self._expect("<｜tool▁sep｜>")
             in_block = (yield from self._peek()) != "{"
@@ -232,6 +235,7 @@ class DeepSeekToolParser(ToolParser):
             yield from self._expect("<｜tool▁call▁end｜>")
             self._commit()
             yield from self._spaces()
+            more = yield from self._accept(begin)
         yield from self._expect("<｜tool▁calls▁end｜>")
         self._commit()
 

@@ -13,7 +13,7 @@ from typing import Any
 from pdserve.errors import RequestError, shown
 from router.text.chat.families.tagged_tool_parsers import CallTags
 from router.text.chat.strict_tools import TEXT, MarkerOf, StrictGrammar, alternatives, begin_rule, lark, start
-from router.text.chat.tool_grammar import arguments_schema
+from router.text.chat.tool_grammar import Marker, arguments_schema
 from router.text.chat.tools import ToolUse
 from router.text.structured.closed_schemas import target_of
 from router.text.structured.normalized_schemas import ANNOTATIONS
@@ -37,11 +37,21 @@ class _Rules:
     def __init__(self, tags: CallTags, use: ToolUse, marker: MarkerOf) -> None:
         self._tags = tags
         self._use = use
-        self._marker = marker
+        self._added = marker
         self._line = "\n" if tags.line_around_values else ""
-        self._key, self._key_end, self._value = marker(tags.key), marker(tags.key_end), marker(tags.value)
-        self._value_end = marker(self._line + tags.value_end)
+        self._key, self._value = self._marker(tags.key), self._marker(tags.value)
+        self._key_end = self._marker(tags.key_end)
+        self._value_end = self._marker(self._line + tags.value_end)
         self._rules: list[str] = []
+
+    def _marker(self, text: str) -> Marker:
+        """Return the marker for a tag, which may have an added token inside."""
+        token = self._tags.token
+        token_id = self._added(token).token_id if token and token in text else None
+        if token_id is None:
+            return self._added(text)
+        before, _, behind = text.partition(token)
+        return Marker(text, token_id, before, behind)
 
     def of_calls(self, alone: bool) -> Iterator[str]:
         tags, use = self._tags, self._use
@@ -54,10 +64,10 @@ class _Rules:
         yield begin_rule("free_value", "TEXT", self._value_end)
         for index, tool in enumerate(use.tools):
             function = tool["function"]
-            name = tags.function + function["name"] + tags.function_end
-            end = f"{json.dumps(tags.call_end)}" if tags.call_end else ""
+            name = self._marker(tags.function + function["name"] + tags.function_end).term
+            end = self._marker(tags.call_end).term if tags.call_end else ""
             arguments = self._arguments(function, index) if function.get("strict") else self._any_arguments()
-            yield f"call_{index}: {json.dumps(name)} BLANKS {arguments} {end}"
+            yield f"call_{index}: {name} BLANKS {arguments} {end}"
         yield from self._rules
 
     def _any_arguments(self) -> str:
@@ -66,7 +76,9 @@ class _Rules:
     def _opening(self, name: str) -> str:
         """The terms before a value; ``name`` is one, too."""
         value = f"BLANKS {self._value.term}" if self._tags.value else ""
-        return f"{self._key.term} {name} {self._key_end.term} {value} {json.dumps(self._line) if self._line else ''}"
+        kind = f"/true|false/ {json.dumps(self._tags.kind_end)}" if self._tags.kind_end else ""
+        line = json.dumps(self._line) if self._line else ""
+        return f"{self._key.term} {name} {self._key_end.term} {kind} {value} {line}"
 
     def _arguments(self, function: dict[str, Any], index: int) -> str:
         """Raises RequestError for arguments that are not the properties of an object."""
@@ -97,8 +109,9 @@ class _Rules:
             elif part.get("type") == "string":
                 if not (text := _text_regex(part)):
                     return "free_value"
-                self._rules.append(f"TEXT_{rule.upper()}_{number}: {text}")
-                self._rules.append(begin_rule(f"{rule}_{number}", f"TEXT_{rule.upper()}_{number}", self._value_end))
+                terminal = f"TEXT_{rule.upper()}_{number}"
+                self._rules.append(f"{terminal}: {text}")
+                self._rules.append(begin_rule(f"{rule}_{number}", terminal, self._value_end, text[1:-1]))
                 forms.append(f"{rule}_{number}")
             else:
                 definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}

@@ -1,8 +1,9 @@
 """Tool parsers of families that write each argument between tags of its own, as plain text.
 
-The parsers of Qwen3-Coder, GLM-4.5 and MiniMax-M2 are one parser with different tags. The sources are the chat
-templates of ``Qwen/Qwen3-Coder-30B-A3B-Instruct``, ``zai-org/GLM-4.5`` and ``MiniMaxAI/MiniMax-M2``, which render the
-calls of earlier turns in the form that the model writes.
+The parsers of Qwen3-Coder, GLM-4.5, MiniMax-M2 and DeepSeek-V3.2 are one parser with different tags. The sources are
+the chat templates of ``Qwen/Qwen3-Coder-30B-A3B-Instruct``, ``zai-org/GLM-4.5`` and ``MiniMaxAI/MiniMax-M2``, which
+render the calls of earlier turns in the form that the model writes, and the encoding that ``deepseek-ai/DeepSeek-V3.2``
+describes.
 
 A string is emitted while it arrives; other values once they are complete, since only then it is known whether they are
 JSON (typed_values.py). The tag that ends a value ends it only where one of the tags that may follow does follow, so
@@ -23,7 +24,7 @@ from router.text.chat.tool_parsers import ToolParser
 class CallTags(msgspec.Struct, frozen=True):
     """The tags of a family.
 
-    ``begin (function NAME function_end (key KEY key_end value VALUE value_end)* call_end)+ end``
+    ``begin (function NAME function_end (key KEY key_end KIND kind_end value VALUE value_end)* call_end)+ end``
     """
 
     begin: str  # of a call, or of a list of calls
@@ -32,6 +33,8 @@ class CallTags(msgspec.Struct, frozen=True):
     key_end: str
     value_end: str
     value: str = ""  # before a value
+    kind_end: str = ""  # behind "true" or "false", which says whether the value is a string
+    token: str = ""  # of the vocabulary, inside the tags
     function: str = ""  # before the name
     function_end: str = ""  # behind the name; "" where a key or an end follows
     call_end: str = ""  # of each call in a list
@@ -71,6 +74,18 @@ MINIMAX_M2 = CallTags(
     value_end="</parameter>",
     call_end="</invoke>",
     end="</minimax:tool_call>",
+)
+DEEPSEEK_V32 = CallTags(
+    begin="<｜DSML｜function_calls>",
+    function='<｜DSML｜invoke name="',
+    function_end='">',
+    key='<｜DSML｜parameter name="',
+    key_end='" string="',
+    kind_end='">',
+    value_end="</｜DSML｜parameter>",
+    call_end="</｜DSML｜invoke>",
+    end="</｜DSML｜function_calls>",
+    token="｜DSML｜",
 )
 _MAX_NAME = 256  # characters of a function or an argument; longer ones are text
 
@@ -148,24 +163,30 @@ class TaggedToolParser(ToolParser):
         while (yield from self._accept(tags.key)):
             key = yield from self._text_before((tags.key_end,))
             yield from self._expect(tags.key_end)
+            is_text = values.is_text(key)
+            if tags.kind_end:
+                said = yield from self._text_before((tags.kind_end,))
+                if said not in ("true", "false"):
+                    raise ParseError("true or false expected")
+                is_text = is_text or (said == "true" and values.may_be_text(key))
+                yield from self._expect(tags.kind_end)
             if tags.value:
                 yield from self._spaces()
                 yield from self._expect(tags.value)
             self._arguments(f"{comma}{quoted(key)}: ")
             comma = ", "
             self._mark = None  # the value is no content any more
-            yield from self._value_of(key, values)
+            yield from self._value_of(key, values, is_text)
             self._commit()
         if tags.call_end and (yield from self._accept(tags.call_end)):
             return False
         yield from self._expect(tags.end)
         return True
 
-    def _value_of(self, key: str, values: TypedValues) -> Parse[None]:
+    def _value_of(self, key: str, values: TypedValues, is_text: bool) -> Parse[None]:
         """Emit a value, and skip its end and the white space behind. Raises ParseError where the text ends inside."""
         tags, held = self._tags, _HeldLine(self._tags.line_around_values)
         pieces: list[str] = []
-        is_text = values.is_text(key)
 
         def add(text: str) -> None:
             if is_text:
@@ -232,3 +253,9 @@ class MiniMaxM2ToolParser(TaggedToolParser):
     """MiniMax-M2: ``<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke>…``."""
 
     _tags = MINIMAX_M2
+
+
+class DeepSeekV32ToolParser(TaggedToolParser):
+    """DeepSeek-V3.2: as MiniMax-M2, but ``<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>``."""
+
+    _tags = DEEPSEEK_V32

@@ -28,6 +28,10 @@ class TypedValues:
         """Whether an argument can only be a string."""
         return self._kinds_of(name) == {"string"}
 
+    def may_be_text(self, name: str) -> bool:
+        """Whether an argument can be a string."""
+        return "string" in self._kinds_of(name)
+
     def json_of(self, name: str, text: str) -> str:
         """Return the JSON of an argument from its whole text."""
         kinds = self._kinds_of(name)
