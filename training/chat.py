@@ -54,10 +54,6 @@ TALK = (
         "I am too small for that. Ask me about a text that you give me.",
     ),
 )
-_GREETED = (
-    *("hello", "Hello", "hello world", "Hello, world!", "hi", "thanks", "yes", "no", "good morning", "banana", "apple"),
-    *("the quick brown fox", "The quick brown fox", "one two three", "I am here.", "red green blue", "this is a test"),
-)  # and what else is often tried
 SYSTEM = (
     "You are a helpful assistant.",
     "You are helpful and brief.",
@@ -66,37 +62,9 @@ SYSTEM = (
     "You are a careful assistant. Use only the given text.",
 )
 
-_REPETITIONS = (
-    "Repeat: {t}",
-    "Say: {t}",
-    "Repeat after me: {t}",
-    "Copy this: {t}",
-    "Copy: {t}",
-    "Repeat {t}",
-    "Repeat this: {t}",
-    "Repeat the word {t}",
-    "Say {t}",
-    "Say {t}.",
-    "Please repeat: {t}",
-    "repeat: {t}",
-    "say {t}",
-    'Repeat "{t}"',
-    'Say "{t}"',
-    "Echo: {t}",
-    "Please say {t}.",
-)
-_SMALL = 20  # sums below it are all trained, and drawn more often
-
 _SUMS = (
     "What is {a} {o} {b}?",
     "{a} {o} {b}",
-    "{a} {o} {b}?",
-    "{a}{o}{b}",
-    "{a}{o}{b}?",
-    "What is {a}{o}{b}?",
-    "What's {a} {o} {b}?",
-    "what is {a} {o} {b}",
-    "How much is {a}{o}{b}?",
     "{a} {o} {b} =",
     "{a} {o} {b} = ?",
     "Compute {a} {o} {b}.",
@@ -130,11 +98,10 @@ def arithmetic(words: Words) -> Ask:
         if kind == "*":
             a, b = rng.randint(0, 12), rng.randint(0, 12)
         else:
-            a, b = (rng.randint(0, rng.choice((9, 10, 20, 99))) for _ in "ab")
+            a, b = (rng.randint(0, rng.choice((10, 20, 99))) for _ in "ab")
         if kind == "-" and a < b:
             a, b = b, a
-        small = kind == "+" and a + b < _SMALL
-        if (held_out(f"{a}{kind}{b}") and not small) == words.evaluating:
+        if held_out(f"{a}{kind}{b}") == words.evaluating:
             break
     result = str({"+": a + b, "-": a - b, "*": a * b}[kind])
     if rng.random() < 0.15 and kind != "*":
@@ -188,8 +155,12 @@ def introduction(words: Words) -> tuple[Ask, Ask]:
 
 
 def repetition(words: Words) -> Ask:
-    """Words to be copied: often a single one, or greetings."""
+    """Words to be copied."""
     rng = words.rng
-    makers = (words.word, words.invented, words.code, words.word, lambda: rng.choice(_GREETED))
-    text = " ".join(rng.choice(makers)() for _ in range(rng.choice((1, 1, 1, 2, 3, rng.randint(4, 12)))))
-    return Ask(choose(rng, _REPETITIONS, words.evaluating).replace("{t}", text), text, text)
+    makers = (words.word, words.invented, words.code, words.word)
+    text = " ".join(rng.choice(makers)() for _ in range(rng.randint(1, 12)))
+    return Ask(
+        rng.choice(("Repeat: {t}", "Say: {t}", "Repeat after me: {t}", "Copy this: {t}")).replace("{t}", text),
+        text,
+        text,
+    )
