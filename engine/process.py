@@ -26,7 +26,8 @@ from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
-from engine.kv_cache.host_tier import STORE_BYTES, HostTier
+from engine.kv_cache.host_stores import STORE_BYTES
+from engine.kv_cache.host_tier import HostTier
 from engine.kv_cache.state_slots import StateSlots
 from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers

@@ -11,7 +11,7 @@ that never come again evicts none of the prefixes that many prompts share.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.kv_cache.free_runs import FreeRuns
@@ -33,21 +33,27 @@ class HostEntry:
     retired: bool = False  # its memory is faulty
 
 
+class HostWatcher:
+    """Learns what becomes of blocks in host memory; this one ignores it."""
+
+    def added(self, entry: HostEntry) -> None:
+        """A block can be found now."""
+
+    def dropped(self, entry: HostEntry) -> None:
+        """A block was evicted or dropped."""
+
+
 class HostPool:
-    """The host memory of one node, for one kind of block. Single-threaded.
+    """The host memory of one node, for one kind of block. Single-threaded."""
 
-    ``on_drop`` is called with the key of each block that is evicted or dropped.
-    """
-
-    def __init__(self, num_blocks: int, on_drop: Callable[[BlockKey], None] = lambda key: None) -> None:
+    def __init__(self, num_blocks: int, *watchers: HostWatcher) -> None:
         """``num_blocks`` will be there in the end; ``grow`` says how many are there."""
         self.total = 0
-        self.num_evicted = 0  # since the start
         self._free = FreeRuns(num_blocks, filled=False)
         self._entries: dict[BlockKey, HostEntry] = {}
         self._new: OrderedDict[HostEntry, None] = OrderedDict()  # least recently used first, as below
         self._proven: OrderedDict[HostEntry, None] = OrderedDict()
-        self._on_drop = on_drop
+        self.watchers = [*watchers]
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -78,7 +84,6 @@ class HostPool:
         """Take up to ``count`` blocks to store into, in few runs. Evict others for that, but none that a load reads."""
         while len(self._free) < count and (evictable := self._new or self._proven):
             entry, _ = evictable.popitem(last=False)
-            self.num_evicted += 1
             self._drop(entry)
         return self._free.take(min(count, len(self._free)))
 
@@ -94,6 +99,8 @@ class HostPool:
             return False
         entry = self._entries[key] = HostEntry(key, block, digest)
         self._new[entry] = None
+        for watcher in self.watchers:
+            watcher.added(entry)
         return True
 
     def use(self, key: BlockKey) -> None:
@@ -147,7 +154,8 @@ class HostPool:
         entry.listed = False
         if not (entry.loads or entry.retired):
             self._free.add(entry.block)
-        self._on_drop(entry.key)
+        for watcher in self.watchers:
+            watcher.dropped(entry)
 
     def _list(self, entry: HostEntry) -> None:
         """Make an entry the most recently used one."""
