@@ -27,6 +27,7 @@ class HostEntry:
     key: BlockKey
     block: int
     digest: int | None
+    verified: bool = True  # False: it came from a tier below, and its digest has not been compared yet
     uses: int = 0
     loads: int = 0  # that read it now
     listed: bool = True  # found by its key
@@ -41,6 +42,9 @@ class HostWatcher:
 
     def dropped(self, entry: HostEntry) -> None:
         """A block was evicted or dropped."""
+
+    def found_faulty(self, entry: HostEntry) -> None:
+        """A block that was not verified has another digest. It is dropped next."""
 
 
 class HostPool:
@@ -92,12 +96,12 @@ class HostPool:
         for block in blocks:
             self._free.add(block)
 
-    def add(self, key: BlockKey, block: int, digest: int | None) -> bool:
+    def add(self, key: BlockKey, block: int, digest: int | None, *, verified: bool = True) -> bool:
         """Let a block that was taken be found. Return False, and free it, if another one has the same content."""
         if key in self._entries:
             self._free.add(block)
             return False
-        entry = self._entries[key] = HostEntry(key, block, digest)
+        entry = self._entries[key] = HostEntry(key, block, digest, verified)
         self._new[entry] = None
         for watcher in self.watchers:
             watcher.added(entry)
@@ -137,11 +141,18 @@ class HostPool:
             self._unlist(entry)
             self._drop(entry)
 
-    def retire(self, entry: HostEntry) -> None:
-        """Forget a block that does not keep its content, and never use it again."""
-        entry.retired = True
-        if entry.listed:
-            self.drop(entry.key)
+    def compared(self, entry: HostEntry, right: bool) -> None:
+        """The digest of a block was compared. Forget it if it is wrong; memory that changes is never used again."""
+        if right:
+            entry.verified = True
+            return
+        entry.retired = entry.verified
+        if not entry.listed:
+            return
+        if not entry.verified:
+            for watcher in self.watchers:
+                watcher.found_faulty(entry)
+        self.drop(entry.key)
 
     def clear(self) -> None:
         """Forget all blocks."""

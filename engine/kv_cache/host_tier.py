@@ -100,7 +100,7 @@ class HostTier(Tier):
         super().__init__(behind)
         self._checksum = checksum
         self._slot_blocks = slot_blocks
-        self._changes = KVEvents()  # of the first group, in both places together
+        self._changes = KVEvents()  # of the first group, in all places together
         most = max(1, self._pool.total // 4)
         kv = Area(self._pool, HostPool(room.num_blocks), min(store_blocks, most))
         kv.host.watchers.append(_Presence(kv, lambda: self._totals, self._changes))
@@ -187,6 +187,12 @@ class HostTier(Tier):
             area.waiting.clear()
             area.host.clear()
 
+    def below_changed(self, key: BlockKey, added: bool) -> None:
+        """A tier behind host memory has a block of the KV cache now, or has lost it."""
+        group, block_hash = key
+        if not group and key not in self.areas.kv.host and self._pool.find(block_hash) is None:
+            (self._changes.add if added else self._changes.remove)(block_hash)
+
     @property
     def host_blocks(self) -> tuple[int, int]:
         host = self.areas.kv.host
@@ -223,12 +229,17 @@ class HostTier(Tier):
 
         What is unknown, or has not been measured for long, is tried.
         """
-        compute = self._meter.costs(LinearCost()).prompt.slope * fetch.num_tokens
-        if not compute:
-            return True
+        compute = self.seconds_to_compute(fetch.num_tokens)
+        return not compute or self.seconds_to_fetch(fetch.size) < compute
+
+    def seconds_to_compute(self, num_tokens: int) -> float:
+        """Return the predicted time to compute tokens of a prompt; 0: unknown."""
+        return self._meter.costs(LinearCost()).prompt.slope * num_tokens
+
+    def seconds_to_fetch(self, num_blocks: float) -> float:
+        """Return the predicted time to copy blocks to the device, behind fetches in flight; 0: unknown."""
         before = sum(each.size for each in self._loads.values())
-        seconds = self._cost.line.aged(self._clock() - self._measured_at).at(before + fetch.size)
-        return seconds < compute
+        return self._cost.line.aged(self._clock() - self._measured_at).at(before + num_blocks)
 
     def _take_blocks(self, fetch: Fetch) -> bool:
         """Keep the cached blocks of a prefix, and take blocks for the others. Return False if too few are free."""
@@ -276,17 +287,18 @@ class HostTier(Tier):
     def _compare(self, copy_id: int, found: tuple[int, ...]) -> None:
         entries = list(self._loads[copy_id].entries())
         right = [entry.digest == digest for (_, entry), digest in zip(entries, found, strict=True)]
+        wrong = [entry for (_, entry), is_right in zip(entries, right, strict=True) if not is_right]
+        in_memory = sum(entry.verified for entry in wrong)
+        self._totals.host_kv_corrupt_blocks += in_memory
+        self._totals.disk_kv_corrupt_blocks += len(wrong) - in_memory
         for (area, entry), is_right in zip(entries, right, strict=True):
-            if not is_right:
-                area.host.retire(entry)
-        if not all(right):
-            num_corrupt = right.count(False)
-            self._totals.host_kv_corrupt_blocks += num_corrupt
+            area.host.compared(entry, is_right)
+        if wrong:
             _log.error(
-                "%d of %d blocks in host memory have changed since they were stored: their tokens are computed again; "
-                "if this repeats, test the memory of this host",
-                num_corrupt,
-                len(right),
+                "KV: %d blocks in host memory and %d from disk have changed since they were stored: their tokens are "
+                "computed again; if this repeats, test the memory and the disk of this host",
+                in_memory,
+                len(wrong) - in_memory,
             )
         self._end_load(copy_id, right)
 
@@ -379,7 +391,7 @@ class HostTier(Tier):
                 self._stores.copied(result)
 
     def take_events(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
-        """A block counts as cached while it is on the device or in host memory."""
+        """A block counts as cached while it is on the device, in host memory or below."""
         _, _, changes = super().take_events()
         return *self._changes.take(), changes
 

@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
     area: Area
     group: int
-    index: int
+    at: int
 
 
 class Areas:
@@ -106,6 +106,16 @@ class Areas:
             while chain and chain[-1] not in has_state:
                 chain.pop()
         return chain
+
+    def may_continue_below(self, hashes: Iterable[bytes], num_known: int) -> bool:
+        """Whether ``longest`` may be more than ``num_known`` blocks with what is below. It is cheap for full groups."""
+        block_hash = next(islice(hashes, num_known, None), None)
+        if block_hash is None:
+            return False
+        if self.slots is not None or any(window is not None for window in self._groups.windows):
+            return True
+        groups = range(self._groups.num_groups)
+        return all(block_hash in Available(self.kv, group, below=True) for group in groups)
 
     def places(self, chain: list[bytes], with_state: bool) -> Iterator[Place]:
         """Yield the blocks that a sequence needs of a prefix, by group, and then the state at its end."""
