@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from threading import Thread
 from typing import cast
+
+import msgspec
 
 from connector.setup import BackEnd, ConnectorSetup
 from pdserve.errors import ConfigError
 from pdserve.host_copies import HostRoom
 from pdserve.kv import KVLayout, KVRegion
-from pdserve.protocols import HostMemory, KVConnector, WeightReader, WeightSource
+from pdserve.protocols import DiskKV, HostMemory, KVConnector, WeightReader, WeightSource
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.weights.sharing import OfferedMemory, WeightPeer
 
@@ -61,6 +64,26 @@ def host_memory(
     from connector.backends.host_memory import build_host_memory
 
     return build_host_memory(room, region, layout, setup, on_progress)
+
+
+def disk_kv(
+    root: str,
+    limit: int,
+    memory: HostMemory,
+    layout: KVLayout,
+    setup: ConnectorSetup,
+    on_progress: Callable[[], None],
+) -> DiskKV:
+    """Return the files of one rank's KV, up to ``limit`` bytes of all processes, beside its host memory."""
+    from connector.backends.disk.disk_threads import DiskSetup, DiskThreads
+    from connector.backends.host_memory import CopyingHostMemory
+
+    assert isinstance(memory, CopyingHostMemory)
+    part: list[object] = [msgspec.structs.replace(layout, num_blocks=0), setup.shares, setup.rank]
+    if (states := setup.states) is not None:
+        part += [msgspec.structs.replace(states.layout, num_slots=0), states.share]
+    files = DiskSetup(Path(root), limit, setup.agent, repr(part), lists=not setup.rank)
+    return DiskThreads(files, memory, on_progress)
 
 
 def start_early(device_id: int, timing: PeerTiming = DEFAULT_TIMING) -> Thread:

@@ -116,6 +116,8 @@ class Engine:
                     scheduler.connector.disconnect(epoch)
                 case messages.ChangeWeights():
                     self._change_weights(command)
+                case messages.UseWeights(version):
+                    scheduler.connector.use_weights(version)
                 case messages.Shutdown():
                     self._stopped = True
                 case messages.Configure() | messages.Ping():

@@ -26,7 +26,9 @@ from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
-from engine.kv_cache.host_tier import STORE_BYTES, HostTier
+from engine.kv_cache.disk_tier import DiskTier
+from engine.kv_cache.host_stores import STORE_BYTES
+from engine.kv_cache.host_tier import HostTier
 from engine.kv_cache.state_slots import StateSlots
 from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -162,13 +164,16 @@ def _with_tiers(innermost: ConnectorFactory, config: NodeConfig, ranks: Ranks) -
     layout, states = ranks.kv_layout, ranks.state_layout
 
     def make(pool: BlockPool, events: Batch, block_size: int, slots: StateSlots | None) -> KVConnectorScheduler:
-        return HostTier(
+        batch = max(1, STORE_BYTES // layout.block_bytes)
+        slot_blocks = 0.0 if states is None else states.slot_bytes / layout.block_bytes
+        host = HostTier(
             innermost(pool, events, block_size, slots),
             host_room(config, layout, states),
             checksum=config.kv_checksum,
-            store_blocks=max(1, STORE_BYTES // layout.block_bytes),
-            slot_blocks=0.0 if states is None else states.slot_bytes / layout.block_bytes,
+            store_blocks=batch,
+            slot_blocks=slot_blocks,
         )
+        return DiskTier(host, write_blocks=batch, slot_blocks=slot_blocks) if config.disk_kv else host
 
     return make
 

@@ -17,6 +17,7 @@ from node.served_streams import Violations
 from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError
+from pdserve.ipc.messages import UseWeights
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import Tracer
 
@@ -46,6 +47,7 @@ class NodeContext:
         """Use a configuration whose ``compat_fields`` are complete."""
         self.config = config
         self.compat_hash = compat_hash(config.compat_fields)
+        self.engine.send(UseWeights(self.compat_hash))
 
     def begin_epoch(self, config: NodeConfig) -> None:
         """Be a new node for peers and routers, with the weights of ``config``."""

@@ -87,6 +87,11 @@ class NodeMetrics(Collector):
             ["use"],
         )
         metrics.read_gauge(
+            "pdserve_disk_kv_blocks",
+            "KV blocks on disk that this node knows of; 0 without --disk-kv.",
+            lambda: status().disk_blocks,
+        )
+        metrics.read_gauge(
             "pdserve_node_requests",
             "Requests on the node.",
             lambda: _fields(status(), "waiting", "reading", "running", "paused"),

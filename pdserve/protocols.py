@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pdserve.disk_kv import AnyDiskOrder, DiskEvent
 from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion
 from pdserve.pausing import Pausing
@@ -165,6 +166,22 @@ class HostMemory(Protocol):
 
     def close(self) -> None:
         """Stop after the copies that have begun. Idempotent."""
+
+
+class DiskKV(Protocol):
+    """Files of blocks of one rank, beside its host memory. No call waits for a file.
+
+    The host memory of a transfer belongs to the transfer until ``poll`` has returned its DiskResult.
+    """
+
+    def order(self, order: AnyDiskOrder) -> None:
+        """Carry out an order. Reads do not wait for writes; beside that, orders keep their order."""
+
+    def poll(self) -> tuple[DiskEvent, ...]:
+        """Return what has ended or was found since the last poll."""
+
+    def close(self) -> None:
+        """Stop, without waiting for a disk that hangs. Idempotent."""
 
 
 class WeightSource(Protocol):

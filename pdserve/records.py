@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pdserve.disk_kv import AnyDiskOrder, DiskEvent
 from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv import KVLayout, KVRegion, KVShare
 from pdserve.sampling_params import SamplingParams
@@ -107,17 +108,13 @@ class KVRead(msgspec.Struct, frozen=True):
 
 
 class ReadResult(msgspec.Struct, frozen=True):
-    """A read that has ended: none of its bytes can land any more. ``error`` is empty if all bytes arrived.
-
-    ``seconds`` counts the time with reads in flight since the last read from this peer ended, so that the seconds of
-    overlapping reads add up to the time spent reading.
-    """
+    """A read that has ended: none of its bytes can land any more. ``error`` is empty if all bytes arrived."""
 
     read_id: int
     error: str = ""
     num_bytes: int = 0
     num_descriptors: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # with reads in flight since the last one from this peer ended: overlapping ones add up
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
@@ -139,6 +136,7 @@ class KVConnectorOrders(msgspec.Struct, frozen=True):
     digests: tuple[tuple[int, DigestOrder], ...] = ()  # with an id that is unique in this engine
     copies: tuple[HostCopy, ...] = ()
     allocate_host_memory: bool = False  # begin to
+    disk: tuple[AnyDiskOrder, ...] = ()
 
 
 NO_ORDERS = KVConnectorOrders()
@@ -293,8 +291,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 class KVConnectorOutput(msgspec.Struct, frozen=True):
     """Events of one rank's connector since the last poll.
 
-    ``connected`` and ``failed_peers`` answer connect orders. ``failed_peers`` also names a connection that broke later,
-    so that the node connects again. ``host_room`` has the host memory that is allocated so far, whenever it has grown.
+    ``connected`` and ``failed_peers`` answer connect orders; the latter also name connections that broke later.
     """
 
     finished_recving: tuple[ReadResult, ...] = ()
@@ -302,7 +299,8 @@ class KVConnectorOutput(msgspec.Struct, frozen=True):
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
     digested: tuple[tuple[int, tuple[int, ...]], ...] = ()  # digests, one per block, by the id of their order
     copied: tuple[CopyResult, ...] = ()
-    host_room: tuple[HostRoom, ...] = ()
+    host_room: tuple[HostRoom, ...] = ()  # allocated so far, whenever it has grown
+    disk: tuple[DiskEvent, ...] = ()
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from connector.backends.lane import Lane
 from connector.setup import ConnectorSetup
 from pdserve import memory
 from pdserve.config.simulated_costs import SimulatedCosts
@@ -58,6 +58,15 @@ def runs(items: Sequence[int], host_items: Sequence[int], per_piece: int) -> Ite
         start = index
 
 
+class HostPlace(NamedTuple):
+    """A block or slot in host memory, and the piece of memory that it is in."""
+
+    address: int
+    num_bytes: int
+    piece: int  # address
+    piece_bytes: int
+
+
 class _Area:
     """Items of one size: the blocks of a KV cache, or slots of recurrent state."""
 
@@ -72,6 +81,12 @@ class _Area:
     @property
     def num_ready(self) -> int:
         return min(self.num_items, len(self.pieces) * self.per_piece)
+
+    def place(self, item: int) -> HostPlace:
+        piece, index = divmod(item, self.per_piece)
+        size, address = self.item_bytes, self.pieces[piece]
+        piece_bytes = size * min(self.per_piece, self.num_items - piece * self.per_piece)
+        return HostPlace(address + index * size, size, address, piece_bytes)
 
     @property
     def next_bytes(self) -> int:
@@ -103,32 +118,6 @@ class Move(NamedTuple):
     piece: int
     piece_begin: int
     num_bytes: int
-
-
-class _Lane:
-    """A thread that executes orders one after the other."""
-
-    def __init__(self, name: str, begin: Callable[[], None], execute: Callable[[HostCopy], None]) -> None:
-        self._begin = begin
-        self._execute = execute
-        self._orders: queue.SimpleQueue[HostCopy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, order: HostCopy) -> None:
-        self._orders.put(order)
-
-    def close(self) -> None:
-        """Wait for the order that is executed; forget the others."""
-        while not self._orders.empty():
-            self._orders.get()
-        self._orders.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        self._begin()
-        while (order := self._orders.get()) is not None:
-            self._execute(order)
 
 
 class _Results:
@@ -179,7 +168,7 @@ class CopyingHostMemory(ABC):
         self._results = _Results(on_progress)
         self._closed = False
         self._lanes = {
-            load: _Lane(f"kv {'loads' if load else 'stores'}", partial(self._begin, load), self._execute)
+            load: Lane(f"kv {'loads' if load else 'stores'}", partial(self._begin, load), self._execute)
             for load in (True, False)
         }
         self._growing = threading.Thread(target=self._grow, name="kv memory", daemon=True)
@@ -192,6 +181,10 @@ class CopyingHostMemory(ABC):
 
     def poll(self) -> tuple[tuple[CopyResult, ...], tuple[HostRoom, ...]]:
         return self._results.poll()
+
+    def place(self, number: int, slot: bool) -> HostPlace:
+        """Return where a block is in host memory; with ``slot`` a slot of recurrent state."""
+        return (self._slots if slot else self._blocks).place(number)
 
     def close(self) -> None:
         if self._closed:
@@ -337,7 +330,7 @@ class SimulatedHostMemory:
         self._costs = costs
         self._results = _Results(on_progress)
         self._room = room
-        self._lanes = {load: _Lane(f"kv copies {load}", lambda: None, self._execute) for load in (True, False)}
+        self._lanes = {load: Lane(f"kv copies {load}", lambda: None, self._execute) for load in (True, False)}
 
     def allocate(self) -> None:
         self._results.grown(self._room)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.config.parallel import ParallelConfig
+from pdserve.disk_kv import DiskEvent, DiskOrder, DiskResult
 from pdserve.host_copies import CopyResult, HostRoom
 from pdserve.kv import KVShare
 from pdserve.records import (
@@ -46,6 +47,7 @@ class OutputAggregator:
         self._digests_of_steps: dict[int, tuple[DigestOrder, ...]] = {}  # by step
         self._reads: dict[int, dict[int, ReadResult]] = {}  # by read, then rank
         self._copies: dict[int, dict[int, CopyResult]] = {}  # by copy, then rank
+        self._disk: dict[int, dict[int, DiskResult]] = {}  # by transfer, then rank
         self._rooms: dict[int, HostRoom] = {}  # by rank
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
         self._digests: dict[int, tuple[DigestOrder, dict[int, tuple[int, ...]]]] = {}  # by id of the order, then rank
@@ -56,6 +58,7 @@ class OutputAggregator:
             "digested": self._add_digests,
             "copied": self._add_copy,
             "host_room": self._add_host_room,
+            "disk": self._add_disk_event,
         }
         self._merged: dict[str, list[Any]] = {field: [] for field in self._rules}  # complete, not taken yet
 
@@ -72,6 +75,9 @@ class OutputAggregator:
             self._reads[read.read_id] = {}
         for copy in orders.copies:
             self._copies[copy.copy_id] = {}
+        for each in orders.disk:
+            if isinstance(each, DiskOrder):
+                self._disk[each.order_id] = {}
         for number, order in orders.digests:
             self._digests[number] = (order, {})
         for epoch in orders.disconnect:
@@ -108,6 +114,30 @@ class OutputAggregator:
         if len(results) == len(self._ranks):
             del pending[number]
             self._merged[field].append(self._merge_results(results))
+
+    def _add_disk_event(self, rank: int, event: DiskEvent) -> None:
+        if isinstance(event, DiskResult):
+            self._add_disk_result(rank, event)
+        else:
+            self._merged["disk"].append(event)
+
+    def _add_disk_result(self, rank: int, result: DiskResult) -> None:
+        """Report the worst outcome of each block: it is of use only if every rank has its part."""
+        results = self._disk.get(result.order_id)
+        if results is None or rank in results:
+            return
+        results[rank] = result
+        if len(results) < len(self._ranks):
+            return
+        parts = self._disk.pop(result.order_id).values()
+        sums = {name: sum(getattr(part, name) for part in parts) for name in ("num_bytes", "num_failed", "num_evicted")}
+        merged = DiskResult(
+            result.order_id,
+            outcomes=tuple(map(max, zip(*(part.outcomes for part in parts), strict=True))),
+            seconds=max(part.seconds for part in parts),
+            **sums,
+        )
+        self._merged["disk"].append(merged)
 
     def _merge_results(self, results: dict[int, ResultT]) -> ResultT:
         """Add up sizes; take the longest time and the first error."""

@@ -73,11 +73,14 @@ def build_rank(
     setup = ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs, states)
     kv_connector = back_end(setup)
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_events)
-    host_memory = None
+    host_memory = disk = None
     if config.host_kv_memory:
-        room = host_room(config, model_runner.kv_layout, model_runner.state_layout)
-        host_memory = connector.host_memory(room, model_runner.kv_region, model_runner.kv_layout, setup, on_events)
-    return Rank(model_runner, kv_connector, _offer_weights(config, model_runner), host_memory), kv
+        layout = model_runner.kv_layout
+        room = host_room(config, layout, model_runner.state_layout)
+        host_memory = connector.host_memory(room, model_runner.kv_region, layout, setup, on_events)
+        if config.disk_kv:
+            disk = connector.disk_kv(config.disk_kv, config.disk_kv_size, host_memory, layout, setup, on_events)
+    return Rank(model_runner, kv_connector, _offer_weights(config, model_runner), host_memory, disk), kv
 
 
 def _rank_states(config: NodeConfig, model_runner: ModelRunner) -> RankStates | None:

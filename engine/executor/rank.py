@@ -9,11 +9,12 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.disk_kv import AnyDiskOrder, DiskEvent
 from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv import KVLayout
 from pdserve.pausing import Pausing, complete
-from pdserve.protocols import HostMemory, KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
+from pdserve.protocols import DiskKV, HostMemory, KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, KVConnectorOrders, KVConnectorOutput, ModelRunnerOutput, StepPlan
 from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
@@ -90,6 +91,19 @@ class NoHostMemory:
         pass
 
 
+class NoDisk:
+    """The DiskKV of a rank without any: nothing is moved."""
+
+    def order(self, order: AnyDiskOrder) -> None:
+        raise AssertionError("KV on disk that the node does not have")
+
+    def poll(self) -> tuple[DiskEvent, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
 class Rank:
     """Answers every step with a ModelRunnerOutput, also steps without a forward pass."""
 
@@ -99,6 +113,7 @@ class Rank:
         connector: KVConnector,
         weights: WeightSource | None = None,
         host_memory: HostMemory | None = None,
+        disk: DiskKV | None = None,
     ) -> None:
         self.max_in_flight = runner.max_in_flight
         self.kv_layout = runner.kv_layout
@@ -108,6 +123,7 @@ class Rank:
         self._runner = runner
         self._connector = connector
         self._host_memory = NoHostMemory() if host_memory is None else host_memory
+        self._disk = NoDisk() if disk is None else disk
         self._in_flight: deque[PendingStep] = deque()
         self._weights = weights
         self._digests: deque[tuple[int, PendingDigests]] = deque()  # with the ids of their orders
@@ -184,6 +200,8 @@ class Rank:
             self._host_memory.allocate()
         for copy in orders.copies:
             self._host_memory.copy(copy)
+        for each in orders.disk:
+            self._disk.order(each)
         for number, order in orders.digests:
             self._digests.append((number, self._runner.digest(order)))
 
@@ -196,11 +214,13 @@ class Rank:
         return bool(self._digests)
 
     def _poll_connector(self) -> KVConnectorOutput:
-        """Return the connector's events, copies that have ended, and digests that were computed beside steps."""
+        """Return the connector's events, what host memory and disk report, and digests computed beside steps."""
         events = self._connector.poll()
         copied, room = self._host_memory.poll()
         if copied or room:
             events = msgspec.structs.replace(events, copied=copied, host_room=room)
+        if disk := self._disk.poll():
+            events = msgspec.structs.replace(events, disk=disk)
         digested: list[tuple[int, tuple[int, ...]]] = []
         while self._digests and self._digests[0][1].done():
             number, digests = self._digests.popleft()
@@ -213,6 +233,7 @@ class Rank:
     def close(self) -> None:
         if self._weights is not None:
             self._weights.close()
+        self._disk.close()
         self._host_memory.close()
         self._connector.close()
         self._runner.close()

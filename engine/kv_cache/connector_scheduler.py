@@ -164,6 +164,17 @@ class KVConnectorScheduler:
         """Blocks of host memory that are free, and that have cached KV."""
         return 0, 0
 
+    @property
+    def disk_blocks(self) -> int:
+        """Blocks on disk."""
+        return 0
+
+    def use_weights(self, version: str) -> None:
+        """Keep KV from now on with that of other nodes of this version, which no other weights or layouts have.
+
+        Called once, and again after ``forget_stored``.
+        """
+
     # ------------------------------------------------------------ orders and results
 
     @property

@@ -11,7 +11,7 @@ that never come again evicts none of the prefixes that many prompts share.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.kv_cache.free_runs import FreeRuns
@@ -27,27 +27,37 @@ class HostEntry:
     key: BlockKey
     block: int
     digest: int | None
+    verified: bool = True  # False: it came from a tier below, and its digest has not been compared yet
     uses: int = 0
     loads: int = 0  # that read it now
     listed: bool = True  # found by its key
     retired: bool = False  # its memory is faulty
 
 
+class HostWatcher:
+    """Learns what becomes of blocks in host memory; this one ignores it."""
+
+    def added(self, entry: HostEntry) -> None:
+        """A block can be found now."""
+
+    def dropped(self, entry: HostEntry) -> None:
+        """A block was evicted or dropped."""
+
+    def found_faulty(self, entry: HostEntry) -> None:
+        """A block that was not verified has another digest. It is dropped next."""
+
+
 class HostPool:
-    """The host memory of one node, for one kind of block. Single-threaded.
+    """The host memory of one node, for one kind of block. Single-threaded."""
 
-    ``on_drop`` is called with the key of each block that is evicted or dropped.
-    """
-
-    def __init__(self, num_blocks: int, on_drop: Callable[[BlockKey], None] = lambda key: None) -> None:
+    def __init__(self, num_blocks: int, *watchers: HostWatcher) -> None:
         """``num_blocks`` will be there in the end; ``grow`` says how many are there."""
         self.total = 0
-        self.num_evicted = 0  # since the start
         self._free = FreeRuns(num_blocks, filled=False)
         self._entries: dict[BlockKey, HostEntry] = {}
         self._new: OrderedDict[HostEntry, None] = OrderedDict()  # least recently used first, as below
         self._proven: OrderedDict[HostEntry, None] = OrderedDict()
-        self._on_drop = on_drop
+        self.watchers = [*watchers]
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -78,7 +88,6 @@ class HostPool:
         """Take up to ``count`` blocks to store into, in few runs. Evict others for that, but none that a load reads."""
         while len(self._free) < count and (evictable := self._new or self._proven):
             entry, _ = evictable.popitem(last=False)
-            self.num_evicted += 1
             self._drop(entry)
         return self._free.take(min(count, len(self._free)))
 
@@ -87,13 +96,15 @@ class HostPool:
         for block in blocks:
             self._free.add(block)
 
-    def add(self, key: BlockKey, block: int, digest: int | None) -> bool:
+    def add(self, key: BlockKey, block: int, digest: int | None, *, verified: bool = True) -> bool:
         """Let a block that was taken be found. Return False, and free it, if another one has the same content."""
         if key in self._entries:
             self._free.add(block)
             return False
-        entry = self._entries[key] = HostEntry(key, block, digest)
+        entry = self._entries[key] = HostEntry(key, block, digest, verified)
         self._new[entry] = None
+        for watcher in self.watchers:
+            watcher.added(entry)
         return True
 
     def use(self, key: BlockKey) -> None:
@@ -130,11 +141,18 @@ class HostPool:
             self._unlist(entry)
             self._drop(entry)
 
-    def retire(self, entry: HostEntry) -> None:
-        """Forget a block that does not keep its content, and never use it again."""
-        entry.retired = True
-        if entry.listed:
-            self.drop(entry.key)
+    def compared(self, entry: HostEntry, right: bool) -> None:
+        """The digest of a block was compared. Forget it if it is wrong; memory that changes is never used again."""
+        if right:
+            entry.verified = True
+            return
+        entry.retired = entry.verified
+        if not entry.listed:
+            return
+        if not entry.verified:
+            for watcher in self.watchers:
+                watcher.found_faulty(entry)
+        self.drop(entry.key)
 
     def clear(self) -> None:
         """Forget all blocks."""
@@ -147,7 +165,8 @@ class HostPool:
         entry.listed = False
         if not (entry.loads or entry.retired):
             self._free.add(entry.block)
-        self._on_drop(entry.key)
+        for watcher in self.watchers:
+            watcher.dropped(entry)
 
     def _list(self, entry: HostEntry) -> None:
         """Make an entry the most recently used one."""

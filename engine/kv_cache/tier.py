@@ -64,6 +64,47 @@ class Tier(KVConnectorScheduler):
     def abandon_load(self, sequence: Sequence) -> Collection[int]:
         return self._behind.abandon_load(sequence)
 
+    def use_weights(self, version: str) -> None:
+        self._behind.use_weights(version)
+
+    # ------------------------------------------------------------ fetches
+
+    @property
+    def fetches(self) -> bool:
+        return self._behind.fetches
+
+    def considered(self, sequence: Sequence) -> bool:
+        return self._behind.considered(sequence)
+
+    def fetch(self, sequence: Sequence) -> bool:
+        return self._behind.fetch(sequence)
+
+    def fetching(self, sequence: Sequence) -> bool:
+        return self._behind.fetching(sequence)
+
+    def end_fetch(self, sequence: Sequence) -> None:
+        self._behind.end_fetch(sequence)
+
+    def give_way(self) -> bool:
+        return self._behind.give_way()
+
+    @property
+    def copying(self) -> bool:
+        return self._behind.copying
+
+    def forget_stored(self) -> None:
+        self._behind.forget_stored()
+
+    @property
+    def host_blocks(self) -> tuple[int, int]:
+        return self._behind.host_blocks
+
+    @property
+    def disk_blocks(self) -> int:
+        return self._behind.disk_blocks
+
+    # ------------------------------------------------------------ orders and results
+
     @property
     def has_orders(self) -> bool:
         return self._behind.has_orders

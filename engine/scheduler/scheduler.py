@@ -313,6 +313,7 @@ class Scheduler:
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
             host_blocks=self.connector.host_blocks,
+            disk_blocks=self.connector.disk_blocks,
             state_slots=(0, 0, 0, 0) if self.states is None else self.states.pool.counts,
         )
 

@@ -1,6 +1,9 @@
-"""Sizes of the host memory for KV (``--host-kv-memory``): how many blocks and slots of all ranks it holds."""
+"""Sizes of KV in host memory and on disk: how many blocks and slots of all ranks they hold."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 from pdserve import memory
 from pdserve.config.node_config import NodeConfig
@@ -39,3 +42,18 @@ def check_host_kv(config: NodeConfig) -> str:
     tokens = room.num_blocks // max(1, config.kv_layout.groups.num_groups) * config.kv_layout.block_size
     slots = "" if config.state_layout is None else f" and {room.num_slots} recurrent states"
     return f"{room.num_blocks} blocks of {tokens} tokens{slots} beside {config.kv_layout.num_blocks} on the device"
+
+
+def check_disk_kv(config: NodeConfig) -> str:
+    """Return a description of the directory's size. Raises ConfigError if this host cannot write to it."""
+    path, size = Path(config.disk_kv), config.disk_kv_size
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"disk_kv {path}: {nearest} is not a directory; name another one")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"disk_kv {path}: this user may not write to {nearest}; name another directory")
+    layout = config.kv_layout
+    block = sum(layout.resized(share.layers, share.num_heads).block_bytes for share in config.shares)
+    num_blocks = size // block
+    tokens = num_blocks // max(1, layout.groups.num_groups) * layout.block_size
+    return f"{size} bytes, up to {num_blocks} blocks of {tokens} tokens"

@@ -49,6 +49,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_checksum: bool
     kv_connector: str = "nixl"  # of connector/__init__.py: a name, or module:Class
     host_kv_memory: int = 0  # bytes, of all ranks together; 0: evicted KV is not kept
+    disk_kv: str = ""  # directory; empty: KV that leaves host memory is dropped
+    disk_kv_size: int = 0  # bytes of all files in it
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
     gpu_memory_utilization: float  # share of each GPU's memory for weights, activations and KV cache together
     attention_backend: str

@@ -273,6 +273,26 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="KV cache",
         ),
     ] = None
+    disk_kv: Annotated[
+        str | None,
+        Flag(
+            "directory for KV that leaves host memory, which nodes of a host may share; needs --host-kv-memory",
+            metavar="PATH",
+            unset="none",
+            group="KV cache",
+        ),
+    ] = None
+    disk_kv_size: Annotated[
+        int | None,
+        Flag(
+            "most bytes in that directory, of all nodes together; the same on all of them",
+            metavar="SIZE",
+            parse=parse_size,
+            at_least=1,
+            unset="required with --disk-kv",
+            group="KV cache",
+        ),
+    ] = None
     state_slots: Annotated[
         int | None,
         Flag(
@@ -408,6 +428,7 @@ def check_options(options: NodeOptions) -> None:
         raise ConfigError(f"load_from {options.load_from}: this node has no weights of a checkpoint; leave it at disk")
     if options.load_from == "peer" and not options.weight_peers:
         raise ConfigError("load_from peer needs weight_peers, the nodes to ask; or choose auto")
+    _check_disk_kv(options)
     tokens = 1 + options.max_drafts
     if options.max_batch_tokens is not None and options.max_batch_tokens < tokens * options.max_num_seqs:
         times, needed = (f"{tokens} times ", f"{tokens} tokens") if options.max_drafts else ("", "one token")
@@ -428,6 +449,25 @@ def check_options(options: NodeOptions) -> None:
     elif options.sim_costs or options.sim_speed != 1.0 or options.sim_crash_token is not None:
         names = "sim_costs, sim_speed and sim_crash_token"
         raise ConfigError(f"{names} need a simulated node; add --engine simulated or remove them")
+
+
+def _check_disk_kv(options: NodeOptions) -> None:
+    """Refuse KV on disk without what it needs."""
+    path, size, host = options.disk_kv, options.disk_kv_size, options.host_kv_memory
+    if path is None and size is not None:
+        raise ConfigError(f"disk_kv_size {size} needs disk_kv, the directory; name one, or remove the size")
+    if path is None:
+        return
+    if size is None:
+        raise ConfigError(f"disk_kv {path} needs disk_kv_size, the most bytes in this directory, such as 1T")
+    if not host:
+        raise ConfigError(f"disk_kv {path} needs host_kv_memory, which all KV passes on its way; give it, such as 64G")
+    if size <= host:
+        raise ConfigError(f"disk_kv_size {size} is not more than host_kv_memory {host}; give several times as much")
+    if options.kv_checksum == "off":
+        raise ConfigError(f"disk_kv {path} needs kv_checksum on: files are checked by the digests of their blocks")
+    if options.simulated:
+        raise ConfigError(f"disk_kv {path}: a simulated node has no KV to write; remove it")
 
 
 def _check_simulated(options: NodeOptions) -> None:

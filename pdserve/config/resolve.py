@@ -22,7 +22,7 @@ from pdserve.config.attention_backends import (
     choose_page_size,
     find_platform,
 )
-from pdserve.config.host_kv import check_host_kv
+from pdserve.config.host_kv import check_disk_kv, check_host_kv
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
@@ -138,6 +138,8 @@ def resolve(
         kv_checksum=options.kv_checksum != "off" and not options.simulated,
         kv_connector=kv_connector_of(options),
         host_kv_memory=options.host_kv_memory or 0,
+        disk_kv="" if options.disk_kv is None else str(Path(options.disk_kv).absolute()),
+        disk_kv_size=options.disk_kv_size or 0,
         measure_kv_memory=_measures(options, device),
         gpu_memory_utilization=options.memory_share,
         attention_backend=backend,
@@ -164,8 +166,10 @@ def resolve(
     )
     if not config.host_kv_memory:
         return config
-    kept = f"host_kv_memory={config.host_kv_memory}: {check_host_kv(config)}"
-    return msgspec.structs.replace(config, choices=(*config.choices, kept))
+    kept = [f"host_kv_memory={config.host_kv_memory}: {check_host_kv(config)}"]
+    if config.disk_kv:
+        kept.append(f"disk_kv={config.disk_kv}: {check_disk_kv(config)}")
+    return msgspec.structs.replace(config, choices=(*config.choices, *kept))
 
 
 def _choose_name(options: NodeOptions, choices: list[str]) -> str:

@@ -189,6 +189,12 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
     only_check: bool = False
 
 
+class UseWeights(msgspec.Struct, frozen=True, tag=True):
+    """The node's compatibility hash: at the start, and after each change of the weights."""
+
+    version: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """No order: an engine that takes no command, not even this one, hangs."""
 
@@ -212,6 +218,7 @@ ToEngine = (
     | Connect
     | Disconnect
     | ChangeWeights
+    | UseWeights
     | Ping
     | Shutdown
 )
@@ -405,6 +412,23 @@ class Counters(msgspec.Struct, array_like=True):
     host_kv_corrupt_blocks: Annotated[
         int, Meta(description="Blocks whose content in host memory had changed: their tokens were computed again.")
     ] = 0
+    disk_kv_hit_tokens: Annotated[
+        int, Meta(description="Tokens of prompts whose KV came back from disk to host memory.")
+    ] = 0
+    disk_kv_load_bytes: Annotated[int, Meta(description="KV read from disk, in bytes.")] = 0
+    disk_kv_load_seconds: Annotated[float, Meta(description="Duration of these reads.")] = 0.0
+    disk_kv_late_reads: Annotated[
+        int, Meta(description="Reads from disk that took longer than to compute their tokens, which was done instead.")
+    ] = 0
+    disk_kv_store_bytes: Annotated[int, Meta(description="KV written to disk, in bytes.")] = 0
+    disk_kv_evicted_blocks: Annotated[int, Meta(description="Blocks that this node has removed to make room.")] = 0
+    disk_kv_missed_blocks: Annotated[
+        int, Meta(description="Blocks that left host memory before they were written to disk.")
+    ] = 0
+    disk_kv_failures: Annotated[int, Meta(description="Reads and writes that the disk has failed.")] = 0
+    disk_kv_corrupt_blocks: Annotated[
+        int, Meta(description="Blocks whose content on disk had changed: their tokens were computed again.")
+    ] = 0
 
 
 class Totals(Counters):
@@ -433,6 +457,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     itl_target: float = 0.0  # seconds between tokens that steps with prompts keep (engine/scheduler/itl_target.py)
     state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # of recurrent state, in the order of the fields for blocks
     host_blocks: tuple[int, int] = (0, 0)  # of host memory: free, and with cached KV
+    disk_blocks: int = 0  # that this node knows of
 
 
 class Batch(msgspec.Struct, tag=True):

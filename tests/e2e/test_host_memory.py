@@ -50,9 +50,16 @@ def served(kind: Kind, path: Path, prefill: str = "1", decode: str = "1", flags:
     return Served(kind.model, path, [prefill], [decode], flags=memory, decode_flags=kind.memory(decode))
 
 
-def check_conversations(fleet: Served, turns: int = 3, conversations: int = 4) -> None:
-    """Continue several conversations in turn: the history of each is evicted between its turns, and comes back."""
-    texts = [random_prompt(place, 110 + 7 * place) for place in range(conversations)]
+def begin_conversations(count: int = 4) -> list[list[int]]:
+    return [random_prompt(place, 110 + 7 * place) for place in range(count)]
+
+
+def check_conversations(fleet: Served, turns: int = 3, texts: list[list[int]] | None = None) -> None:
+    """Continue several conversations in turn: the history of each is evicted between its turns, and comes back.
+
+    ``texts``: the histories, which grow.
+    """
+    texts = begin_conversations() if texts is None else texts
     for turn in range(turns):
         for place, text in enumerate(texts):
             prompt = [*text, *random_prompt(100 * turn + place, 9)]
@@ -61,7 +68,7 @@ def check_conversations(fleet: Served, turns: int = 3, conversations: int = 4) -
             texts[place] = [*prompt, *answer]
     for node in fleet.fleet.nodes:
         assert node.counter("host_kv_corrupt_blocks") == 0
-        assert node.counter("host_kv_store_bytes") > 0
+    fleet.fleet.wait_until(lambda: all(node.counter("host_kv_store_bytes") > 0 for node in fleet.fleet.nodes), 10.0)
     fleet.wait_idle()
 
 

@@ -52,6 +52,10 @@ class SlowHostMemory:
     def close(self) -> None:
         """Nothing to close."""
 
+    def item(self, slot: bool) -> tuple[bytearray, int]:
+        """Return the memory of blocks or slots, and the bytes of each."""
+        return (self.slots if slot else self.blocks), self._sizes[slot]
+
     # ------------------------------------------------------------ events
 
     def grow(self, share: float = 1.0) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.executor.aggregator import OutputAggregator
 from pdserve.config.parallel import ParallelConfig
+from pdserve.disk_kv import DiskEvent, DiskOrder, DiskResult, DiskWork, Outcome
 from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
@@ -269,6 +270,22 @@ def test_a_new_field_of_a_step_output_comes_from_the_sampling_rank() -> None:
     step = aggregator.take(1).step
     assert isinstance(step, LaterStepOutput)
     assert step.new_field == "of rank 1"
+
+
+def test_block_on_disk_is_of_use_only_if_every_rank_has_its_part() -> None:
+    aggregator = aggregator_of(ParallelConfig((4,), 2))
+    aggregator.expect_transfers(KVConnectorOrders(disk=(DiskOrder(1, DiskWork.READ, (), ()),)))
+
+    def report(rank: int, *outcomes: Outcome, num_failed: int = 0) -> tuple[DiskEvent, ...]:
+        result = DiskResult(1, outcomes, num_bytes=10, seconds=float(rank), num_failed=num_failed)
+        aggregator.add(rank, ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(disk=(result,))))
+        return aggregator.take_events().disk
+
+    done, missing, failed = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
+    assert report(1, done, done, missing, failed, num_failed=1) == ()
+    assert report(1, done, done, done, done) == (), "a rank reports twice"
+    (merged,) = report(0, done, missing, done, done)
+    assert merged == DiskResult(1, (done, missing, missing, failed), num_bytes=20, seconds=1.0, num_failed=1)
 
 
 def test_a_new_field_of_a_connector_output_needs_a_merge_rule() -> None:

@@ -189,7 +189,7 @@ def flip(memory: SlowHostMemory, host_block: int) -> None:
 def stored(node: Node, prompt: list[int], index: int) -> int:
     """Return the host block of a block of a prompt."""
     hashes = BlockHashes(BLOCK, root_hash("")).upto(array("I", prompt), len(prompt))
-    entry = tier_of(node)._kv.host.find((0, hashes[index]))
+    entry = tier_of(node).areas.kv.host.find((0, hashes[index]))
     assert entry is not None
     return entry.block
 
@@ -386,7 +386,7 @@ class World:
                 targets |= set(copy.order.host_blocks)
         for copy in memory.copies.values():
             assert not copy.order.load or not targets & set(copy.order.host_blocks), "a load reads what a store writes"
-        host = tier._kv.host
+        host = tier.areas.kv.host
         in_use = {entry.block for entry in host._entries.values()}
         assert len(in_use) == len(host._entries)
         assert not in_use & targets
@@ -413,7 +413,7 @@ class World:
         assert not self.expected
         rest(self.node)
         self.node.assert_all_free()
-        host = tier_of(self.node)._kv.host
+        host = tier_of(self.node).areas.kv.host
         assert host.num_free + host.num_stored == host.total
         self.node.close()
 

@@ -25,6 +25,7 @@ from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
+from engine.kv_cache.disk_tier import DiskTier
 from engine.kv_cache.host_tier import HostTier
 from engine.kv_cache.tier import Tier
 from engine.scheduler.drafting import DraftOptions
@@ -45,7 +46,7 @@ from pdserve.ipc.messages import (
 )
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.pausing import Pausing, complete, completed
-from pdserve.protocols import HostMemory, KVConnector
+from pdserve.protocols import DiskKV, HostMemory, KVConnector
 from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
 from pdserve.sampling_params import SamplingParams
 
@@ -130,7 +131,9 @@ class Node:
         windows: tuple[int | None, ...] = (None,),
         host: HostRoom | None = None,
         host_memory: Callable[..., HostMemory] = build_host_memory,
+        disk: Callable[..., DiskKV] | None = None,
     ) -> None:
+        """``disk`` makes files beside host memory, from that and what wakes the step loop."""
         batch_tokens = max(batch_tokens, max_num_seqs * (1 + max_drafts))
         self._batch_tokens = batch_tokens
         self._socket, theirs = socket.socketpair()
@@ -151,7 +154,7 @@ class Node:
             stages=stages,
             itl_target=itl_target,
             vocab_size=VOCAB,
-            connector=self._connector_factory(kv_checksum, host, state_slots),
+            connector=self._connector_factory(kv_checksum, host, state_slots, disk is not None),
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
@@ -161,7 +164,8 @@ class Node:
         region, layout = self.runner.kv_region, self.runner.kv_layout
         self.kv: RankKV = self.connector.register(region, layout, wake)
         self.host_memory = None if host is None else host_memory(host, region, layout, setup, wake)
-        self.rank = rank(self.runner, self.connector, host_memory=self.host_memory)
+        self.disk = None if disk is None else disk(self.host_memory, wake)
+        self.rank = rank(self.runner, self.connector, host_memory=self.host_memory, disk=self.disk)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
         if seconds is not None:
             self.engine._pipeline = ModelledPipeline(self.rank, seconds)
@@ -175,12 +179,14 @@ class Node:
         self._leased_slots: dict[int, set[Slot]] = {}  # slots of these that must not change
 
     @staticmethod
-    def _connector_factory(checksum: bool, host: HostRoom | None, state_slots: int) -> ConnectorFactory:
+    def _connector_factory(checksum: bool, host: HostRoom | None, state_slots: int, disk: bool) -> ConnectorFactory:
         def make(*args: Any) -> KVConnectorScheduler:
             peers = PeerConnectorScheduler(*args, checksum=checksum)
             if host is None:
                 return peers
-            return HostTier(peers, host, checksum=checksum, store_blocks=5, slot_blocks=2.0 if state_slots else 0.0)
+            slot_blocks = 2.0 if state_slots else 0.0
+            tier = HostTier(peers, host, checksum=checksum, store_blocks=5, slot_blocks=slot_blocks)
+            return DiskTier(tier, write_blocks=5, slot_blocks=slot_blocks) if disk else tier
 
         return make
 

@@ -37,8 +37,8 @@ class NixlAgent:
 
     def __init__(self, name: str, timing: PeerTiming = DEFAULT_TIMING) -> None:
         with ucx.settings(timing):
-            self._lib = _library()
-            self._errors = _errors(self._lib)
+            self._lib = load_library()
+            self._errors = errors_of(self._lib)
             config = self._lib.nixlAgentConfig()
             config.useProgThread = True
             config.pthrDelay = PROGRESS_DELAY_US
@@ -157,7 +157,7 @@ class NixlTransfer:
         raise PeerError(f"reading failed: {status}")
 
 
-def _library() -> Any:
+def load_library() -> Any:
     """Import the bindings for the installed CUDA. The package ``nixl`` would import torch; these do not."""
     names = ["nixl_cu12", "nixl_cu13"]
     if ucx.cuda_driver_version() >= 13_000:
@@ -176,7 +176,7 @@ def _library() -> Any:
     raise ConfigError(f"NIXL cannot be imported ({'; '.join(reasons) or 'not installed'}); pip install nixl-cu12")
 
 
-def _errors(bindings: Any) -> tuple[type[Exception], ...]:
+def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
     """Return NIXL's exceptions, which have no base class, and those the bindings make of C++ exceptions."""
     names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
     return (*(getattr(bindings, name) for name in names), RuntimeError, ValueError, MemoryError)

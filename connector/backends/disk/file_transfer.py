@@ -1,0 +1,102 @@
+"""Moves bytes between memory and open files: through NIXL's POSIX back end where it works, else by plain calls."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from pdserve.errors import PdserveError
+
+_log = logging.getLogger(__name__)
+
+
+class Span(NamedTuple):
+    """The whole content of a file, and its place in memory."""
+
+    fd: int
+    address: int
+    num_bytes: int
+
+
+class FileTransfer(Protocol):
+    """All calls come from one thread."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Prepare memory for transfers. Memory that was registered before is ignored. Raises PdserveError."""
+
+    def move(self, spans: Sequence[Span], read: bool) -> str:
+        """Read files into registered memory, or write them. Return an error, or an empty string: all bytes moved."""
+
+
+class NoTransfer:
+    """The FileTransfer of a process without NIXL: plain calls do all."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Any memory will do."""
+
+    def move(self, spans: Sequence[Span], read: bool) -> str:
+        return "no NIXL"
+
+
+def move(transfer: FileTransfer, spans: Sequence[Span], read: bool) -> list[str]:
+    """Move all spans. Return an error for each; empty: all of its bytes moved.
+
+    What NIXL cannot move is tried by plain calls, which say what is wrong with which file.
+    """
+    if not spans or not transfer.move(spans, read):
+        return [""] * len(spans)
+    return [_move(span, read) for span in spans]
+
+
+def _move(span: Span, read: bool) -> str:
+    memory = memoryview((ctypes.c_char * span.num_bytes).from_address(span.address)).cast("B")
+    done = 0
+    try:
+        while done < span.num_bytes:
+            rest = memory[done:]
+            moved = os.preadv(span.fd, [rest], done) if read else os.pwritev(span.fd, [rest], done)
+            if not moved:
+                return f"{done} of {span.num_bytes} bytes were moved"
+            done += moved
+    except OSError as exc:
+        return str(exc)
+    return ""
+
+
+def open_transfer(agent: str, folder: Path) -> FileTransfer:
+    """Return a transfer of NIXL if that moves a block to a file in ``folder`` and back, else plain calls."""
+    from connector.backends.nixl.file_agent import NixlFiles
+
+    try:
+        found = NixlFiles(agent)
+        problem = _try(found, folder)
+    except PdserveError as exc:
+        problem = str(exc)
+    except OSError as exc:
+        _log.debug("NIXL's POSIX back end could not be tried in %s: %s", folder, exc)
+        return NoTransfer()
+    if not problem:
+        return found
+    _log.info("KV on disk: plain file calls, since NIXL's POSIX back end does not work here: %s", problem)
+    return NoTransfer()
+
+
+def _try(transfer: FileTransfer, folder: Path) -> str:
+    """Write a page to a file and read it. Return the error, or an empty string. Raises OSError, PdserveError."""
+    size = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory[:size] = content = os.urandom(size)
+    transfer.register(address, 2 * size)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for read in (False, True):
+            if error := transfer.move([Span(file.fileno(), address + read * size, size)], read):
+                return error
+    return "" if memory[size:] == content else "what was read is not what was written"

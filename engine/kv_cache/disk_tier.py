@@ -1,0 +1,324 @@
+"""Disk behind host memory: blocks are written there, and come back to host memory before a prompt needs them.
+
+    host   stored ─────────► evicted            read ──► stored again ──► fetched to the device (host_tier.py)
+              └─ write ─┐                    ┌─ read ─┘
+    disk                └──► file ───────────┘
+
+Writes go through: a block is written soon after it was stored in host memory. A prompt that continues on disk waits for
+one read of all that it lacks. Then host memory decides about its fetch as if the blocks had always been there.
+
+A read is ordered only if it is predicted to be faster, with the copy to the device, than to compute its tokens. A disk
+that was not measured for long, or was slow, is measured by small reads. No prompt waits for a read longer than its
+tokens take to compute.
+
+Nothing that was read is trusted: the device digests it when it is fetched, and the name of a file has the digest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+import msgspec
+
+from engine.kv_cache.disk_index import DiskIndex
+from engine.kv_cache.disk_writes import DiskArea, DiskWrites
+from engine.kv_cache.host_pool import HostEntry
+from engine.kv_cache.host_tier import HostTier
+from engine.kv_cache.tier import Tier
+from engine.kv_cache.tier_areas import Area
+from engine.request import Sequence
+from engine.step_cost_meter import LineFit, StepCostMeter
+from pdserve.disk_kv import (
+    AnyDiskOrder,
+    BlockName,
+    DiskLate,
+    DiskListing,
+    DiskOrder,
+    DiskResult,
+    DiskWork,
+    OpenDisk,
+    Outcome,
+)
+from pdserve.ipc.messages import Totals
+from pdserve.records import KVConnectorOrders, ModelRunnerOutput
+
+_log = logging.getLogger(__name__)
+
+_KEEP = 0.95  # weight of earlier reads after each new one: about 20 count
+_PROBE_BLOCKS = 16  # of a prefix, to measure a disk
+_LEAST_PATIENCE = 0.1  # seconds that a prompt waits for a read, at least: short prompts are computed in a few ms
+_READ_SHARE = 1 / 2  # of host memory, at most, for reads in flight
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """Blocks on their way to host memory. ``kept`` are those of the same prefix that are there."""
+
+    sequence: Sequence
+    num_tokens: int  # that need not be computed then
+    names: list[BlockName] = field(default_factory=list)
+    parts: list[DiskArea] = field(default_factory=list)  # of each block
+    places: list[int] = field(default_factory=list)  # in host memory
+    kept: list[tuple[Area, HostEntry]] = field(default_factory=list)
+    size: float = 0.0  # in blocks
+    ordered_at: float = 0.0
+    forgotten: bool = False  # the weights have changed meanwhile
+
+
+class DiskTier(Tier):
+    """Files of a node, before its host memory."""
+
+    def __init__(self, behind: HostTier, *, write_blocks: int, slot_blocks: float = 0.0) -> None:
+        """A write has up to ``write_blocks`` blocks. ``slot_blocks``: bytes of a slot of recurrent state, in blocks."""
+        super().__init__(behind)
+        self._host = behind
+        areas, index = behind.areas, DiskIndex(behind.below_changed)
+        self._parts = {areas.kv: DiskArea(areas.kv, index, write_blocks, False, lambda: self._totals)}
+        if areas.slots is not None:
+            per_write = max(1, int(write_blocks / max(slot_blocks, 1.0)))
+            self._parts[areas.slots] = DiskArea(areas.slots, DiskIndex(), per_write, True, lambda: self._totals)
+        self._slot_blocks = slot_blocks
+        self._numbers = count(1)  # of transfers
+        self._writes = DiskWrites(list(self._parts.values()), self._numbers)
+        self._totals = Totals()
+        self._clock: Callable[[], float] = lambda: 0.0
+        self._cost = LineFit(_KEEP)  # seconds of a read, by blocks
+        self._measured_at = 0.0
+        self._version = ""  # of the weights; empty: not known yet
+        self._orders: list[AnyDiskOrder] = []
+        self._reads: dict[int, _Read] = {}  # by number of the transfer
+        self._reading: dict[BlockName, int] = {}  # number of the latest read of a block
+        self._waiting: dict[int, int] = {}  # number of the read that a sequence waits for
+        self._late: set[int] = set()  # reads
+        self._considered: set[int] = set()  # sequences
+
+    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float]) -> None:
+        super().attach(meter, totals, clock)
+        self._totals = totals
+        self._clock = clock
+
+    def use_weights(self, version: str) -> None:
+        self._open(version)
+        super().use_weights(version)
+
+    def forget_stored(self) -> None:
+        self._open("")
+        for part in self._parts.values():
+            part.forget()
+        self._writes.forget()
+        for read in self._reads.values():
+            read.forgotten = True
+        super().forget_stored()
+
+    def _open(self, version: str) -> None:
+        self._version = version
+        self._orders.append(OpenDisk(version))
+
+    @property
+    def disk_blocks(self) -> int:
+        return len(self._parts[self._host.areas.kv].index)
+
+    # ------------------------------------------------------------ reads
+
+    def considered(self, sequence: Sequence) -> bool:
+        if sequence.seq in self._waiting:
+            return True
+        return sequence.seq in self._considered and super().considered(sequence)
+
+    def fetching(self, sequence: Sequence) -> bool:
+        return sequence.seq in self._waiting or super().fetching(sequence)
+
+    def fetch(self, sequence: Sequence) -> bool:
+        if sequence.seq in self._waiting:
+            return True
+        if sequence.seq not in self._considered:
+            self._considered.add(sequence.seq)
+            if self._begin_read(sequence):
+                return True
+        return super().fetch(sequence)
+
+    def end_fetch(self, sequence: Sequence) -> None:
+        self._considered.discard(sequence.seq)
+        self._waiting.pop(sequence.seq, None)
+        super().end_fetch(sequence)
+
+    def abandon_load(self, sequence: Sequence) -> Collection[int]:
+        self.end_fetch(sequence)
+        return super().abandon_load(sequence)
+
+    def _begin_read(self, sequence: Sequence) -> bool:
+        """Order what a sequence lacks in host memory, if that is worth its time. Return whether it waits for it."""
+        if not self.disk_blocks or self._late:
+            return False
+        whole = self._find(sequence)
+        if whole is None:
+            return False
+        if (same := self._reading.get(whole.names[0])) is not None:  # then what it brings is known
+            self._waiting[sequence.seq] = same
+            self._considered.discard(sequence.seq)
+            return True
+        seconds = self._host.seconds_to_compute(whole.num_tokens)
+        read = self._worthwhile(whole, seconds)
+        if read is None or not self._take_places(read):
+            return False
+        number = next(self._numbers)
+        patience = max(_LEAST_PATIENCE, seconds)
+        self._orders.append(DiskOrder(number, DiskWork.READ, tuple(read.names), tuple(read.places), patience))
+        read.ordered_at = self._clock()
+        self._reads[number] = read
+        self._reading |= dict.fromkeys(read.names, number)
+        self._waiting[sequence.seq] = number
+        return True
+
+    def _find(self, sequence: Sequence, most: int | None = None) -> _Read | None:
+        """Return a read of up to ``most`` blocks of a prefix; None if it would bring nothing."""
+        areas, with_state = self._host.areas, not self.loadable(sequence)
+
+        def hashes(end: int | None) -> islice[bytes]:
+            return islice(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable), end)
+
+        known = len(areas.longest(hashes(None), with_state))
+        if not areas.may_continue_below(hashes(None), known):
+            return None
+        room = max(0, int(areas.kv.host.total * _READ_SHARE - sum(read.size for read in self._reads.values())))
+        fits = room // self._groups.num_groups
+        chain = areas.longest(hashes(known + (fits if most is None else min(fits, most))), with_state, below=True)
+        if len(chain) <= known:
+            return None
+        read = _Read(sequence, (len(chain) - known) * self._block_size)
+        for area, group, index in areas.places(chain, with_state):
+            key = (group, chain[index])
+            if area.on_device(key):
+                continue
+            if (entry := area.host.find(key)) is not None:
+                read.kept.append((area, entry))
+                continue
+            part = self._parts[area]
+            digest = part.index.digest(key)
+            assert digest is not None
+            read.names.append(part.name(key, digest))
+            read.parts.append(part)
+            read.size += self._slot_blocks if part.slot else 1.0
+        return read
+
+    def _worthwhile(self, whole: _Read, seconds: float) -> _Read | None:
+        """Return the read, a small part of it that measures the disk, or None if to compute is faster.
+
+        ``seconds``: to compute its tokens; 0: unknown.
+        """
+        size = whole.size + sum(read.size for read in self._reads.values())
+        fetch = self._host.seconds_to_fetch(whole.size)
+        if self._cost and self._cost.line.at(size) + fetch < seconds:
+            return whole
+        if seconds and self._cost.line.aged(self._clock() - self._measured_at).at(size) + fetch >= seconds:
+            return None
+        # Without a state near, there is no small part. The patience of the prompt bounds what it costs.
+        return self._find(whole.sequence, _PROBE_BLOCKS) or whole
+
+    def _take_places(self, read: _Read) -> bool:
+        """Take host memory for a read, and keep what is there of its prefix. Return False if there is too little."""
+        for area, entry in read.kept:
+            area.host.pin(entry)
+        taken = {part: part.area.host.take(read.parts.count(part)) for part in self._parts.values()}
+        read.places = [place for places in taken.values() for place in places]  # in the order of ``names``
+        if len(read.places) == len(read.names):
+            return True
+        for part, places in taken.items():
+            part.area.host.give_back(places)
+        self._drop_kept(read)
+        return False
+
+    def _drop_kept(self, read: _Read) -> None:
+        for area, entry in read.kept:
+            area.host.unpin(entry)
+
+    def _ended(self, result: DiskResult) -> None:
+        """A read has ended: let host memory have its blocks."""
+        read = self._reads.pop(result.order_id)
+        self._late.discard(result.order_id)
+        self._totals.disk_kv_load_bytes += result.num_bytes
+        self._totals.disk_kv_load_seconds += result.seconds
+        self._drop_kept(read)
+        for name, part, place, outcome in zip(read.names, read.parts, read.places, result.outcomes, strict=True):
+            key = (name.group, name.block_hash)
+            if outcome == Outcome.DONE and not read.forgotten:
+                part.area.host.add(key, place, name.digest, verified=False)
+                continue
+            part.area.host.give_back((place,))
+            if outcome == Outcome.MISSING and not read.forgotten:
+                part.index.remove(key)
+        if not any(result.outcomes):
+            now = self._clock()
+            self._cost.add(read.size, now - max(read.ordered_at, self._measured_at))
+            self._measured_at = now
+            self._totals.disk_kv_hit_tokens += 0 if read.forgotten else read.num_tokens
+        for name in read.names:
+            if self._reading.get(name) == result.order_id:
+                del self._reading[name]
+        self._stop_waiting(result.order_id)
+
+    def _is_late(self, number: int) -> None:
+        """A read takes longer than to compute its tokens: no sequence waits for it any longer."""
+        if number not in self._reads:
+            return
+        self._late.add(number)
+        self._totals.disk_kv_late_reads += 1
+        self._stop_waiting(number)
+
+    def _stop_waiting(self, number: int) -> None:
+        for seq in [seq for seq, waits_for in self._waiting.items() if waits_for == number]:
+            del self._waiting[seq]
+
+    # ------------------------------------------------------------ orders and results
+
+    @property
+    def has_orders(self) -> bool:
+        return bool(self._orders) or super().has_orders or (bool(self._version) and self._writes.due)
+
+    def take_orders(self) -> KVConnectorOrders:
+        orders = super().take_orders()
+        if self._version:
+            self._orders += self._writes.order()
+        if not self._orders:
+            return orders
+        disk, self._orders = tuple(self._orders), []
+        return msgspec.structs.replace(orders, disk=disk)
+
+    def update(self, output: ModelRunnerOutput) -> None:
+        super().update(output)
+        for event in output.connector.disk:
+            match event:
+                case DiskResult():
+                    self._take_result(event)
+                case DiskLate(number):
+                    self._is_late(number)
+                case DiskListing():
+                    self._take_listing(event)
+
+    def _take_result(self, result: DiskResult) -> None:
+        self._totals.disk_kv_failures += result.num_failed
+        self._totals.disk_kv_evicted_blocks += result.num_evicted
+        self._events.status_changed = True
+        if result.order_id in self._reads:
+            self._ended(result)
+        else:
+            self._totals.disk_kv_store_bytes += result.num_bytes
+            self._writes.ended(result)
+
+    def _take_listing(self, listing: DiskListing) -> None:
+        if listing.version != self._version:
+            return
+        parts = {part.slot: part for part in self._parts.values()}
+        if listing.begins:
+            for part in self._parts.values():
+                part.index.begin_scan()
+        for name in listing.names:
+            if name.slot in parts:
+                parts[name.slot].index.add((name.group, name.block_hash), name.digest)
+        if listing.ends:
+            for part in self._parts.values():
+                part.index.end_scan()
+        self._events.status_changed = True

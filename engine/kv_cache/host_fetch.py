@@ -1,0 +1,69 @@
+"""A fetch: cached blocks on their way from host memory to the device, and then blocks that are kept for a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.kv_cache.host_pool import HostEntry
+from engine.kv_cache.tier_areas import Area
+from engine.request import Sequence
+from pdserve.host_copies import HostCopy
+from pdserve.ipc.messages import LeaseCached
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """The blocks of one area that a fetch loads."""
+
+    area: Area
+    places: list[tuple[int, int]] = field(default_factory=list)  # logical block and group of each
+    entries: list[HostEntry] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # once they are taken
+
+    def add(self, index: int, group: int, entry: HostEntry) -> None:
+        self.places.append((index, group))
+        self.entries.append(entry)
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """``kv`` and ``slots`` are what it loads. It ends with its copy and its digests."""
+
+    sequence: Sequence
+    num_tokens: int  # that need not be computed then
+    kv: Part
+    slots: Part | None  # None: the model has no recurrent layers
+    size: float = 0.0  # in blocks
+    kept: list[tuple[Area, list[int]]] = field(default_factory=list)
+    ordered_at: float = 0.0
+    generation: int = 0  # of the weights
+    awaited: bool = True  # by its sequence, or for a pull
+    pull: LeaseCached | None = None  # that is answered at the end
+    ended: bool = False
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.kv] if self.slots is None else [self.kv, self.slots]
+
+    @property
+    def num_entries(self) -> int:
+        return sum(len(part.entries) for part in self.parts)
+
+    def entries(self) -> Iterator[tuple[Area, HostEntry]]:
+        """Yield what it loads, in the order of its digests."""
+        for part in self.parts:
+            for entry in part.entries:
+                yield part.area, entry
+
+    def copy(self, copy_id: int) -> HostCopy:
+        """Return the order of its copy."""
+        slots = self.slots or Part(self.kv.area)
+        return HostCopy(
+            copy_id,
+            load=True,
+            blocks=tuple(self.kv.blocks),
+            host_blocks=tuple(entry.block for entry in self.kv.entries),
+            slots=tuple(slots.blocks),
+            host_slots=tuple(entry.block for entry in slots.entries),
+        )
