@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Annotated
 
 import grpc
@@ -14,9 +15,10 @@ from decode_node.decode_metrics import DecodeMetrics
 from decode_node.decode_service import DecodeService
 from decode_node.handoff_driver import Handoffs
 from decode_node.handoff_policy import FailurePolicy, HandoffPolicy
-from decode_node.prefill_peers import PrefillPeers
 from node.context import NodeContext
 from node.drain import Drainable
+from node.reading.peers import KVPeers
+from node.reading.reading_metrics import ReadingMetrics
 from pdserve.discovery.sources import ADDRESS_FORMS, check_source
 from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
@@ -90,13 +92,14 @@ class DecodeRole:
         self.hands_off_all = settings.handoff_min_tokens == 0
         self._settings = settings
         self._metrics: DecodeMetrics
-        self._peers: PrefillPeers | None = None
+        self._reading = ReadingMetrics()
+        self._peers: KVPeers | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         self._metrics = DecodeMetrics(node.config.served_model_name)
-        self._peers = PrefillPeers(
+        self._peers = KVPeers(
             node,
-            self._metrics,
+            self._reading,
             sources=self._settings.prefill,
             required_transport=self._settings.require_transport,
         )
@@ -119,7 +122,7 @@ class DecodeRole:
         return self._peers.connected_ids() if self._peers is not None else ()
 
     def metrics(self) -> Iterable[Metric]:
-        return self._metrics.collect()
+        return chain(self._metrics.collect(), self._reading.collect())
 
     async def close(self) -> None:
         if self._peers is not None:

@@ -1,4 +1,4 @@
-"""Begins and drives the handoffs of D, this decode node: executes the actions of decode_node/handoff.py, which decides.
+"""Begins and drives the handoffs of D, this decode node: executes the actions that node/reading/handoff.py decides on.
 
                               ┌─ part announced: read it while P computes the next ─┐
 reserved ─► worth it? ─► prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
@@ -24,12 +24,12 @@ import msgspec
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import HandoffEvent, NodeGeneration
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
 from decode_node.handoff_policy import HandoffPolicy
-from decode_node.prefill_peer import PrefillPeer
-from decode_node.prefill_peers import PrefillPeers
-from decode_node.prefill_stream import PrefillStream
 from node.context import NodeContext
+from node.reading.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
+from node.reading.peer import KVPeer
+from node.reading.peer_stream import PeerStream
+from node.reading.peers import KVPeers
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
 from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, Reserved, StartRead
 from pdserve.pb import pdserve_pb2 as pb
@@ -43,7 +43,7 @@ T = TypeVar("T")
 class Handoffs:
     """All handoffs of D."""
 
-    def __init__(self, node: NodeContext, peers: PrefillPeers, metrics: DecodeMetrics, policy: HandoffPolicy) -> None:
+    def __init__(self, node: NodeContext, peers: KVPeers, metrics: DecodeMetrics, policy: HandoffPolicy) -> None:
         self.node = node
         self.peers = peers
         self.metrics = metrics
@@ -77,13 +77,13 @@ class HandoffDriver:
     exception ends this request only.
     """
 
-    def __init__(self, handoffs: Handoffs, generation: NodeGeneration, peer: PrefillPeer) -> None:
+    def __init__(self, handoffs: Handoffs, generation: NodeGeneration, peer: KVPeer) -> None:
         self._handoffs = handoffs
         self._engine = handoffs.node.engine
         self._generation = generation
         self._peer = peer
         self._handoff: Handoff | None = None
-        self._stream: PrefillStream | None = None  # of the handoff
+        self._stream: PeerStream | None = None  # of the handoff
         self._uncached_tokens = 0  # tokens of the handoff whose KV is not on D
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False
@@ -136,7 +136,7 @@ class HandoffDriver:
         self._handoffs.metrics.handoffs.inc()
         self._prefill_at(self._peer)
 
-    def _prefill_at(self, peer: PrefillPeer) -> None:
+    def _prefill_at(self, peer: KVPeer) -> None:
         """Raises PdserveError when the prompt cannot be sent."""
         assert self._handoff is None or not self._handoff.active, "a drained P's events would reach the next handoff"
         self._handoff = None
@@ -275,7 +275,7 @@ class HandoffDriver:
 
     def _count_pulled(self, num_tokens: int) -> None:
         if self._generation.message.pull:
-            metrics, cached = self._handoffs.metrics, self._generation.num_handoff_tokens - self._uncached_tokens
+            metrics, cached = self._handoffs.peers.metrics, self._generation.num_handoff_tokens - self._uncached_tokens
             metrics.pulled_tokens.inc(max(0, num_tokens - cached))
             metrics.pull_misses.inc(num_tokens <= cached)
 

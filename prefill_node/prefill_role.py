@@ -13,14 +13,14 @@ from prometheus_client.metrics_core import Metric
 
 from node.context import NodeContext
 from node.drain import Drainable
+from node.leasing.leases import LeaseState
+from node.leasing.prefill_service import PrefillService
+from node.leasing.prefills import Prefills
 from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import DAY
 from pdserve.metrics import MetricSet
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from prefill_node.leases import LeaseState
-from prefill_node.prefill_service import PrefillService
-from prefill_node.prefills import Prefills
 
 
 class PrefillSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ from itertools import count
 from toy import reference
 from toy_node import BLOCK, Node
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ToPeer
+from node.leasing.leases import Lease, LeaseId, LeaseTable
+from node.reading.handoff import Action, Event, Handoff, HandoffFailed, ToPeer
 from pdserve.errors import Overloaded, PeerError
 from pdserve.ipc.messages import (
     Batch,
@@ -32,7 +33,6 @@ from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
-from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
 FINISHED = pb.PrefillEvent(finished=pb.Finished())

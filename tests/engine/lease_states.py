@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, Phase
+from node.leasing.leases import Lease, LeaseId, LeaseTable
+from node.reading.handoff import Action, Event, Handoff, HandoffFailed, Phase
 from pdserve.errors import PeerError
 from pdserve.ipc.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import PeerTiming
-from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
 PARTS = 2

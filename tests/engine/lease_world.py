@@ -18,11 +18,11 @@ from slow_connector import SlowConnector, Transfer
 from toy import ToyRunner
 from toy_node import BATCH_TOKENS, BLOCK, Node
 
-from decode_node.handoff import Phase
+from node.leasing.leases import LeaseId
+from node.reading.handoff import Phase
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.sampling_params import SamplingParams
-from prefill_node.leases import LeaseId
 
 P_BLOCKS, D_BLOCKS = 14, 12
 AHEAD = 2  # tokens that P may decode ahead

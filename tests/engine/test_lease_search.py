@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from lease_states import State, check, faults, moves
 
-from prefill_node.leases import Lease, LeaseId, LeaseTable
+from node.leasing.leases import Lease, LeaseId, LeaseTable
 
 
 def search(initial: State) -> int:

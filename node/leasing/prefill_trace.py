@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import time
 
+from node.leasing.leases import LeaseState
 from pdserve.errors import PdserveError
 from pdserve.logs import request_fields
 from pdserve.tracing.spans import Span
-from prefill_node.leases import LeaseState
 
 _log = logging.getLogger(__name__)
 

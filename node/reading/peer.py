@@ -4,7 +4,7 @@
          ▲                                                                                                  │
          └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-While connected, a stream carries all handoffs (decode_node/prefill_stream.py). gRPC keepalive closes the connection to
+While connected, a stream carries all handoffs (node/reading/peer_stream.py). gRPC keepalive closes the connection to
 a dead or hung host, and with it the stream. Repeated Describe calls find a stuck engine or a hung event loop. A lost
 peer fails the handoffs on its stream; the engine disconnects, which ends reads in flight. Attempts are spaced
 0.1 → 5 s with jitter. The timeouts are in pdserve/rpc/timeouts.py.
@@ -24,10 +24,10 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from decode_node.decode_metrics import PeerMetrics
-from decode_node.prefill_stream import PrefillStream
 from node.context import NodeContext
 from node.health import State
+from node.reading.peer_stream import PeerStream
+from node.reading.reading_metrics import PeerMetrics
 from pdserve.config.compatibility import common_protocol, describe_window
 from pdserve.errors import ConfigError, PdserveError, PeerError, shown
 from pdserve.ipc.messages import Connect, Disconnect
@@ -75,7 +75,7 @@ class PeerRegistry(Protocol):
         """A peer was refused for its transport."""
 
 
-class PrefillPeer:
+class KVPeer:
     """The prefill node at an address. ``node_id`` and ``epoch`` are empty while unknown."""
 
     def __init__(
@@ -89,7 +89,7 @@ class PrefillPeer:
         self.address = address
         self.node_id = ""
         self.epoch = ""
-        self.stream: PrefillStream | None = None  # while connected
+        self.stream: PeerStream | None = None  # while connected
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
         self._dialer = Dialer(address, self._timing, node.tls)
@@ -98,7 +98,7 @@ class PrefillPeer:
         self._registry = registry
         self._required_transport = required_transport
         self._connecting: asyncio.Future[Connected] | None = None  # the connector's answer
-        self._closing: PrefillStream | None = None  # the previous stream, which may still deliver releases
+        self._closing: PeerStream | None = None  # the previous stream, which may still deliver releases
         self._drained = False  # the latest epoch ended by draining
         self._unlisted = False
         self._check_now = asyncio.Event()
@@ -226,7 +226,7 @@ class PrefillPeer:
         self._check_transport(connection)
         self._metrics.transport = connection.transport
         limit = request_limit(description.max_model_len)
-        self.stream = PrefillStream(stub, peer, max_request=limit, on_change=self.check)
+        self.stream = PeerStream(stub, peer, max_request=limit, on_change=self.check)
         self._drained = False
         self._registry.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)

@@ -6,6 +6,9 @@ import logging
 from collections.abc import AsyncIterable
 
 from node.context import NodeContext
+from node.leasing.leases import LeaseId
+from node.leasing.prefill_trace import PrefillTrace
+from node.leasing.prefills import Prefill, Prefills
 from node.request_checks import check_request, check_skip
 from node.served_streams import ServedStream
 from pdserve.errors import PdserveError, PeerError, RequestError
@@ -13,14 +16,11 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import sampling_from_pb
 from pdserve.tracing.spans import Attributes
-from prefill_node.leases import LeaseId
-from prefill_node.prefill_trace import PrefillTrace
-from prefill_node.prefills import Prefill, Prefills
 
 _log = logging.getLogger(__name__)
 
 
-class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
+class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
     """The prompts of one decode node.
 
     While too many events wait for a slow D, ``read`` waits too, so that only accepted prompts add a few events each.

@@ -1,6 +1,6 @@
 """All prefill nodes that D reads from: found through discovery, connected before D is ready and while it runs.
 
-pdserve/discovery/ lists their addresses; decode_node/prefill_peer.py keeps the connection to each.
+pdserve/discovery/ lists their addresses; node/reading/peer.py keeps the connection to each.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 
-from decode_node.decode_metrics import DecodeMetrics
-from decode_node.prefill_peer import PrefillPeer, TransportTooSlow
 from node.context import NodeContext
+from node.reading.peer import KVPeer, TransportTooSlow
+from node.reading.reading_metrics import ReadingMetrics
 from pdserve.discovery.sources import Directory
 from pdserve.errors import ConfigError, Draining, PeerError
 from pdserve.transports import Connected
@@ -19,11 +19,11 @@ from pdserve.transports import Connected
 _log = logging.getLogger(__name__)
 
 
-class PrefillPeers:
+class KVPeers:
     """The listed prefill nodes, and unlisted ones that handoffs still need."""
 
     def __init__(
-        self, node: NodeContext, metrics: DecodeMetrics, *, sources: Sequence[str], required_transport: str
+        self, node: NodeContext, metrics: ReadingMetrics, *, sources: Sequence[str], required_transport: str
     ) -> None:
         """``sources`` are those of pdserve/discovery/sources.py; an empty ``required_transport`` accepts any.
 
@@ -32,9 +32,9 @@ class PrefillPeers:
         self._sources = tuple(sources)
         self._required_transport = required_transport
         self._node = node
-        self._metrics = metrics
+        self.metrics = metrics
         self._directory = Directory(self._sources, self._on_listed)
-        self._peers: dict[str, PrefillPeer] = {}  # by address
+        self._peers: dict[str, KVPeer] = {}  # by address
         self._first = asyncio.Event()  # a peer has connected, or was refused for its transport
         self._too_slow: TransportTooSlow | None = None  # latest
         self._next_other = 0  # round robin over substitutes of a draining peer
@@ -44,7 +44,7 @@ class PrefillPeers:
         node.engine.on_read = metrics.count_read
         node.engine.on_read_checked = metrics.count_checked
 
-    def get(self, node_id: str) -> PrefillPeer:
+    def get(self, node_id: str) -> KVPeer:
         """Return the connected peer with this id, or another one if it drains.
 
         Raises PeerError if it is not connected, Draining if it drains and no other peer is connected.
@@ -59,7 +59,7 @@ class PrefillPeers:
             raise Draining(f"prefill node {node_id} is draining, and no other prefill node is connected")
         return other
 
-    def other(self) -> PrefillPeer | None:
+    def other(self) -> KVPeer | None:
         """Return a connected peer in place of one that drains, round robin; None if there is none."""
         usable = [peer for peer in self._peers.values() if peer.usable]
         self._next_other += 1
@@ -123,20 +123,20 @@ class PrefillPeers:
         for address, peer in self._peers.items():
             peer.set_listed(address in addresses)
         for address in sorted(addresses - self._peers.keys()):
-            peer = self._peers[address] = PrefillPeer(
+            peer = self._peers[address] = KVPeer(
                 address,
                 self._node,
-                self._metrics.add_peer(address),
+                self.metrics.add_peer(address),
                 registry=self,
                 required_transport=self._required_transport,
             )
             self._start(self._run_peer(peer), f"peer {address}")
 
-    async def _run_peer(self, peer: PrefillPeer) -> None:
+    async def _run_peer(self, peer: KVPeer) -> None:
         await peer.run()
         _log.info("prefill node %s is no longer listed", peer.address)
         del self._peers[peer.address]
-        self._metrics.drop_peer(peer.address)
+        self.metrics.drop_peer(peer.address)
         await peer.close()
 
     def _on_connector_connected(self, connection: Connected) -> None:

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterable
 from itertools import count
 
 from node.context import NodeContext
+from node.leasing.prefills import Prefills
+from node.leasing.reader_stream import ReaderStream
 from node.served_streams import ServedStreams
 from node.stream_writer import Context
 from pdserve.config.compatibility import SPOKEN_PROTOCOLS, describe_window, differences
@@ -15,8 +17,6 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
 from pdserve.rpc.protobuf import rank_to_pb
-from prefill_node.decode_stream import DecodeStream
-from prefill_node.prefills import Prefills
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         self._node = node
         self._prefills = prefills
         self._decode_ahead = decode_ahead
-        self._streams: ServedStreams[DecodeStream] = ServedStreams(node.violations)
+        self._streams: ServedStreams[ReaderStream] = ServedStreams(node.violations)
         self._numbers = count(1)  # of streams
         self.release_timeout = prefills.table.seconds + prefills.table.guard
         prefills.on_change = self._streams.changed
@@ -66,7 +66,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     async def Serve(  # type: ignore[override]  # not a generator, which would not notice a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        stream = DecodeStream(
+        stream = ReaderStream(
             next(self._numbers),
             self._node,
             self._prefills,

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from node.engine_client import EngineClient
+from node.leasing.leases import Lease, LeaseId, LeaseState, LeaseTable
+from node.leasing.prefill_trace import PrefillTrace
 from node.request_events import Event, error_of
 from pdserve.errors import DeadlineExceeded, EngineCrashed, PdserveError, PeerError
 from pdserve.ipc.messages import (
@@ -39,8 +41,6 @@ from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
-from prefill_node.leases import Lease, LeaseId, LeaseState, LeaseTable
-from prefill_node.prefill_trace import PrefillTrace
 
 _log = logging.getLogger(__name__)
 
