@@ -30,12 +30,14 @@ class HandoffPolicy:
             self._metrics.local_prefills.inc()
         return worth
 
-    def recompute_after(self, error: PdserveError, uncached_tokens: int) -> bool:
-        """Count a failed or refused handoff; return whether to prefill its prompt on D."""
+    def recompute_after(self, error: PdserveError, uncached_tokens: int, *, pull: bool = False) -> bool:
+        """Count a failed or refused handoff; return whether to prefill its prompt on D: always, after a pull."""
         refused = isinstance(error, Overloaded)
         (self._metrics.handoff_refusals if refused else self._metrics.handoff_failures).inc()
-        if self._failure_policy is FailurePolicy.FAIL or isinstance(error, PrefillCrashed):
+        if isinstance(error, PrefillCrashed):
             return False  # the prompt that ended P's engine may end this one, too
+        if self._failure_policy is FailurePolicy.FAIL and not pull:
+            return False
         if not refused:
             self._metrics.recomputes.inc()
             self._metrics.recomputed_tokens.inc(uncached_tokens)

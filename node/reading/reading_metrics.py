@@ -55,10 +55,14 @@ class ReadingMetrics:
         self._metrics = metrics = MetricSet()
         self._peers: list[PeerMetrics] = []
         self.pulled_tokens = metrics.counter(
-            "pdserve_pulled_tokens", "Tokens of moved streams whose KV was read from the prefix cache of a peer."
+            "pdserve_pulled_tokens",
+            "Tokens of prompts and moved streams whose KV was read from a peer's prefix cache.",
         )
         self.pull_misses = metrics.counter(
             "pdserve_pull_misses", "Pulls that found nothing more in the peer's prefix cache than this node had."
+        )
+        self.pull_failures = metrics.counter(
+            "pdserve_pull_failures", "Pulls of prefixes that failed or were late: their tokens were computed."
         )
         metrics.read_totals(
             "pdserve", PeerCounters, lambda: {(peer.address,): peer.counters for peer in self._shown()}, ["peer"]
@@ -66,6 +70,11 @@ class ReadingMetrics:
         metrics.read_gauge(
             "pdserve_peer_connected", "1 while the peer is connected.", self._connected, ["peer", "transport"]
         )
+
+    def count_pull(self, num_tokens: int) -> None:
+        """Count a pull that brought the KV of ``num_tokens`` tokens; 0 or less: it found nothing."""
+        self.pulled_tokens.inc(max(0, num_tokens))
+        self.pull_misses.inc(num_tokens <= 0)
 
     def add_peer(self, address: str) -> PeerMetrics:
         self._peers.append(PeerMetrics(address))
@@ -86,7 +95,7 @@ class ReadingMetrics:
             if peer.epoch == read.epoch:
                 peer.counters.kv_read_failures += 1
                 peer.counters.kv_checksum_failures += read.num_corrupt
-                _log.warning("KV from prefill node %s is corrupt: %s", peer.address, read.error)
+                _log.warning("KV from node %s is corrupt: %s", peer.address, read.error)
 
     def collect(self) -> Iterable[Metric]:
         return self._metrics.collect()

@@ -1,4 +1,4 @@
-"""Times one prompt on P, as spans and as a log line.
+"""Times one prompt of a peer, as spans and as a log line.
 
 queue ─► prefill ─► first tokens
             └ lease ──────────────────────► released, aborted or expired
@@ -17,7 +17,7 @@ from pdserve.tracing.spans import Span
 _log = logging.getLogger(__name__)
 
 
-class PrefillTrace:
+class PromptTrace:
     """Spans and, with ``log``, a log line of a prompt, from its arrival until its lease ends."""
 
     def __init__(self, request_id: str, num_tokens: int, span: Span, log: bool) -> None:
