@@ -182,8 +182,11 @@ def worth_pulling(costs: StepCosts, num_tokens: int, wait: float = 0.0) -> bool:
 
 
 def pull_deadline(costs: StepCosts, num_tokens: int) -> float:
-    """Return the seconds after which a pull is given up: no fewer than the node needs to compute the tokens."""
-    return max(_SHORTEST_PULL, costs.prompt.slope * num_tokens)
+    """Return the seconds after which a pull is given up: no fewer than the node needs to compute the tokens.
+
+    A node that has not measured them waits.
+    """
+    return max(_SHORTEST_PULL, costs.prompt.slope * num_tokens) if costs.prompt else math.inf
 
 
 def decode_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, prompt_share: float) -> float:

@@ -171,6 +171,7 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     least = min(candidate.excess for candidate in candidates)
     candidates = [candidate for candidate in candidates if candidate.excess == least]
     cheapest = _cheapest(candidates)
+    cheapest = [candidate for candidate in cheapest if candidate.source is None] or cheapest
     best = cheapest[snapshot.counter % len(cheapest)]
     prefill = None if best.prefill is None else best.prefill.node_id
     if best.source is None:
