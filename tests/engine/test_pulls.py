@@ -261,20 +261,18 @@ def test_cancelled_pull_holds_nothing() -> None:
     world.close()
 
 
-def test_a_pull_makes_no_steps_shorter_and_refuses_no_prompt() -> None:
-    """It waits for no other node's steps. P has no streams."""
+def test_prompt_that_lacks_blocks_during_a_pull_is_not_refused() -> None:
+    """A pull waits for no prompt of another node, so these two cannot wait for each other."""
     world = Pulling()
-    for rid in range(100, 109):  # more than have a place
-        world.p.submit(rid, [rid] * 30, SamplingParams(max_tokens=1), Mode.LEASE)
-    batches = [world.p.step() for _ in range(3)]
-    assert not any(batch.refused for batch in batches)
-    assert max(plan.num_prompt_tokens for plan in world.p.runner.launched) == 16
-    num_tokens = world.read()
-    world.p.obey(KVConfirmed(PEER, num_tokens, ()))
+    long = [5] * 230
+    world.p.submit(100, long, SamplingParams(max_tokens=1), Mode.LEASE)
+    assert not any(world.p.step().refused for _ in range(3))
+    world.p.obey(KVConfirmed(PEER, world.read(), ()))
     world.p.run()
-    for rid in (PEER, *range(100, 109)):
-        assert world.p.tokens[rid, 0]
-        world.p.obey(FreeLease(rid))
+    world.p.obey(FreeLease(PEER))
+    world.p.run()
+    assert [world.p.tokens[rid, 0] for rid in (PEER, 100)] == [reference(p, 0, 1) for p in (world.turn, long)]
+    world.p.obey(FreeLease(100))
     world.close()
 
 
