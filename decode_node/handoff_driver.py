@@ -33,7 +33,7 @@ from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerEr
 from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, Reserved, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.request_cost import pull_deadline, worth_pulling
+from pdserve.request_cost import pull_deadline
 from pdserve.rpc.protobuf import logprobs_from_pb
 
 _log = logging.getLogger(__name__)
@@ -134,13 +134,10 @@ class HandoffDriver(HandoffExecutor):
 
     def _is_worthwhile(self, cached_tokens: int) -> bool:
         """Whether to hand off what is not cached here, or to pull what the router expects the peer to have."""
-        request, handoffs = self._generation.message, self._handoffs
+        request, policy = self._generation.message, self._handoffs.policy
         if request.pull and request.prefix_tokens:
-            missing = request.prefix_tokens - cached_tokens
-            worth = missing > 0 and worth_pulling(handoffs.peers.costs, missing)
-            handoffs.metrics.local_prefills.inc(not worth)
-            return worth
-        return handoffs.policy.choose_handoff(self._uncached_tokens, self._generation.sampling.prompt_logprobs)
+            return policy.choose_pull(request.prefix_tokens - cached_tokens, self._handoffs.peers.costs)
+        return policy.choose_handoff(self._uncached_tokens, self._generation.sampling.prompt_logprobs)
 
     def _prefill_at(self, peer: KVPeer) -> None:
         """Raises PdserveError when the prompt cannot be sent."""
@@ -173,10 +170,8 @@ class HandoffDriver(HandoffExecutor):
     @property
     def _patience(self) -> float:
         """Seconds for a pull of a known number of tokens; a handoff has no limit."""
-        request = self._generation.message
-        if not (request.pull and request.prefix_tokens):
-            return inf
-        return pull_deadline(self._handoffs.peers.costs, self._uncached_tokens)
+        bounded = self._generation.message.pull and self._generation.message.prefix_tokens
+        return pull_deadline(self._handoffs.peers.costs, self._uncached_tokens) if bounded else inf
 
     def _advance(self, event: Event) -> None:
         handoff = self._handoff

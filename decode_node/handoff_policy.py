@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
-from pdserve.request_cost import worth_handoff
+from pdserve.request_cost import StepCosts, worth_handoff, worth_pulling
 
 
 class FailurePolicy(StrEnum):
@@ -28,6 +28,12 @@ class HandoffPolicy:
         worth = worth_handoff(uncached_tokens, prompt_logprobs, self._min_tokens)
         if not worth:
             self._metrics.local_prefills.inc()
+        return worth
+
+    def choose_pull(self, num_tokens: int, costs: StepCosts) -> bool:
+        """Return whether to pull so many tokens, which D computes otherwise; if not, count a local prefill."""
+        worth = num_tokens > 0 and worth_pulling(costs, num_tokens)
+        self._metrics.local_prefills.inc(not worth)
         return worth
 
     def recompute_after(self, error: PdserveError, uncached_tokens: int, *, pull: bool = False) -> bool:

@@ -14,8 +14,7 @@ from node.context import NodeContext
 from node.drain import Drainable
 from node.leasing.leases import LeaseState
 from node.leasing.prefill_service import PrefillService
-from node.leasing.prompts import LeasedPrompts
-from node.leasing.reader_stream import StartPrefill
+from node.leasing.prompts import LeasedPrompts, StartPrefill
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import DAY
 from pdserve.metrics import MetricSet

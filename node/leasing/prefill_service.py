@@ -7,8 +7,8 @@ from collections.abc import AsyncIterable
 from itertools import count
 
 from node.context import NodeContext
-from node.leasing.prompts import LeasedPrompts
-from node.leasing.reader_stream import ReaderStream, StartPrefill
+from node.leasing.prompts import LeasedPrompts, StartPrefill
+from node.leasing.reader_stream import ReaderStream
 from node.served_streams import ServedStreams
 from node.stream_writer import Context
 from pdserve.config.compatibility import SPOKEN_PROTOCOLS, describe_window, differences

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from node.engine_client import EngineClient
 from node.leasing.leases import Lease, LeaseId, LeaseState, LeaseTable
@@ -21,6 +21,7 @@ from pdserve.ipc.messages import Cancel, FreeLease, LeaseCached, Leased, Refused
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
+from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
 
 _log = logging.getLogger(__name__)
@@ -244,3 +245,18 @@ class LeasedPrompts:
         self.engine.send(FreeLease(prompt.rid))
         prompt.on_lease_end(state)
         self.on_change()
+
+
+class StartPrefill(Protocol):
+    """Compute a prompt for a peer. Raises PdserveError before the prompt is registered, or not at all."""
+
+    def __call__(
+        self,
+        prompts: LeasedPrompts,
+        lease: LeaseId,
+        request: pb.PrefillRequest,
+        sampling: SamplingParams,
+        *,
+        trace: PromptTrace,
+        send: Callable[[pb.PrefillEvent], None],
+    ) -> None: ...

@@ -6,38 +6,21 @@ Readers are decode nodes, and all nodes that pull.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterable, Callable
-from typing import Protocol
+from collections.abc import AsyncIterable
 
 from node.context import NodeContext
 from node.leasing.leases import LeaseId
 from node.leasing.prompt_trace import PromptTrace
-from node.leasing.prompts import CachedPrompt, LeasedPrompts
+from node.leasing.prompts import CachedPrompt, LeasedPrompts, StartPrefill
 from node.request_checks import check_request, check_skip
 from node.served_streams import ServedStream
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import sampling_from_pb
-from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import Attributes
 
 _log = logging.getLogger(__name__)
-
-
-class StartPrefill(Protocol):
-    """Compute a prompt for a peer. Raises PdserveError before the prompt is registered, or not at all."""
-
-    def __call__(
-        self,
-        prompts: LeasedPrompts,
-        lease: LeaseId,
-        request: pb.PrefillRequest,
-        sampling: SamplingParams,
-        *,
-        trace: PromptTrace,
-        send: Callable[[pb.PrefillEvent], None],
-    ) -> None: ...
 
 
 class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):

@@ -188,8 +188,8 @@ def test_source_that_fails_amid_a_pull_changes_no_token(
     first, second = fleet.prefill
     prompt, failures = new_prompt(600, len(fault)), second.counter("pull_failures")
     router.generate(prompt, greedy(ANSWER), id_of(first))
-    turn, named = prompt + new_prompt(40, 9), {"prefix_node": id_of(first), "prefix_tokens": full_blocks(600)}
-    running = router.send(turn, greedy(ANSWER), id_of(second), **named)
+    turn, cached = prompt + new_prompt(40, 9), full_blocks(600)
+    running = router.send(turn, greedy(ANSWER), id_of(second), prefix_node=id_of(first), prefix_tokens=cached)
     fleet.wait_until(lambda: second.status().reading > 0 and first.status().leased_blocks > 0, 10.0)
     first.stop("node") if fault == "stopped" else first.signal(signal.SIGKILL)
     assert running.wait().tokens == expected(turn)
