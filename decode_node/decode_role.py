@@ -1,9 +1,10 @@
-"""The decode role: connections to prefill nodes, handoffs, and the DecodeNode service."""
+"""The decode role: handoffs and the DecodeNode service, and leases of what this node has cached."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Annotated
 
 import grpc
@@ -14,15 +15,18 @@ from decode_node.decode_metrics import DecodeMetrics
 from decode_node.decode_service import DecodeService
 from decode_node.handoff_driver import Handoffs
 from decode_node.handoff_policy import FailurePolicy, HandoffPolicy
-from decode_node.prefill_peers import PrefillPeers
 from node.context import NodeContext
-from node.drain import Drainable
+from node.drain import Drainable, SeveralServices
+from node.leasing.leasing import LEASING_SERVICE, LeaseSettings, Leasing
+from node.reading.peers import KVPeers
+from node.reading.reading import Reading, ReadSettings
 from pdserve.discovery.sources import ADDRESS_FORMS, check_source
 from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import DAY
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.transports import REQUIRABLE
+
+DECODE_SERVICE = "pdserve.v1.DecodeNode"
 
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +60,6 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
             group="handoff",
         ),
     ] = 32
-    require_transport: Annotated[
-        str,
-        Flag(
-            "refuse connections to prefill nodes that are slower than KIND: shm (memory shared by processes of a "
-            "host: UCX's cma, sysv, posix, xpmem, knem; not for KV on GPUs), rdma (network cards with remote DMA: rc, "
-            "dc, ud, srd, gga) or nvlink (between GPUs of a host: cuda_ipc). Each accepts the kinds after it; plain "
-            "TCP satisfies none. Judged by the lanes that UCX chose, not by their speed",
-            metavar="KIND",
-            choices=REQUIRABLE,
-            unset="any, with a warning for TCP",
-            group="handoff",
-        ),
-    ] = ""
     peer_wait: Annotated[
         float,
         Flag(
@@ -83,52 +74,58 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class DecodeRole:
     name = "decode"
-    services: tuple[str, ...] = ("pdserve.v1.DecodeNode",)
 
-    def __init__(self, settings: DecodeSettings) -> None:
-        self.uses_connector = bool(settings.prefill)
+    def __init__(self, settings: DecodeSettings, reading: Reading, leasing: Leasing | None) -> None:
+        """Without ``leasing``, another role of this node leases."""
+        self.uses_connector = reading.reads
         self.hands_off_all = settings.handoff_min_tokens == 0
         self._settings = settings
+        self._reading = reading
+        self._leasing = leasing if reading.reads else None
+        self.leases_cache = self._leasing is not None
+        self.services: tuple[str, ...] = (DECODE_SERVICE, *([LEASING_SERVICE] if self.leases_cache else []))
+        self.peers: KVPeers  # once attached
         self._metrics: DecodeMetrics
-        self._peers: PrefillPeers | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         self._metrics = DecodeMetrics(node.config.served_model_name)
-        self._peers = PrefillPeers(
-            node,
-            self._metrics,
-            sources=self._settings.prefill,
-            required_transport=self._settings.require_transport,
-        )
         failure_policy = FailurePolicy(self._settings.failure_policy)
         policy = HandoffPolicy(self._metrics, self._settings.handoff_min_tokens, failure_policy)
-        handoffs = Handoffs(node, self._peers, self._metrics, policy)
+        self.peers = self._reading.attach(node)
+        handoffs = Handoffs(node, self.peers, self._metrics, policy)
         service = DecodeService(node, handoffs)
         pb_grpc.add_DecodeNodeServicer_to_server(service, server)
-        return service
+        if self._leasing is None:
+            return service
+        return SeveralServices(service, self._leasing.attach(node, server, start_prefill=None))
 
     async def connect(self) -> None:
-        if self._peers is not None:
-            await self._peers.start(self._settings.peer_wait)
+        await self._reading.connect(self._settings.peer_wait)
 
     def drop_peers(self, reason: str) -> None:
-        if self._peers is not None:
-            self._peers.drop(reason)
+        if self._leasing is not None:
+            self._leasing.drop()
+        self._reading.drop(reason)
 
     def connected_peers(self) -> Sequence[str]:
-        return self._peers.connected_ids() if self._peers is not None else ()
+        return self._reading.connected_ids()
 
     def metrics(self) -> Iterable[Metric]:
-        return self._metrics.collect()
+        leases = self._leasing.metrics() if self._leasing is not None else ()
+        return chain(self._metrics.collect(), self._reading.metrics(), leases)
 
     async def close(self) -> None:
-        if self._peers is not None:
-            await self._peers.close()
+        if self._leasing is not None:
+            self._leasing.close()
+        await self._reading.close()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    declaration.add_flags(parser, DecodeSettings)
+    for settings in (DecodeSettings, ReadSettings, LeaseSettings):
+        declaration.add_flags(parser, settings)
 
 
 def make_role(args: argparse.Namespace) -> DecodeRole:
-    return DecodeRole(declaration.options_from(DecodeSettings, args))
+    settings = declaration.options_from(DecodeSettings, args)
+    reading = Reading(declaration.options_from(ReadSettings, args), settings.prefill)
+    return DecodeRole(settings, reading, Leasing(declaration.options_from(LeaseSettings, args)))

@@ -128,6 +128,8 @@ class NodeGeneration:
             client=request.client,
             urgent=bool(self.resume),
             cached_only=request.pull,
+            prefix_node=request.prefix_node,
+            prefix_tokens=request.prefix_tokens,
             kv_layers=kv_layers,
         )
 

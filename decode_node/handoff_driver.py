@@ -1,4 +1,4 @@
-"""Begins and drives the handoffs of D, this decode node: executes the actions of decode_node/handoff.py, which decides.
+"""Begins and drives the handoffs of D, this decode node: executes the actions that node/reading/handoff.py decides on.
 
                               ┌─ part announced: read it while P computes the next ─┐
 reserved ─► worth it? ─► prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
@@ -13,7 +13,6 @@ and the handoff is abandoned.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,16 +23,17 @@ import msgspec
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import HandoffEvent, NodeGeneration
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ReadFailed
 from decode_node.handoff_policy import HandoffPolicy
-from decode_node.prefill_peer import PrefillPeer
-from decode_node.prefill_peers import PrefillPeers
-from decode_node.prefill_stream import PrefillStream
 from node.context import NodeContext
+from node.reading.handoff import Event, Handoff, ReadFailed
+from node.reading.handoff_executor import HandoffExecutor
+from node.reading.peer import KVPeer
+from node.reading.peers import KVPeers
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
 from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, Reserved, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
+from pdserve.request_cost import pull_deadline
 from pdserve.rpc.protobuf import logprobs_from_pb
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ T = TypeVar("T")
 class Handoffs:
     """All handoffs of D."""
 
-    def __init__(self, node: NodeContext, peers: PrefillPeers, metrics: DecodeMetrics, policy: HandoffPolicy) -> None:
+    def __init__(self, node: NodeContext, peers: KVPeers, metrics: DecodeMetrics, policy: HandoffPolicy) -> None:
         self.node = node
         self.peers = peers
         self.metrics = metrics
@@ -70,22 +70,18 @@ class Handoffs:
         generation.submit_handoff(driver.on_engine_event, driver.abandon)
 
 
-class HandoffDriver:
+class HandoffDriver(HandoffExecutor):
     """One request from its submission until it decodes, has ended, or is prefilled on D.
 
-    Every action is taken in the callback that brings its reason: an event of P or the engine, or a timer. An unexpected
-    exception ends this request only.
+    An unexpected exception ends this request only.
     """
 
-    def __init__(self, handoffs: Handoffs, generation: NodeGeneration, peer: PrefillPeer) -> None:
+    def __init__(self, handoffs: Handoffs, generation: NodeGeneration, peer: KVPeer) -> None:
+        super().__init__(handoffs.node.engine)
         self._handoffs = handoffs
-        self._engine = handoffs.node.engine
         self._generation = generation
         self._peer = peer
-        self._handoff: Handoff | None = None
-        self._stream: PrefillStream | None = None  # of the handoff
         self._uncached_tokens = 0  # tokens of the handoff whose KV is not on D
-        self._timer: asyncio.TimerHandle | None = None
         self._ended = False
 
     def on_engine_event(self, event: HandoffEvent) -> None:
@@ -129,14 +125,21 @@ class HandoffDriver:
         generation = self._generation
         generation.trace.on_reserved()
         self._uncached_tokens = generation.num_handoff_tokens - cached_tokens
-        if not self._handoffs.policy.choose_handoff(self._uncached_tokens, generation.sampling.prompt_logprobs):
+        if not self._is_worthwhile(cached_tokens):
             self._engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return
         self._handoffs.metrics.handoffs.inc()
         self._prefill_at(self._peer)
 
-    def _prefill_at(self, peer: PrefillPeer) -> None:
+    def _is_worthwhile(self, cached_tokens: int) -> bool:
+        """Whether to hand off what is not cached here, or to pull what the router expects the peer to have."""
+        request, policy = self._generation.message, self._handoffs.policy
+        if request.pull and request.prefix_tokens:
+            return policy.choose_pull(request.prefix_tokens - cached_tokens, self._handoffs.peers.costs)
+        return policy.choose_handoff(self._uncached_tokens, self._generation.sampling.prompt_logprobs)
+
+    def _prefill_at(self, peer: KVPeer) -> None:
         """Raises PdserveError when the prompt cannot be sent."""
         assert self._handoff is None or not self._handoff.active, "a drained P's events would reach the next handoff"
         self._handoff = None
@@ -158,9 +161,17 @@ class HandoffDriver:
             timing=self._handoffs.node.config.peer_timing,
             sent_at=now,
             pull=generation.message.pull,
+            due=now + self._patience,
         )
+        self._wake_at(self._handoff.wake_at)
         if generation.message.pull:  # the answer comes at once
             self._engine.send(HandoffEnds(generation.rid, 0.0))
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for a pull of a known number of tokens; a handoff has no limit."""
+        bounded = self._generation.message.pull and self._generation.message.prefix_tokens
+        return pull_deadline(self._handoffs.peers.costs, self._uncached_tokens) if bounded else inf
 
     def _advance(self, event: Event) -> None:
         handoff = self._handoff
@@ -179,31 +190,18 @@ class HandoffDriver:
                     self._emit_next_token(handoff, event.next_token)
         self._execute(handoff, handoff.on(event, time.monotonic()))
 
-    def _execute(self, handoff: Handoff, actions: Sequence[Action]) -> None:
-        """Take the actions. Raises PdserveError for HandoffFailed."""
-        stream, trace = self._stream, self._generation.trace
-        assert stream is not None, "a handoff has a stream"
-        failure = None
-        for action in actions:
-            match action:
-                case HandoffFailed(error):
-                    failure = error
-                case StartRead():
-                    trace.on_read_started()
-                    self._engine.send(action)
-                case KVConfirmed():
-                    waited = time.monotonic() - self._generation.waits_since
-                    self._engine.send(msgspec.structs.replace(action, waited=waited))
-                    self._ended = True
-                    self._count_pulled(action.num_tokens)
-                    trace.on_confirmed()
-                case _:
-                    stream.send(action)
-        self._wake_at(handoff.wake_at)
-        if not handoff.active:
-            stream.forget(handoff.number)
-        if failure is not None:
-            raise failure
+    def _start_read(self, order: StartRead) -> None:
+        self._generation.trace.on_read_started()
+        super()._start_read(order)
+
+    def _confirm(self, confirmed: KVConfirmed) -> None:
+        waited = time.monotonic() - self._generation.waits_since
+        self._engine.send(msgspec.structs.replace(confirmed, waited=waited))
+        self._ended = True
+        if self._generation.message.pull:
+            cached = self._generation.num_handoff_tokens - self._uncached_tokens
+            self._handoffs.peers.metrics.count_pull(confirmed.num_tokens - cached)
+        self._generation.trace.on_confirmed()
 
     def _fail(self, error: PdserveError) -> None:
         """Try another P if this one drains and has announced nothing; else apply the failure policy."""
@@ -222,7 +220,7 @@ class HandoffDriver:
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):
             self._peer.check()
-        if not handoffs.policy.recompute_after(error, self._uncached_tokens):
+        if not handoffs.policy.recompute_after(error, self._uncached_tokens, pull=pull):
             # Other errors between nodes are not the client's fault.
             passed_on = isinstance(error, Overloaded | PrefillCrashed)
             generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
@@ -273,22 +271,6 @@ class HandoffDriver:
             for token in tokens
         )
 
-    def _count_pulled(self, num_tokens: int) -> None:
-        if self._generation.message.pull:
-            metrics, cached = self._handoffs.metrics, self._generation.num_handoff_tokens - self._uncached_tokens
-            metrics.pulled_tokens.inc(max(0, num_tokens - cached))
-            metrics.pull_misses.inc(num_tokens <= cached)
-
     def _free_if_ended(self) -> None:
         if self._generation.ended:
             self._engine.send(Cancel(self._generation.rid))
-
-    def _wake_at(self, when: float) -> None:
-        """Set the timer, whose event is None, to a time of ``time.monotonic``; infinity stops it."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if when < inf:
-            self._timer = asyncio.get_running_loop().call_later(
-                max(0.0, when - time.monotonic()), self.on_event, None
-            )  # no event: time has passed

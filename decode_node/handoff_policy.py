@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
-from pdserve.request_cost import worth_handoff
+from pdserve.request_cost import StepCosts, worth_handoff, worth_pulling
 
 
 class FailurePolicy(StrEnum):
@@ -30,12 +30,20 @@ class HandoffPolicy:
             self._metrics.local_prefills.inc()
         return worth
 
-    def recompute_after(self, error: PdserveError, uncached_tokens: int) -> bool:
-        """Count a failed or refused handoff; return whether to prefill its prompt on D."""
+    def choose_pull(self, num_tokens: int, costs: StepCosts) -> bool:
+        """Return whether to pull so many tokens, which D computes otherwise; if not, count a local prefill."""
+        worth = num_tokens > 0 and worth_pulling(costs, num_tokens)
+        self._metrics.local_prefills.inc(not worth)
+        return worth
+
+    def recompute_after(self, error: PdserveError, uncached_tokens: int, *, pull: bool = False) -> bool:
+        """Count a failed or refused handoff; return whether to prefill its prompt on D: always, after a pull."""
         refused = isinstance(error, Overloaded)
         (self._metrics.handoff_refusals if refused else self._metrics.handoff_failures).inc()
-        if self._failure_policy is FailurePolicy.FAIL or isinstance(error, PrefillCrashed):
+        if isinstance(error, PrefillCrashed):
             return False  # the prompt that ended P's engine may end this one, too
+        if self._failure_policy is FailurePolicy.FAIL and not pull:
+            return False
         if not refused:
             self._metrics.recomputes.inc()
             self._metrics.recomputed_tokens.inc(uncached_tokens)

@@ -3,79 +3,64 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import grpc
 from prometheus_client.metrics_core import Metric
 
-from decode_node import decode_role
-from decode_node.decode_role import DecodeRole
+from decode_node.decode_role import DECODE_SERVICE, DecodeRole, DecodeSettings
 from node.context import NodeContext
-from node.drain import Drainable
-from pdserve.errors import Draining
-from prefill_node import prefill_role
-from prefill_node.prefill_role import PrefillRole
-
-
-class BothServices:
-    """DecodeNode and PrefillNode, drained together: a Drainable."""
-
-    def __init__(self, decode: Drainable, prefill: Drainable) -> None:
-        self._services = decode, prefill
-        self.release_timeout = max(service.release_timeout for service in self._services)
-
-    async def finish(self) -> None:
-        await asyncio.gather(*(service.finish() for service in self._services))
-
-    def hand_over(self, why: Draining) -> None:
-        for service in self._services:
-            service.hand_over(why)
-
-    def reopen(self) -> None:
-        for service in self._services:
-            service.reopen()
-
-    async def wait_released(self) -> None:
-        await asyncio.gather(*(service.wait_released() for service in self._services))
+from node.drain import Drainable, SeveralServices
+from node.leasing.leasing import LEASING_SERVICE, LeaseSettings, Leasing
+from node.reading.reading import Reading, ReadSettings
+from pdserve.flags import declaration
+from prefill_node.prefill_role import Prefills, PrefillSettings
 
 
 class ElasticRole:
     name = "both"
-    services: tuple[str, ...] = (*DecodeRole.services, PrefillRole.handoff_service)
+    services: tuple[str, ...] = (DECODE_SERVICE, LEASING_SERVICE)
     uses_connector = True
+    leases_cache = True
 
-    def __init__(self, decode: DecodeRole, prefill: PrefillRole) -> None:
+    def __init__(self, decode: DecodeRole, leasing: Leasing, prefill: PrefillSettings) -> None:
         self.hands_off_all = decode.hands_off_all
         self._decode = decode
+        self._leasing = leasing
         self._prefill = prefill
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
-        return BothServices(self._decode.attach(node, server), self._prefill.attach(node, server))
+        decode = self._decode.attach(node, server)
+        prefills = Prefills(node, self._decode.peers, self._prefill.decode_ahead)
+        return SeveralServices(decode, self._leasing.attach(node, server, prefills.start))
 
     async def connect(self) -> None:
         await self._decode.connect()
 
     def drop_peers(self, reason: str) -> None:
-        self._prefill.drop_peers(reason)
+        self._leasing.drop()
         self._decode.drop_peers(reason)
 
     def connected_peers(self) -> Sequence[str]:
         return self._decode.connected_peers()
 
     def metrics(self) -> Iterable[Metric]:
-        return chain(self._decode.metrics(), self._prefill.metrics())
+        return chain(self._decode.metrics(), self._leasing.metrics())
 
     async def close(self) -> None:
         await self._decode.close()
-        await self._prefill.close()
+        self._leasing.close()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    decode_role.add_flags(parser)
-    prefill_role.add_flags(parser)
+    for settings in (DecodeSettings, PrefillSettings, ReadSettings, LeaseSettings):
+        declaration.add_flags(parser, settings)
 
 
 def make_role(args: argparse.Namespace) -> ElasticRole:
-    return ElasticRole(decode_role.make_role(args), prefill_role.make_role(args))
+    settings = declaration.options_from(DecodeSettings, args)
+    reading = Reading(declaration.options_from(ReadSettings, args), settings.prefill)
+    leasing = Leasing(declaration.options_from(LeaseSettings, args))
+    decode = DecodeRole(settings, reading, leasing=None)
+    return ElasticRole(decode, leasing, declaration.options_from(PrefillSettings, args))

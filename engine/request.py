@@ -67,11 +67,15 @@ class Request:
     def prompt_len(self) -> int:
         return len(self.token_ids) // TOKEN_BYTES
 
+    def end_load(self) -> None:
+        """Nothing is loaded any more: the rest is computed here."""
+        self.mode = Mode.LEASE if self.mode.for_peer else Mode.LOCAL
+
     @property
     def max_length(self) -> int:
         """Tokens at which a choice ends on this node. On P only a single choice decodes ahead."""
         most = self.sampling.max_tokens
-        if self.mode is Mode.LEASE:
+        if self.mode.for_peer:
             most = min(most, 1 + self.decode_ahead) if self.sampling.n == 1 else 1
         return self.prompt_len + most
 
@@ -127,7 +131,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.length = len(self.token_ids)
         self.decode_item = ScheduledSequence.decode(self.seq)
-        self.for_peer = self.request.mode is Mode.LEASE
+        self.for_peer = self.request.mode.for_peer
 
     @property
     def rid(self) -> int:

@@ -55,6 +55,28 @@ class Drainable(Protocol):
         """Accept requests again: the node was drained to change its weights."""
 
 
+class SeveralServices:
+    """Services of one node, drained together: a Drainable."""
+
+    def __init__(self, *services: Drainable) -> None:
+        self._services = services
+        self.release_timeout = max(service.release_timeout for service in self._services)
+
+    async def finish(self) -> None:
+        await asyncio.gather(*(service.finish() for service in self._services))
+
+    def hand_over(self, why: Draining) -> None:
+        for service in self._services:
+            service.hand_over(why)
+
+    def reopen(self) -> None:
+        for service in self._services:
+            service.reopen()
+
+    async def wait_released(self) -> None:
+        await asyncio.gather(*(service.wait_released() for service in self._services))
+
+
 async def drain(service: Drainable, seconds: float, reason: str) -> None:
     """Finish open requests within ``seconds``, hand the rest over, and wait until peers have closed their streams."""
     try:

@@ -48,6 +48,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
         stalled=node.engine.stalled,
         cache_sample_bits=sample_bits(layout.num_blocks),
         hands_off_all=role.hands_off_all,
+        leases_cache=role.leases_cache,
         weights=node.weights,
         task=GENERATE if pooling is None else pooling.task,
         pooling=None

@@ -7,6 +7,7 @@ T_ttft / (T_itl · L) = ``DELAY_WEIGHT`` seconds of TTFT. The costs are the same
     prompt    its own wait  +  the streams that it delays  +  the later prompts that it delays
     decode    its own steps  +  what it adds to the steps of the streams beside it  +  the prompts that it delays
     handoff   from P's first token to the KV on D
+    pull      from the request to the KV of a cached prefix, in place of the time to compute it
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ DELAY_WEIGHT = TTFT_OBJECTIVE / (ITL_OBJECTIVE * OUTPUT_TOKENS)
 
 HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 HANDOFF_SECONDS = 6e-3  # from P's first token to confirmed KV; measured on H100s: 5 to 8 ms
+CLEAR_WIN = 0.75  # a pull takes at most this share of the time that it saves, as predictions of both are inexact
+_STEP_TOKENS = 8192  # assumed size of a step of prompts
+_SHORTEST_PULL = 0.25  # seconds: a pull is not late before, as one step of the source may take so long
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
 _MOST_SHARE = 0.9  # of time, spent on prompts: a prediction of more would make costs infinite
 _DELAYED = 0.5  # of a prompt's time, by which it delays a later one on average: that may choose another node
@@ -152,6 +156,37 @@ def remote_prompt_times(load: RequestLoad, costs: StepCosts, prompt_tokens: int,
 def handoff_cost(costs: StepCosts, uncached_tokens: int) -> float:
     """Cost of a handoff after P's first token, as if D read nothing while P computes."""
     return HANDOFF_SECONDS + costs.read.at(uncached_tokens)
+
+
+def pull_seconds(costs: StepCosts, num_tokens: int) -> float:
+    """Seconds to read the KV of cached tokens from a peer, which leases them at once."""
+    return HANDOFF_SECONDS + costs.read.at(num_tokens)
+
+
+def answer_wait(load: RequestLoad, costs: StepCosts) -> float:
+    """Seconds until a node has leased cached blocks to a peer: half of the step that executes, on average."""
+    step = costs.prompt.slope * min(load.backlog, _STEP_TOKENS)
+    if load.decoding:
+        decode = costs.decode.at(load.decoding)
+        step = min(decode + step, _longest_step(load, costs, load.decoding))
+    return step / 2.0
+
+
+def worth_pulling(costs: StepCosts, num_tokens: int, wait: float = 0.0) -> bool:
+    """Return whether a node had better pull tokens than compute them, by its own costs; unmeasured ones are tried.
+
+    ``wait``: seconds until the source answers.
+    """
+    compute = costs.prompt.slope * num_tokens
+    return not compute or wait + pull_seconds(costs, num_tokens) < CLEAR_WIN * compute
+
+
+def pull_deadline(costs: StepCosts, num_tokens: int) -> float:
+    """Return the seconds after which a pull is given up: no fewer than the node needs to compute the tokens.
+
+    A node that has not measured them waits.
+    """
+    return max(_SHORTEST_PULL, costs.prompt.slope * num_tokens) if costs.prompt else math.inf
 
 
 def decode_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, prompt_share: float) -> float:

@@ -1,10 +1,10 @@
-"""The prefill role: leases and the PrefillNode service."""
+"""The prefill role: prompts of decode nodes, leases and the PrefillNode service."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Annotated
 
 import grpc
@@ -13,39 +13,24 @@ from prometheus_client.metrics_core import Metric
 
 from node.context import NodeContext
 from node.drain import Drainable
+from node.leasing.leases import LeaseId
+from node.leasing.leasing import LEASING_SERVICE, LeaseSettings, Leasing
+from node.leasing.prompt_trace import PromptTrace
+from node.leasing.prompts import LeasedPrompts
+from node.reading.peers import KVPeers
+from node.reading.prefix_pull import PrefixPull
+from node.reading.reading import Reading, ReadSettings
 from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
-from pdserve.flags.shared import DAY
-from pdserve.metrics import MetricSet
+from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from prefill_node.leases import LeaseState
-from prefill_node.prefill_service import PrefillService
-from prefill_node.prefills import Prefills
+from pdserve.sampling_params import SamplingParams
+from prefill_node.prefill import Prefill
 
 
 class PrefillSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that only prefill nodes have, with their flags."""
 
-    lease_seconds: Annotated[
-        float,
-        Flag(
-            "length of a lease: how long blocks are kept for a decode node that does not extend it",
-            metavar="S",
-            above=0,
-            at_most=DAY,
-            group="handoffs",
-        ),
-    ] = 3.0
-    lease_guard: Annotated[
-        float,
-        Flag(
-            "how much longer blocks are kept after a lease, against clock drift",
-            metavar="S",
-            at_least=0,
-            at_most=DAY,
-            group="handoffs",
-        ),
-    ] = 1.0
     decode_ahead: Annotated[
         int,
         Flag(
@@ -53,25 +38,22 @@ class PrefillSettings(msgspec.Struct, frozen=True, kw_only=True):
             "waits",
             metavar="N",
             at_least=0,
-            group="handoffs",
+            group="handoff",
         ),
     ] = 3
 
 
 class PrefillRole:
     name = "prefill"
-    handoff_service = "pdserve.v1.PrefillNode"
-    services: tuple[str, ...] = (handoff_service, "pdserve.v1.PoolingNode")
+    services: tuple[str, ...] = (LEASING_SERVICE, "pdserve.v1.PoolingNode")
     uses_connector = True
     hands_off_all = False
+    leases_cache = True
 
-    def __init__(self, settings: PrefillSettings) -> None:
+    def __init__(self, settings: PrefillSettings, reading: Reading, leasing: Leasing) -> None:
         self._settings = settings
-        self._prefills: Prefills | None = None
-        self._metrics = MetricSet()
-        for state in LeaseState:
-            read = partial(self._count_of, state)
-            self._metrics.read_counter(f"pdserve_leases_{state}", f"Leases {state}.", read)
+        self._reading = reading
+        self._leasing = leasing
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         if node.config.pooling is not None:
@@ -80,36 +62,66 @@ class PrefillRole:
             pooling = PoolingService(node, node.config.pooling)
             pb_grpc.add_PoolingNodeServicer_to_server(pooling, server)
             return pooling
-        self._prefills = Prefills(node.engine, self._settings.lease_seconds, self._settings.lease_guard)
-        service = PrefillService(node, self._prefills, self._settings.decode_ahead)
-        pb_grpc.add_PrefillNodeServicer_to_server(service, server)
-        return service
+        prefills = Prefills(node, self._reading.attach(node), self._settings.decode_ahead)
+        return self._leasing.attach(node, server, prefills.start)
 
     async def connect(self) -> None:
-        """Do nothing: decode nodes connect to this node."""
+        """Connect to nodes whose cache may be read, and wait for none: decode nodes connect to this node."""
+        await self._reading.connect(0.0)
 
     def drop_peers(self, reason: str) -> None:
-        """End all leases; decode nodes connect again by themselves."""
-        if self._prefills is not None:
-            self._prefills.end_all()
+        self._leasing.drop()
+        self._reading.drop(reason)
 
     def connected_peers(self) -> Sequence[str]:
-        return ()
-
-    def _count_of(self, state: LeaseState) -> int:
-        return 0 if self._prefills is None else self._prefills.table.counts[state]
+        return self._reading.connected_ids()
 
     def metrics(self) -> Iterable[Metric]:
-        return self._metrics.collect()
+        return chain(self._leasing.metrics(), self._reading.metrics())
 
     async def close(self) -> None:
-        if self._prefills is not None:
-            self._prefills.close()
+        self._leasing.close()
+        await self._reading.close()
+
+
+class Prefills:
+    """Starts the prompts of decode nodes on this node."""
+
+    def __init__(self, node: NodeContext, peers: KVPeers, decode_ahead: int) -> None:
+        """Decode at most ``decode_ahead`` tokens after a prompt's first."""
+        self._node = node
+        self._peers = peers
+        self._decode_ahead = decode_ahead
+
+    def start(
+        self,
+        prompts: LeasedPrompts,
+        lease: LeaseId,
+        request: pb.PrefillRequest,
+        sampling: SamplingParams,
+        *,
+        trace: PromptTrace,
+        send: Callable[[pb.PrefillEvent], None],
+    ) -> None:
+        prefill = Prefill(lease, prompts, trace=trace, send=send)
+        pull = self._pull(request, sampling, prefill.rid) if request.prefix_node else None
+        prefill.submit(request, sampling, decode_ahead=self._decode_ahead, pull=pull)
+
+    def _pull(self, request: pb.PrefillRequest, sampling: SamplingParams, rid: int) -> PrefixPull | None:
+        """Return the pull of a prefix; None without a connection to its source, or if the prompt has several choices.
+
+        The recurrent state that the choices continue from may be one that a pull leaves no slot for.
+        """
+        peer = self._peers.find(request.prefix_node)
+        return PrefixPull(self._node, self._peers, peer, request, rid) if peer is not None and sampling.n == 1 else None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    declaration.add_flags(parser, PrefillSettings)
+    for settings in (PrefillSettings, ReadSettings, LeaseSettings):
+        declaration.add_flags(parser, settings)
 
 
 def make_role(args: argparse.Namespace) -> PrefillRole:
-    return PrefillRole(declaration.options_from(PrefillSettings, args))
+    reading = Reading(declaration.options_from(ReadSettings, args))
+    leasing = Leasing(declaration.options_from(LeaseSettings, args))
+    return PrefillRole(declaration.options_from(PrefillSettings, args), reading, leasing)

@@ -27,6 +27,7 @@ _OWN = {
     "prefill",
     "decode",
     "node",
+    "kv_source",
     "status_fd",
     "lifeline_fd",
     "home_node",

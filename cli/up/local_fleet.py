@@ -81,9 +81,9 @@ class Member:
 
 
 class LocalFleet:
-    """Start each process as soon as the addresses it needs are known, and again after it has died.
+    """Start each process as soon as those it needs listen, and again after it has died.
 
-    Ports of nodes of both roles are chosen before they start, because each needs the addresses of all.
+    Ports of nodes are chosen before they start, because each may read from all others and needs their addresses.
     Nodes that share a GPU start one after the other, so that their trial runs do not compete for it.
     """
 
@@ -94,8 +94,9 @@ class LocalFleet:
         self._decode = _members("decode", plan.decode, args)
         model = [plan.config.model_dir, "--served-model-name", plan.config.served_model_name, *args.aliases]
         self._elastic = _members("elastic", plan.elastic, args)
-        for node, port in zip(self._elastic, _free_ports(len(self._elastic)), strict=True):
+        for node, port in zip(self.nodes, _free_ports(len(self.nodes)), strict=True):
             node.address = f"{LOCAL}:{port}"
+        self._pools = plan.config.pooling is not None
         self._router = Member("router", "router", [*model, *role_words("router", args)])
 
     @property
@@ -114,9 +115,11 @@ class LocalFleet:
         for member in members:
             if member.child is not None and member.child.address:
                 member.address = member.child.address
-        self._start(self._prefill, [])
+        others = [] if self._pools else [*_several(self._prefill), *self._decode]
+        self._start(self._prefill, _flags("--kv-source", others))
         if _listening(self._prefill):
-            self._start(self._decode, _flags("--prefill", self._prefill))
+            sources = [*_flags("--prefill", self._prefill), *_flags("--kv-source", _several(self._decode))]
+            self._start(self._decode, sources)
         self._start(self._elastic, _flags("--prefill", self._elastic))
         if _listening(self.nodes):
             roles = {"--prefill": self._prefill, "--decode": self._decode, "--node": self._elastic}
@@ -173,7 +176,12 @@ def _port_of(member: Member) -> list[str]:
 
 
 def _listening(members: Sequence[Member]) -> bool:
-    return all(member.address for member in members)
+    return all(member.child is not None and member.child.address for member in members)
+
+
+def _several(members: Sequence[Member]) -> Sequence[Member]:
+    """Return nodes that may read from each other: none, if there is one."""
+    return members if len(members) > 1 else ()
 
 
 def _flags(flag: str, members: Sequence[Member]) -> list[str]:

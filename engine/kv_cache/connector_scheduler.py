@@ -38,7 +38,7 @@ from engine.request import Sequence
 from engine.step_cost_meter import LineFit, StepCostMeter
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.cache_changes import CacheChanges
-from pdserve.ipc.messages import Batch, LeaseCached, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead, Totals
+from pdserve.ipc.messages import Batch, LeaseCached, Leased, ReadChecked, ReadEnded, Reserved, StartRead, Totals
 from pdserve.kv_groups import Pair
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
@@ -301,7 +301,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._next_id = 1
 
     def loadable(self, sequence: Sequence) -> int:
-        return sequence.load_len if sequence.request.mode is Mode.HANDOFF else 0
+        return sequence.load_len if sequence.request.mode.loads else 0
 
     @property
     def load_cost(self) -> LinearCost:

@@ -80,6 +80,11 @@ class LiveSequences:
                     self.preemptible[sequence.seq] = sequence  # after the paused ones
 
     @property
+    def streams_loading(self) -> bool:
+        """Whether requests of this node are being loaded. A prompt for a peer waits for no other prompt then."""
+        return any(not sequence.for_peer for sequence in self.loading.values())
+
+    @property
     def longest_paused(self) -> Sequence | None:
         """The first sequence to preempt; None if every sequence with blocks runs or loads."""
         return next((sequence for sequence in self.preemptible.values() if not sequence.in_flight), None)

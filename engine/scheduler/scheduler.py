@@ -46,7 +46,7 @@ from engine.scheduler.room import Room
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import StepResults
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Batch, LastChunk, Mode, Outputs, Refused, Status, Submit, Totals
+from pdserve.ipc.messages import Batch, LastChunk, Outputs, Refused, Status, Submit, Totals
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import ModelRunnerOutput, StepPlan
 
@@ -183,7 +183,9 @@ class Scheduler:
             self.prefill_locally(rid, outputs)
             return
         num_tokens = max(num_tokens, sequence.num_computed)
-        sequence.request.mode = Mode.LOCAL
+        sequence.request.end_load()
+        if not outputs:
+            sequence.request.cached_tokens = min(num_tokens, sequence.prompt_len)
         sequence.request.waits_since = self._clock() - waited
         self._kv.received(sequence, num_tokens)
         self._live.run(sequence)
@@ -195,7 +197,7 @@ class Scheduler:
         """Give up the handoff: drop the KV that was read and compute the prompt here, before waiting requests."""
         if (sequence := self._live.loading.pop(rid, None)) is None:
             return
-        sequence.request.mode = Mode.LOCAL
+        sequence.request.end_load()
         self._live.preempt(sequence, self._clock())
         if outputs and not self._choices.take_from_peer(sequence, outputs):
             self._live.finish(sequence)
@@ -261,7 +263,7 @@ class Scheduler:
         if self._make_room() and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
-            if self._live.loading and self._live.for_peers and not has_room:
+            if self._live.streams_loading and self._live.for_peers and not has_room:
                 self._refuse(each for each in self._live.waiting if each.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
@@ -391,7 +393,7 @@ class Scheduler:
         if not runnable.prompts and self.room.head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
-        coming = min(1, len(self._live.loading))  # a stream that comes must not wait for a whole step
+        coming = int(self._live.streams_loading)  # a stream that comes must not wait for a whole step
         builder.budget = self._itl_target.budget(
             decoding=decoding or coming, waited=waited, arrival_in=self._joining.arrival_in(self._busy)
         )

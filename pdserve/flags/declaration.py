@@ -115,8 +115,9 @@ def fields_of(options: type[msgspec.Struct]) -> Iterator[Field]:
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type[msgspec.Struct], without: Collection[str] = ()) -> None:
-    """Add the flags of all fields but ``without``."""
-    sections: dict[str, argparse._ActionsContainer] = {"": parser}
+    """Add the flags of all fields but ``without``, to sections that other options may have begun."""
+    sections: dict[str, argparse._ActionsContainer] = {group.title or "": group for group in parser._action_groups}
+    sections[""] = parser
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for field in fields_of(options):
         if field.name in without:

@@ -26,7 +26,8 @@ outputs(first tokens). While no other request needs the device, outputs(rid, …
 FreeLease(rid) ──►
 
 A pull, on P: LeaseCached ──►   ◄── leased(rid, cached blocks), at once, or with checksums after a step.
-FreeLease(rid) ──►   On D it is a handoff whose KV ends before the last tokens; D computes these after KVConfirmed.
+FreeLease(rid) ──►   The reader's side is a handoff whose KV ends before the last tokens; it computes these after
+KVConfirmed. P pulls a prefix with Submit(PULL_AND_LEASE), and goes on as after Submit(LEASE).
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ class Mode(StrEnum):
     LOCAL = "local"  # prefill and decode here
     HANDOFF = "handoff"  # D: reserve blocks, wait for StartRead or PrefillLocally
     LEASE = "lease"  # P: prefill, sample the first tokens, maybe decode ahead; full blocks are kept until FreeLease
+    PULL_AND_LEASE = "pull and lease"  # P: first read a prefix, as HANDOFF in a pull, then LEASE
+
+    @property
+    def for_peer(self) -> bool:
+        return self in (Mode.LEASE, Mode.PULL_AND_LEASE)
+
+    @property
+    def loads(self) -> bool:
+        """Whether the request begins with a load."""
+        return self in (Mode.HANDOFF, Mode.PULL_AND_LEASE)
 
 
 # ---------------------------------------------------------------- frontend → engine

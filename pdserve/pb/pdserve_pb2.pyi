@@ -5,6 +5,8 @@ The protocol between pdserve's processes. It carries token ids; text exists in t
 
   router ── DecodeNode.Serve ──► D ── PrefillNode.Serve ──► P
 
+Any node may also read the prefix cache of another one, on a stream of PrefillNode.Serve of its own (a pull).
+
 Both are long-lived streams whose messages batch simultaneous events. A call per request would make a handoff several
 times slower. Durations are in milliseconds and relative: clocks of two machines are never compared.
 
@@ -127,6 +129,7 @@ class NodeDescription(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     HANDS_OFF_ALL_FIELD_NUMBER: _builtins.int
+    LEASES_CACHE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
@@ -155,6 +158,8 @@ class NodeDescription(_message.Message):
     """short name of the weights: equal for nodes with equal weights; empty while loading"""
     hands_off_all: _builtins.bool
     """--handoff-min-tokens 0: routers name a node to read from for every prompt"""
+    leases_cache: _builtins.bool
+    """a decode node that serves PrefillNode for cached_only prompts; other nodes always do"""
     protocol: _builtins.int
     """newest version of this protocol that the node speaks; 0: version 5, which does not say"""
     @_builtins.property
@@ -163,7 +168,7 @@ class NodeDescription(_message.Message):
     def kv_layout(self) -> Global___KVLayout: ...
     @_builtins.property
     def connected_peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """ids of nodes that this node can read from"""
+        """ids of nodes that this node can read from: whole prompts of P, cached ones of all"""
 
     @_builtins.property
     def pooling(self) -> Global___Pooling:
@@ -191,11 +196,12 @@ class NodeDescription(_message.Message):
         pooling: Global___Pooling | None = ...,
         weights: _builtins.str = ...,
         hands_off_all: _builtins.bool = ...,
+        leases_cache: _builtins.bool = ...,
         protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -769,6 +775,8 @@ class Generate(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PREFILL_NODE_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
+    PREFIX_NODE_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -788,6 +796,10 @@ class Generate(_message.Message):
     """node id of the P; empty: prefill on D"""
     pull: _builtins.bool
     """D reads what prefill_node has cached, which computes nothing, and computes the rest itself"""
+    prefix_node: _builtins.str
+    """with prefill_node: P pulls the prefix that it lacks from this node, if it is connected to it"""
+    prefix_tokens: _builtins.int
+    """leading tokens that the source of a pull is expected to have; 0: unknown"""
     timeout_ms: _builtins.int
     """0: none"""
     cache_salt: _builtins.str
@@ -819,6 +831,8 @@ class Generate(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         prefill_node: _builtins.str = ...,
         pull: _builtins.bool = ...,
+        prefix_node: _builtins.str = ...,
+        prefix_tokens: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
@@ -831,7 +845,7 @@ class Generate(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "priority", b"priority", "pull", b"pull", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "pull", b"pull", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1478,6 +1492,8 @@ class PrefillRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     URGENT_FIELD_NUMBER: _builtins.int
     CACHED_ONLY_FIELD_NUMBER: _builtins.int
+    PREFIX_NODE_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     KV_LAYERS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number of the prompt, used once on a stream"""
@@ -1502,6 +1518,9 @@ class PrefillRequest(_message.Message):
     urgent: _builtins.bool
     """P computes it before the waiting prompts of its client: a running stream waits for it"""
     cached_only: _builtins.bool
+    prefix_node: _builtins.str
+    """as in Generate"""
+    prefix_tokens: _builtins.int
     kv_layers: _builtins.int
     """that D has, with those that make drafts: digests cover what both nodes have"""
     @_builtins.property
@@ -1523,11 +1542,13 @@ class PrefillRequest(_message.Message):
         client: _builtins.int = ...,
         urgent: _builtins.bool = ...,
         cached_only: _builtins.bool = ...,
+        prefix_node: _builtins.str = ...,
+        prefix_tokens: _builtins.int = ...,
         kv_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "kv_layers", b"kv_layers", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "kv_layers", b"kv_layers", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

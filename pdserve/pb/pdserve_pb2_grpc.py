@@ -356,8 +356,9 @@ class PoolingNode:
 
 
 class PrefillNodeStub:
-    """------------------------------------------------------------------ D → P
+    """------------------------------------------------------------------ D → P, and reader → source of a pull
 
+    Decode nodes with leases_cache serve it, too, and fail prompts without cached_only.
     """
 
     def __init__(self, channel):
@@ -379,8 +380,9 @@ class PrefillNodeStub:
 
 
 class PrefillNodeServicer:
-    """------------------------------------------------------------------ D → P
+    """------------------------------------------------------------------ D → P, and reader → source of a pull
 
+    Decode nodes with leases_cache serve it, too, and fail prompts without cached_only.
     """
 
     def Handshake(self, request, context):
@@ -391,7 +393,7 @@ class PrefillNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+        """One stream per reader. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
         Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
         A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
         """
@@ -421,8 +423,9 @@ def add_PrefillNodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillNode:
-    """------------------------------------------------------------------ D → P
+    """------------------------------------------------------------------ D → P, and reader → source of a pull
 
+    Decode nodes with leases_cache serve it, too, and fail prompts without cached_only.
     """
 
     @staticmethod

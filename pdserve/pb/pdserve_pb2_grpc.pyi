@@ -5,6 +5,8 @@ The protocol between pdserve's processes. It carries token ids; text exists in t
 
   router ── DecodeNode.Serve ──► D ── PrefillNode.Serve ──► P
 
+Any node may also read the prefix cache of another one, on a stream of PrefillNode.Serve of its own (a pull).
+
 Both are long-lived streams whose messages batch simultaneous events. A call per request would make a handoff several
 times slower. Durations are in milliseconds and relative: clocks of two machines are never compared.
 
@@ -179,7 +181,10 @@ class PoolingNodeServicer(metaclass=_abc_1.ABCMeta):
 def add_PoolingNodeServicer_to_server(servicer: PoolingNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class PrefillNodeStub:
-    """------------------------------------------------------------------ D → P"""
+    """------------------------------------------------------------------ D → P, and reader → source of a pull
+
+    Decode nodes with leases_cache serve it, too, and fail prompts without cached_only.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -188,26 +193,32 @@ class PrefillNodeStub:
     Handshake: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]
     """Check compatibility and exchange memory regions. FAILED_PRECONDITION names both values of an incompatible setting."""
     Serve: _grpc.StreamStreamMultiCallable[_pdserve_pb2.HandoffRequest, _pdserve_pb2.PrefillEvents]
-    """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+    """One stream per reader. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
     Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
     A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
     """
 
 @_typing.type_check_only
 class PrefillNodeAsyncStub(PrefillNodeStub):
-    """------------------------------------------------------------------ D → P"""
+    """------------------------------------------------------------------ D → P, and reader → source of a pull
+
+    Decode nodes with leases_cache serve it, too, and fail prompts without cached_only.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Handshake: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]  # type: ignore[assignment]
     """Check compatibility and exchange memory regions. FAILED_PRECONDITION names both values of an incompatible setting."""
     Serve: _aio.StreamStreamMultiCallable[_pdserve_pb2.HandoffRequest, _pdserve_pb2.PrefillEvents]  # type: ignore[assignment]
-    """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+    """One stream per reader. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
     Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
     A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
     """
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
-    """------------------------------------------------------------------ D → P"""
+    """------------------------------------------------------------------ D → P, and reader → source of a pull
+
+    Decode nodes with leases_cache serve it, too, and fail prompts without cached_only.
+    """
 
     @_abc_1.abstractmethod
     def Handshake(
@@ -223,7 +234,7 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_pdserve_pb2.HandoffRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.PrefillEvents], _abc.AsyncIterator[_pdserve_pb2.PrefillEvents]]:
-        """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+        """One stream per reader. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
         Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
         A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
         """

@@ -180,12 +180,12 @@ class Fleet:
         self._nodes.placement_counter += 1
         decode = self._nodes.find("decode", placement.decode)
         prefill = None if placement.prefill is None else self._nodes.find("prefill", placement.prefill)
-        message.prefill_node = placement.prefill or ""
+        _name_nodes(message, placement)
         view = decode.view()
         assert decode.stream is not None, "a ready decode node has a stream"
         assert view is not None, "it was chosen by its view"
         number = decode.stream.generate(message, handler)
-        self._account(request, placement.prefill or placement.decode, decode, prefill)
+        self._account(request, placement, decode, prefill)
         return NodeCall(view, decode.stream, number, decode, prefill)
 
     def move(self, message: pb.Generate, handler: OutputHandler, to: Placement, num_tokens: int) -> NodeCall:
@@ -211,15 +211,16 @@ class Fleet:
         return [] if client is None or client.stream is None else client.stream.movable()
 
     def _account(
-        self, request: PolicyRequest, prompt_node: str, decode: NodeClient, prefill: NodeClient | None
+        self, request: PolicyRequest, placement: Placement, decode: NodeClient, prefill: NodeClient | None
     ) -> None:
-        """Add the request to the load of its nodes and to the metrics. ``prompt_node`` computes the prompt."""
-        uncached = request.uncached(prompt_node)
+        """Add the request to the load of its nodes and to the metrics."""
+        cached = max(request.cached.get(placement.prefill or placement.decode, 0), placement.source_tokens)
+        uncached = max(1, request.num_tokens - cached)
         decode.add_request(0 if prefill else uncached, request.num_tokens)
         if prefill is not None:
             prefill.add_request(uncached, request.num_tokens, for_peer=True)
         self._metrics.placements.labels(self._policy, "local" if prefill is None else "remote").inc()
-        self._metrics.expected_cached_tokens.inc(request.cached.get(prompt_node, 0))
+        self._metrics.expected_cached_tokens.inc(cached)
 
     def _policy_request(self, prefix: PromptPrefix) -> PolicyRequest:
         """Look the prompt up in the prefix index, if the policy uses it."""
@@ -269,6 +270,14 @@ class Fleet:
             self._typical = typical_costs([view for view in views if view.model == self._model])
             self._typical_until = now + _TYPICAL_SECONDS
         return self._typical
+
+
+def _name_nodes(message: pb.Generate, placement: Placement) -> None:
+    """Name the nodes that take part beside the decode node. In a pull by that, the source is its prefill node."""
+    message.prefill_node = placement.prefill or placement.source or ""
+    message.pull = placement.prefill is None and placement.source is not None
+    message.prefix_node = placement.source or "" if placement.prefill else ""
+    message.prefix_tokens = placement.source_tokens
 
 
 class _Members:

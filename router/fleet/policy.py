@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ import msgspec
 from pdserve import request_cost as cost
 from pdserve.config.compatibility import PROTOCOL_VERSION, common_protocol
 from pdserve.errors import Overloaded
-from pdserve.request_cost import LinearCost, RequestLoad, StepCosts
+from pdserve.request_cost import LinearCost, PromptTimes, RequestLoad, StepCosts
 
+_MOST_SOURCES = 4  # of a pull, that are considered
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
 
 
@@ -31,7 +33,7 @@ class NodeView(msgspec.Struct, frozen=True):
     ready: bool
     compat_hash: str = ""
     protocol: int = PROTOCOL_VERSION
-    connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
+    connected_peers: frozenset[str] = frozenset()  # ids of the nodes that it can read from
     in_flight: int = 0  # requests of this router; on P, those still in prefill
     stalled: bool = False  # a step may never end: chosen only if all are
     load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
@@ -55,13 +57,13 @@ class NodeView(msgspec.Struct, frozen=True):
         """Whether the node takes requests from routers: one that decodes, or a prefill node that pools."""
         return self.ready and self.decodes == (self.task == GENERATE)
 
-    def reads_from(self, prefill: NodeView) -> bool:
-        """Return whether this D can read KV of that P, which is another node."""
-        return prefill.node_id in self.connected_peers and self.may_read_from(prefill)
+    def reads_from(self, source: NodeView) -> bool:
+        """Return whether this node can read KV of another one: prompts of P, cached prefixes of any node."""
+        return source.node_id in self.connected_peers and self.may_read_from(source)
 
-    def may_read_from(self, prefill: NodeView) -> bool:
-        """Return whether a connection to that P would suffice for ``reads_from``."""
-        return prefill.node_id != self.node_id and self.is_compatible(prefill)
+    def may_read_from(self, source: NodeView) -> bool:
+        """Return whether a connection to that node would suffice for ``reads_from``."""
+        return source.node_id != self.node_id and self.is_compatible(source)
 
     def is_compatible(self, node: NodeView) -> bool:
         """Return whether the nodes can exchange KV and continue each other's answers."""
@@ -116,10 +118,15 @@ class PolicyRequest(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The ids of a request's nodes. Without ``prefill`` the decode node computes the prompt."""
+    """The ids of a request's nodes. Without ``prefill`` the decode node computes the prompt.
+
+    The node that computes it pulls its first ``source_tokens`` tokens, as far as it lacks them, from ``source``.
+    """
 
     decode: str
     prefill: str | None
+    source: str | None = None
+    source_tokens: int = 0
 
 
 Policy = Callable[[FleetSnapshot, PolicyRequest], Placement]
@@ -143,7 +150,8 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     """
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_costs([*decodes, *prefills])
-    ranked = _rank_prefills(prefills, request, typical, snapshot.counter)
+    sources = _sources(snapshot, request, typical)
+    ranked = _rank_prefills(prefills, request, typical, snapshot.counter, sources)
     shares = prompt_shares(snapshot, typical)
     candidates: list[_Candidate] = []
     for decode in decodes:
@@ -153,18 +161,22 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
         per_token = cost.time_per_token(costs.decode, load.to_decode + 1, shares[decode.node_id])
         peer = next((prefill for prefill in ranked if decode.reads_from(prefill.node)), None)
         if peer is None or not (decode.hands_off_all or request.prefills):
-            prompt = cost.prompt_times(load, costs, uncached)
+            prompt, source = _with_pull(decode, costs, request, sources, partial(cost.prompt_times, load, costs))
             excess = _excess(request, prompt.first_token, per_token)
-            candidates.append(_Candidate(decoding + prompt.cost, decode, excess=excess))
+            candidates.append(_Candidate(decoding + prompt.cost, decode, excess=excess, source=source))
         if peer is not None:
             seconds = decoding + peer.seconds + cost.handoff_cost(costs, uncached)
             excess = _excess(request, peer.first_token, per_token)
-            candidates.append(_Candidate(seconds, decode, peer.node, excess=excess))
+            candidates.append(_Candidate(seconds, decode, peer.node, excess=excess, source=peer.source))
     least = min(candidate.excess for candidate in candidates)
     candidates = [candidate for candidate in candidates if candidate.excess == least]
     cheapest = _cheapest(candidates)
+    cheapest = [candidate for candidate in cheapest if candidate.source is None] or cheapest
     best = cheapest[snapshot.counter % len(cheapest)]
-    return Placement(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
+    prefill = None if best.prefill is None else best.prefill.node_id
+    if best.source is None:
+        return Placement(best.node.node_id, prefill)
+    return Placement(best.node.node_id, prefill, best.source.node.node_id, best.source.num_tokens)
 
 
 def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, float]:
@@ -263,12 +275,21 @@ def _fewest_requests(nodes: list[NodeView]) -> list[NodeView]:
     return [node for node, count in zip(nodes, requests, strict=True) if count == fewest]
 
 
+class _Source(NamedTuple):
+    """A node whose prefix cache has a part of the prompt."""
+
+    node: NodeView
+    num_tokens: int  # leading ones of the prompt
+    wait: float  # seconds until it answers
+
+
 class _Candidate(NamedTuple):
     seconds: float
     node: NodeView
     prefill: NodeView | None = None
     first_token: float = 0.0  # seconds; of P
     excess: float = 0.0  # over the objectives
+    source: _Source | None = None  # of a pull by the node that computes the prompt
 
 
 def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -278,20 +299,62 @@ def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _rank_prefills(
-    prefills: list[NodeView], request: PolicyRequest, typical: StepCosts, counter: int
+    prefills: list[NodeView],
+    request: PolicyRequest,
+    typical: StepCosts,
+    counter: int,
+    sources: Sequence[_Source] = (),
 ) -> list[_Candidate]:
     """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate."""
     if not prefills:
         return []
     ranked = []
     for node in prefills:
-        costs, uncached = filled(node.costs, typical), request.uncached(node.node_id)
-        prompt = cost.remote_prompt_times(node.load, costs, request.num_tokens, uncached)
-        ranked.append(_Candidate(prompt.cost, node, first_token=prompt.first_token))
+        costs = filled(node.costs, typical)
+        times = partial(cost.remote_prompt_times, node.load, costs, request.num_tokens)
+        prompt, source = _with_pull(node, costs, request, sources, times)
+        ranked.append(_Candidate(prompt.cost, node, first_token=prompt.first_token, source=source))
     ranked.sort(key=lambda candidate: candidate.seconds)
     tied = len(_cheapest(ranked))
     first = counter % tied
     return ranked[first:tied] + ranked[:first] + ranked[tied:]
+
+
+def _sources(snapshot: FleetSnapshot, request: PolicyRequest, typical: StepCosts) -> list[_Source]:
+    """Return the nodes that a prefix may be pulled from: those with the most of it, which answer first."""
+    if not (request.cached and request.may_hand_off):
+        return []
+    found = [
+        _Source(node, request.cached[node.node_id], cost.answer_wait(node.load, filled(node.costs, typical)))
+        for node in snapshot.nodes
+        if node.node_id in request.cached and node.ready and not node.stalled and node.model == snapshot.model
+    ]
+    return sorted(found, key=lambda source: (-source.num_tokens, source.wait))[:_MOST_SOURCES]
+
+
+def _with_pull(
+    reader: NodeView,
+    costs: StepCosts,
+    request: PolicyRequest,
+    sources: Sequence[_Source],
+    times: Callable[[int], PromptTimes],
+) -> tuple[PromptTimes, _Source | None]:
+    """Return the cost of a prompt on a node by its uncached tokens, and the source of the pull that lowers it most.
+
+    A pull counts more than its time: it is chosen only where it wins clearly.
+    """
+    uncached = request.uncached(reader.node_id)
+    best, chosen = times(uncached), None
+    for source in sources:
+        pulled = source.num_tokens - (request.num_tokens - uncached)
+        if pulled <= 0 or not reader.reads_from(source.node) or not cost.worth_pulling(costs, pulled, source.wait):
+            continue
+        rest = times(uncached - pulled)
+        pull = (source.wait + cost.pull_seconds(costs, pulled)) / cost.CLEAR_WIN
+        found = PromptTimes(rest.first_token + pull, rest.delays)
+        if found.cost < best.cost:
+            best, chosen = found, source
+    return best, chosen
 
 
 def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:

@@ -192,6 +192,9 @@ class PromptRun:
         self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
+        if message.prefix_tokens:
+            source = message.prefill_node if message.pull else message.prefix_node
+            span.set({"pdserve.pull.node": source, "pdserve.pull.expected_tokens": message.prefix_tokens})
         self._waiting = True
 
     def cancel(self) -> None:

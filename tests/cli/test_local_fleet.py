@@ -114,7 +114,9 @@ def test_each_program_gets_its_own_flags_and_the_common_ones() -> None:
     )
     assert sorted(role_words("router", args)) == sorted([*router.split(), *common, "--port", "9000"])
     assert sorted(role_words("prefill", args)) == sorted(["--lease-seconds", "5.0", "--decode-ahead", "0", *common])
-    assert sorted(role_words("decode", args)) == sorted(["--kv-failure-policy", "fail", *common])
+    assert sorted(role_words("decode", args)) == sorted(
+        ["--kv-failure-policy", "fail", "--lease-seconds", "5.0", *common]
+    )
 
 
 def test_router_understands_its_flags_from_up() -> None:

@@ -12,7 +12,8 @@ from itertools import count
 from toy import reference
 from toy_node import BLOCK, Node
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, ToPeer
+from node.leasing.leases import Lease, LeaseId, LeaseTable
+from node.reading.handoff import Action, Event, Handoff, HandoffFailed, ToPeer
 from pdserve.errors import Overloaded, PeerError
 from pdserve.ipc.messages import (
     Batch,
@@ -32,7 +33,6 @@ from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT
-from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
 FINISHED = pb.PrefillEvent(finished=pb.Finished())
@@ -51,6 +51,11 @@ class Job:
     done: int = 0
     ahead: int = 0  # tokens that P may decode ahead
     pull: bool = False  # D reads what P has cached, as P serves the same request
+
+    @property
+    def for_peer(self) -> bool:
+        """D computes the prompt for another node, as a prefill node does after a pull."""
+        return self.mode.for_peer
 
     @cached_property
     def resume(self) -> dict[int, list[int]]:
@@ -282,6 +287,8 @@ class DecodeSide:
 
     def cancel(self, rid: int, now: float) -> None:
         self.node.obey(Cancel(rid))
+        if self.jobs[rid].for_peer:
+            self.node.obey(FreeLease(rid))
         self.cancelled.add(rid)
         if (call := self.calls.get(rid)) is not None:
             self._act(call, call.handoff.give_up(), now)
@@ -295,6 +302,11 @@ class DecodeSide:
 
     def take(self, batch: Batch, now: float) -> None:
         """Handle the events of a step."""
+        for refused in batch.refused:
+            assert self.jobs[refused.rid].for_peer, "a request of D's own was refused"
+            self.cancel(refused.rid, now)  # its node computes it
+        for leased in batch.leased:
+            self._take_leased(leased)
         for reserved in batch.reserved:
             if reserved.rid not in self.cancelled:
                 self.start(reserved.rid, reserved.cached_tokens, now)
@@ -309,6 +321,17 @@ class DecodeSide:
             for choice, expected in enumerate(job.expected):
                 tokens = self.node.tokens[rid, choice]
                 assert tokens == expected[: len(tokens)], "a wrong token"
+
+    def _take_leased(self, leased: Leased) -> None:
+        """Read blocks as the peer of a prompt would, which releases the lease after the last ones."""
+        prompt, size = self.jobs[leased.rid].prompt, BLOCK
+        first = -(-leased.num_tokens // size) - len(leased.block_ids)
+        for index, block in enumerate(leased.block_ids, first):
+            tokens = prompt[index * size : min(leased.num_tokens, (index + 1) * size)]
+            found = self.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
+            assert found == tokens, f"block {block} is leased to a peer without its KV"
+        if leased.last:
+            self.node.obey(FreeLease(leased.rid))
 
     def assert_served(self) -> None:
         """Assert that every request has all of its tokens."""

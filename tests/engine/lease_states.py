@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, Phase
+from node.leasing.leases import Lease, LeaseId, LeaseTable
+from node.reading.handoff import Action, Event, Handoff, HandoffFailed, Phase
 from pdserve.errors import PeerError
 from pdserve.ipc.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import PeerTiming
-from prefill_node.leases import Lease, LeaseId, LeaseTable
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
 PARTS = 2
@@ -45,6 +45,7 @@ class State:
     d_runs: bool
     make_table: Callable[[float, float], LeaseTable[Lease]] = LeaseTable
     pull: bool = False  # P has the first part cached, and no other
+    due: float = inf  # D gives a pull up then
     now: float = 0.0
     epoch: str = "first"
     table: LeaseTable[Lease] = field(init=False)
@@ -63,7 +64,7 @@ class State:
 
     def __post_init__(self) -> None:
         self.table = self.make_table(SECONDS, GUARD)
-        self.handoff = Handoff(1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0, pull=self.pull)
+        self.handoff = Handoff(1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0, pull=self.pull, due=self.due)
 
     @property
     def num_parts(self) -> int:

@@ -18,11 +18,12 @@ from slow_connector import SlowConnector, Transfer
 from toy import ToyRunner
 from toy_node import BATCH_TOKENS, BLOCK, Node
 
-from decode_node.handoff import Phase
+from node.leasing.leases import LeaseId
+from node.reading.handoff import Phase
 from pdserve.errors import PeerError
+from pdserve.ipc.messages import Mode
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.sampling_params import SamplingParams
-from prefill_node.leases import LeaseId
 
 P_BLOCKS, D_BLOCKS = 14, 12
 AHEAD = 2  # tokens that P may decode ahead
@@ -87,6 +88,15 @@ class World:
         self.p.serve(job)
         self.step(length // BATCH_TOKENS + done)
         self.d.submit(job)
+        self.check()
+
+    def pull_prefix(self, length: int, output: int, more: int) -> None:
+        """Serve a request on P, then compute its next turn on D for another node: ``more`` tokens after its output."""
+        job = Job([next(self.prompts) % 900 + 1] * length, SamplingParams(max_tokens=output))
+        self.p.serve(job)
+        self.step(length // BATCH_TOKENS + output)
+        turn = [*job.prompt, *job.whole[0], *[next(self.prompts) % 900 + 1] * more]
+        self.d.submit(Job(turn, SamplingParams(max_tokens=1), Mode.PULL_AND_LEASE, pull=True))
         self.check()
 
     def step(self, both: int = 1) -> None:

@@ -11,7 +11,7 @@ from lease_world import World
 from slow_connector import Transfer
 from toy_node import Node
 
-from decode_node.handoff import Event
+from node.reading.handoff import Event
 from pdserve.ipc.messages import ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 

@@ -9,7 +9,7 @@ from math import inf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decode_node.handoff import Event, Handoff, HandoffFailed, Phase
+from node.reading.handoff import Event, Handoff, HandoffFailed, Phase
 from pdserve.ipc.messages import ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, ReadResult

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_node.handoff import Action, Event, Handoff, HandoffFailed, Phase
+from node.reading.handoff import Action, Event, Handoff, HandoffFailed, Phase
 from pdserve.errors import Draining, PeerError
 from pdserve.ipc.messages import KVConfirmed, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb

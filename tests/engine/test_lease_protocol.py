@@ -33,6 +33,10 @@ class LeaseProtocol(RuleBasedStateMachine):
     def move(self, length: int, max_tokens: int, done: int) -> None:
         self.world.move(length, max_tokens, done)
 
+    @rule(length=st.integers(1, 16), output=st.integers(1, 8), more=st.integers(1, 8))
+    def pull_prefix(self, length: int, output: int, more: int) -> None:
+        self.world.pull_prefix(length, output, more)
+
     @rule(steps=st.sampled_from([1, 2, 6]))
     def step(self, steps: int) -> None:
         self.world.step(steps)

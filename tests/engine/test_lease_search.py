@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from lease_states import State, check, faults, moves
 
-from prefill_node.leases import Lease, LeaseId, LeaseTable
+from node.leasing.leases import Lease, LeaseId, LeaseTable
 
 
 def search(initial: State) -> int:
@@ -57,6 +57,11 @@ def _path(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> li
 def test_no_order_of_events_and_faults_breaks_a_promise(num_faults: int, d_runs: bool, pull: bool) -> None:
     """With a stopped clock, D may read blocks that P has reused, but must not use them."""
     assert search(State(num_faults, d_runs, pull=pull)) > 1000
+
+
+@pytest.mark.parametrize(("num_faults", "due"), [(0, 1.0), (0, 2.0), pytest.param(1, 2.0, marks=pytest.mark.slow)])
+def test_a_pull_that_is_given_up_when_it_is_due_breaks_no_promise(num_faults: int, due: float) -> None:
+    assert search(State(num_faults, True, pull=True, due=due)) > 1000
 
 
 class SharedLeases(LeaseTable[Lease]):

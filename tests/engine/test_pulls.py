@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from array import array
+from typing import Any
 
 import pytest
 from scripted_world import ScriptedJob, ScriptedWorld
 from test_itl_target import Model, add_prompts, node_with_streams, run_until
+from toy import reference
 from toy_node import BLOCK, DEPTHS, Node, long_step, wait_until
 
 from pdserve.ipc.messages import (
+    Connect,
     FreeLease,
     KVConfirmed,
     LeaseCached,
     Leased,
     Mode,
+    PrefillLocally,
     StartRead,
 )
+from pdserve.records import Peer
 from pdserve.sampling_params import SamplingParams
 
 each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
@@ -149,6 +154,125 @@ def test_stream_that_p_has_not_cached_is_computed_on_d(depth: tuple[int, int]) -
     assert world.d.node.rank.num_reads == 0
     assert world.d.node.runner.num_tokens == len(PROMPT) + 11
     assert world.p.node.runner.num_tokens == num_tokens
+    world.close()
+
+
+# ---------------------------------------------------------------- P, which pulls a prefix before it computes a prompt
+
+KINDS = {
+    "": {},
+    "checksum": {"kv_checksum": True},
+    "windows": {"windows": (None, 8)},
+    "states": {"state_slots": 24},
+}
+
+
+class Pulling:
+    """A source that has served a prompt, and P, which has reserved blocks for the prompt and its continuation."""
+
+    def __init__(self, depth: tuple[int, int] = (2, 1), **kind: Any) -> None:
+        self.source, self.p = Node(64, *depth, **kind), Node(64, *depth, **kind)
+        self.source.submit(1, PROMPT, SamplingParams(max_tokens=10), Mode.LOCAL)
+        self.source.run()
+        self.turn = [*PROMPT, *self.source.tokens[1, 0], 7, 8, 9]
+        self.p.obey(Connect(Peer("source", self.source.epoch, (self.source.kv,))))
+        self.p.submit(PEER, self.turn, SamplingParams(max_tokens=1), Mode.PULL_AND_LEASE)
+        (reserved,) = [each for _ in range(3) for each in self.p.step().reserved]
+        assert reserved.cached_tokens == 0
+
+    def read(self) -> int:
+        """Read what the source has cached; return the number of tokens."""
+        self.source.obey(pull(self.turn[:-1]))
+        (leased,) = [each for _ in range(4) for each in self.source.step().leased]
+        order = StartRead(
+            PEER, self.source.epoch, leased.block_ids, leased.num_tokens, leased.digests, leased.state_slot, pull=True
+        )
+        self.p.obey(order)
+        waits = {"reads", "checked"} if leased.digests else {"reads"}
+        while waits:
+            batch = self.p.step()
+            waits = {name for name in waits if not getattr(batch, name)}
+            assert not any(each.num_corrupt for each in batch.checked)
+            time.sleep(0.001)
+        self.source.obey(FreeLease(PEER))
+        return leased.num_tokens
+
+    def finish(self) -> None:
+        """Compute the rest. P leases all of the prompt with its KV."""
+        parts = []
+        while not any(part.last for part in parts):
+            parts += self.p.step().leased
+        tokens = (
+            [token for part in parts for token in self._kv_of(part)]
+            if not self.p.scheduler.pool.groups.has_windows
+            else []
+        )
+        assert tokens in ([], self.turn)
+        assert self.p.tokens[PEER, 0] == reference(self.turn, 0, 1)
+        self.p.obey(FreeLease(PEER))
+        self.close()
+
+    def _kv_of(self, part: Leased) -> list[int]:
+        cache = self.p.runner.cache
+        found = [token for block in part.block_ids for token in cache[block, 0, 0, 0, :, 0].tolist()]
+        return found[: len(found) - -part.num_tokens % BLOCK]
+
+    def close(self) -> None:
+        for node in (self.source, self.p):
+            node.run()
+            node.assert_all_free()
+            node.close()
+
+
+@each_depth
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_p_computes_what_a_pull_has_not_brought(depth: tuple[int, int], kind: dict[str, Any]) -> None:
+    """The blocks that were read are leased like those that are computed, and are in P's prefix cache."""
+    world = Pulling(depth, **kind)
+    num_tokens = world.read()
+    assert num_tokens >= 28  # the state is that after the prompt's last full block
+    world.p.obey(KVConfirmed(PEER, num_tokens, ()))
+    assert world.p.runner.num_tokens == 0
+    world.finish()
+    assert world.p.runner.num_tokens == len(world.turn) - num_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("has_read", [False, True])
+def test_p_computes_the_whole_prompt_after_a_failed_pull(has_read: bool, kind: dict[str, Any]) -> None:
+    world = Pulling(**kind)
+    if has_read:
+        world.read()
+    world.p.obey(PrefillLocally(PEER))
+    world.finish()
+    assert world.p.runner.num_tokens == len(world.turn)
+
+
+def test_p_computes_the_prompt_if_the_source_has_nothing() -> None:
+    world = Pulling()
+    world.p.obey(KVConfirmed(PEER, 0, ()))
+    world.finish()
+
+
+def test_cancelled_pull_holds_nothing() -> None:
+    world = Pulling()
+    world.read()
+    world.p.obey(FreeLease(PEER))
+    world.close()
+
+
+def test_prompt_that_lacks_blocks_during_a_pull_is_not_refused() -> None:
+    """A pull waits for no prompt of another node, so these two cannot wait for each other."""
+    world = Pulling()
+    long = [5] * 230
+    world.p.submit(100, long, SamplingParams(max_tokens=1), Mode.LEASE)
+    assert not any(world.p.step().refused for _ in range(3))
+    world.p.obey(KVConfirmed(PEER, world.read(), ()))
+    world.p.run()
+    world.p.obey(FreeLease(PEER))
+    world.p.run()
+    assert [world.p.tokens[rid, 0] for rid in (PEER, 100)] == [reference(p, 0, 1) for p in (world.turn, long)]
+    world.p.obey(FreeLease(100))
     world.close()
 
 

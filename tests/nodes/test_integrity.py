@@ -121,7 +121,7 @@ def test_a_corrupt_block_is_recomputed(part: int, block: int, checked: Checked) 
         assert [node.counter(name) - was for name, was in zip(names, before, strict=True)] == [1, 1, 1, 0]
         assert node.counter("handoff_recomputed_tokens") == tokens + LENGTH
     number = (part - 1) * STEP // BLOCK + block if block >= 0 else (LENGTH - 1) // BLOCK
-    assert f"KV from prefill node {checked.proxy.address} is corrupt" in node.output
+    assert f"KV from node {checked.proxy.address} is corrupt" in node.output
     assert f"block {number} of the prompt" in node.output
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_node.leases import Lease, LeaseId, LeaseState, LeaseTable
+from node.leasing.leases import Lease, LeaseId, LeaseState, LeaseTable
 
 SECONDS, GUARD, TERMS = 3.0, 1.0, 10
 STREAMS = 3

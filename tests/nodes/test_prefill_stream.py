@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node.prefill_stream import PrefillStream
+from node.reading.peer_stream import PeerStream
 from pdserve.errors import Draining, Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -21,7 +21,7 @@ Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
 
 
 @asynccontextmanager
-async def stream_to(serve: Serve, changed: asyncio.Event) -> AsyncIterator[PrefillStream]:
+async def stream_to(serve: Serve, changed: asyncio.Event) -> AsyncIterator[PeerStream]:
     """Open a stream to a prefill node that runs ``serve``; set ``changed`` when the stream drains or has ended."""
 
     class Servicer(pb_grpc.PrefillNodeServicer):
@@ -37,7 +37,7 @@ async def stream_to(serve: Serve, changed: asyncio.Event) -> AsyncIterator[Prefi
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub: pb_grpc.PrefillNodeAsyncStub = pb_grpc.PrefillNodeStub(channel)
-        stream = PrefillStream(stub, Peer("p", "epoch", ()), max_request=1 << 20, on_change=changed.set)
+        stream = PeerStream(stub, Peer("p", "epoch", ()), max_request=1 << 20, on_change=changed.set)
         yield stream
         stream.close("the test has ended")
     await server.stop(0)
@@ -47,7 +47,7 @@ def test_a_peer_that_does_not_read_gets_no_more_prompts() -> None:
     async def serve(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
         await asyncio.sleep(60.0)
 
-    async def flood(stream: PrefillStream) -> None:
+    async def flood(stream: PeerStream) -> None:
         for _ in range(1 << 16):
             stream.prefill(pb.PrefillRequest(token_ids=bytes(4000)), lambda event: None)
             await asyncio.sleep(0)

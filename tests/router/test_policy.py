@@ -243,6 +243,52 @@ def test_error_names_the_served_models() -> None:
         least_loaded(FleetSnapshot("x", (decode("d0"),)), ASK)
 
 
+# ------------------------------------------------------------ pulls
+
+
+def reading_prefill(name: str, *peers: str, **fields: object) -> NodeView:
+    return prefill(name, connected_peers=frozenset(peers), **fields)
+
+
+def test_prefill_node_pulls_the_history_that_a_busy_decode_node_has() -> None:
+    nodes = (decode("d0", requests=60, decoding=60), reading_prefill("p0", "d0"))
+    request = PolicyRequest(12_000, {"d0": 11_008})
+    assert prefix_aware(FleetSnapshot("m", nodes), request) == Placement("d0", "p0", "d0", 11_008)
+    unconnected = (nodes[0], prefill("p0"))
+    assert prefix_aware(FleetSnapshot("m", unconnected), request) == Placement("d0", None)
+
+
+def test_free_prefill_node_pulls_from_a_busy_one() -> None:
+    nodes = (decode("d0"), reading_prefill("p0", "p1"), prefill("p1", backlog=100_000))
+    request = PolicyRequest(12_000, {"p1": 11_008}, prefills=frozenset({"p0", "p1"}))
+    assert prefix_aware(FleetSnapshot("m", nodes), request) == Placement("d0", "p0", "p1", 11_008)
+
+
+def test_decode_node_pulls_what_it_computes_itself() -> None:
+    nodes = (decode("d0", ("d1",)), decode("d1", requests=200, decoding=200))
+    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(12_000, {"d1": 11_008})) == Placement(
+        "d0", None, "d1", 11_008
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "read"),
+    [(320, LinearCost(1e-3, 1e-6)), (11_008, LinearCost(1e-3, 20e-6)), (11_008, LinearCost(0.4, 1e-6))],
+    ids=["few tokens", "slow path", "slow start"],
+)
+def test_what_is_not_clearly_faster_is_not_pulled(num_cached: int, read: LinearCost) -> None:
+    costs = StepCosts(COSTS.prompt, COSTS.decode, read)
+    nodes = (decode("d0", requests=60, decoding=60), reading_prefill("p0", "d0", costs=costs))
+    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(12_000, {"d0": num_cached})).source is None
+
+
+@pytest.mark.parametrize("fields", [{"ready": False}, {"stalled": True}, {"compat_hash": "other"}, {"model": "other"}])
+def test_only_a_node_that_serves_and_is_compatible_is_a_source(fields: dict[str, object]) -> None:
+    nodes = (decode("d0"), reading_prefill("p0", "p1"), prefill("p1", **fields))
+    request = PolicyRequest(12_000, {"p1": 11_008}, prefills=frozenset({"p0"}))
+    assert prefix_aware(FleetSnapshot("m", nodes), request) == Placement("d0", "p0")
+
+
 # ------------------------------------------------------------ all fleets
 
 lines = st.builds(LinearCost, st.floats(0, 0.1), st.floats(0, 1e-3))
@@ -306,6 +352,22 @@ def test_only_ready_compatible_nodes_are_paired(policy: Policy, snapshot: FleetS
         assert peer.compat_hash == chosen.compat_hash
         assert abs((peer.protocol or 5) - (chosen.protocol or 5)) <= 1
         assert peer.node_id in chosen.connected_peers
+
+
+@given(snapshot=snapshots, ask=asks())
+def test_pulls_are_from_connected_nodes_that_have_more(snapshot: FleetSnapshot, ask: PolicyRequest) -> None:
+    if not snapshot.usable("decode"):
+        return
+    placement = prefix_aware(snapshot, ask)
+    if placement.source is None:
+        assert placement.source_tokens == 0
+        return
+    nodes = {node.node_id: node for node in snapshot.nodes}
+    reader, source = nodes[placement.prefill or placement.decode], nodes[placement.source]
+    assert ask.may_hand_off
+    assert reader.reads_from(source)
+    assert (source.ready, source.stalled, source.model) == (True, False, "m")
+    assert ask.cached[source.node_id] == placement.source_tokens > ask.cached.get(reader.node_id, 0)
 
 
 @dataclass(frozen=True)

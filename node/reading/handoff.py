@@ -1,4 +1,6 @@
-"""State machine of one handoff on D: events in, actions out, no I/O, no clock. The protocol is docs/leases.md.
+"""State machine of one handoff on D, or of a pull on any node: events in, actions out, no I/O, no clock.
+
+The protocol is docs/leases.md.
 
     waiting ─first part announced─► reading ─all read─► confirming ─lease stood, digests equal─► confirmed
        │                               │                    │
@@ -11,7 +13,7 @@ D computes no token from a read before P has confirmed that the lease stood. Wit
 digests of what it read meanwhile, and no token comes from a read before that, either.
 
 In a pull, P computes and samples nothing: its last part may end before the last tokens, and Finished follows. If there
-was no part, nothing has to be confirmed.
+was no part, nothing has to be confirmed. A pull may be ``due``: D gives up what would take longer than to compute it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ _MAX_STALL = 3  # lengths of a lease without a read that begins or ends, after w
 
 class ReadFailed(PeerError):
     """The connector's connection to the peer cannot be relied on."""
+
+
+class PullLate(PeerError):
+    """The peer is too slow for a pull to be worth more time."""
 
 
 class Phase(StrEnum):
@@ -76,6 +82,7 @@ class Handoff:
         timing: PeerTiming,
         sent_at: float,
         pull: bool = False,
+        due: float = inf,
     ) -> None:
         """``number`` is the prompt's on the stream to P; ``sent_at`` is when the prompt was sent, or earlier."""
         self.number = number
@@ -88,6 +95,7 @@ class Handoff:
         self._timing = timing
         self._num_tokens = num_tokens  # that P announces; a pull ends with fewer if P has no more
         self._pull = pull
+        self._due = due
         self._refused = False  # P failed the prompt before its first part, and holds nothing
         self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
@@ -108,12 +116,12 @@ class Handoff:
     @property
     def wake_at(self) -> float:
         """When ``on(None)`` must be called unless another event comes before; infinity for never."""
-        if self.phase is Phase.CONFIRMING:
-            return self._answer_due
-        if self.phase is not Phase.READING:
+        if not self.active:
             return inf
+        if self.phase is not Phase.READING:
+            return min(self._answer_due, self._due)
         extend_at = self._extend_at if self._may_extend else inf
-        return min(extend_at, self._answer_due, self.limit if self._num_reads else inf)
+        return min(extend_at, self._answer_due, self.limit if self._num_reads else inf, self._due)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Apply an event; return the actions to take, in this order. HandoffFailed, if any, is the last."""
@@ -168,6 +176,8 @@ class Handoff:
                 self._num_unchecked -= 1
             case PeerError() if not self._stood:
                 raise event
+            case None if now >= self._due:
+                raise PullLate(f"{self._peer.node_id} is late with cached KV")
             case None if now >= self._answer_due:
                 self._on_answer_timeout(now)
 

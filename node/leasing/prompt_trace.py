@@ -1,4 +1,4 @@
-"""Times one prompt on P, as spans and as a log line.
+"""Times one prompt of a peer, as spans and as a log line.
 
 queue ─► prefill ─► first tokens
             └ lease ──────────────────────► released, aborted or expired
@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import time
 
+from node.leasing.leases import LeaseState
 from pdserve.errors import PdserveError
 from pdserve.logs import request_fields
 from pdserve.tracing.spans import Span
-from prefill_node.leases import LeaseState
 
 _log = logging.getLogger(__name__)
 
 
-class PrefillTrace:
+class PromptTrace:
     """Spans and, with ``log``, a log line of a prompt, from its arrival until its lease ends."""
 
     def __init__(self, request_id: str, num_tokens: int, span: Span, log: bool) -> None:

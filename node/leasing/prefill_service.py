@@ -1,4 +1,4 @@
-"""The PrefillNode service: handshakes and one stream per decode node."""
+"""The PrefillNode service: handshakes and one stream per reader."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import AsyncIterable
 from itertools import count
 
 from node.context import NodeContext
+from node.leasing.prompts import LeasedPrompts, StartPrefill
+from node.leasing.reader_stream import ReaderStream
 from node.served_streams import ServedStreams
 from node.stream_writer import Context
 from pdserve.config.compatibility import SPOKEN_PROTOCOLS, describe_window, differences
@@ -15,28 +17,27 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
 from pdserve.rpc.protobuf import rank_to_pb
-from prefill_node.decode_stream import DecodeStream
-from prefill_node.prefills import Prefills
 
 _log = logging.getLogger(__name__)
 
 
 class PrefillService(pb_grpc.PrefillNodeServicer):
-    def __init__(self, node: NodeContext, prefills: Prefills, decode_ahead: int) -> None:
+    def __init__(self, node: NodeContext, prompts: LeasedPrompts, start_prefill: StartPrefill | None) -> None:
+        """Without ``start_prefill``, only what is cached is leased."""
         self._node = node
-        self._prefills = prefills
-        self._decode_ahead = decode_ahead
-        self._streams: ServedStreams[DecodeStream] = ServedStreams(node.violations)
+        self._prompts = prompts
+        self._start_prefill = start_prefill
+        self._streams: ServedStreams[ReaderStream] = ServedStreams(node.violations)
         self._numbers = count(1)  # of streams
-        self.release_timeout = prefills.table.seconds + prefills.table.guard
-        prefills.on_change = self._streams.changed
+        self.release_timeout = prompts.table.seconds + prompts.table.guard
+        prompts.on_change = self._streams.changed
 
     async def finish(self) -> None:
         self._streams.drain()
-        await self._streams.until(lambda: self._prefills.idle)
+        await self._streams.until(lambda: self._prompts.idle)
 
     def hand_over(self, why: Draining) -> None:
-        """Fail the prompts that are not computed, for decode nodes to send elsewhere. Announced blocks stay leased."""
+        """Fail the prompts that are not computed, for readers to send elsewhere. Announced blocks stay leased."""
         self._streams.drain()
         for stream in self._streams:
             stream.fail(why)
@@ -45,7 +46,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         self._streams.reopen()
 
     async def wait_released(self) -> None:
-        await self._streams.until(lambda: self._prefills.idle)
+        await self._streams.until(lambda: self._prompts.idle)
         await self._streams.ended()
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
@@ -54,7 +55,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             self._check_compatible(request)
         except PdserveError as exc:
             await abort(context, exc)
-        line = "handshake with decode node %s (epoch %s), protocol %d"
+        line = "handshake with %s (epoch %s), protocol %d"
         _log.info(line, request.node_id, request.epoch, request.protocol)
         return pb.HandshakeReply(
             node_id=self._node.node_id,
@@ -66,11 +67,11 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     async def Serve(  # type: ignore[override]  # not a generator, which would not notice a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        stream = DecodeStream(
+        stream = ReaderStream(
             next(self._numbers),
             self._node,
-            self._prefills,
-            decode_ahead=self._decode_ahead,
+            self._prompts,
+            start_prefill=self._start_prefill,
             peer=context.peer(),
         )
         await self._streams.serve(stream, request_iterator, context)

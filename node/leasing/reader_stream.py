@@ -1,4 +1,7 @@
-"""The stream of one decode node on P: its messages become prompts and leases, and their results become events."""
+"""The stream of one reader: its messages become prompts and leases, and their results become events.
+
+Readers are decode nodes, and all nodes that pull.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import logging
 from collections.abc import AsyncIterable
 
 from node.context import NodeContext
+from node.leasing.leases import LeaseId
+from node.leasing.prompt_trace import PromptTrace
+from node.leasing.prompts import CachedPrompt, LeasedPrompts, StartPrefill
 from node.request_checks import check_request, check_skip
 from node.served_streams import ServedStream
 from pdserve.errors import PdserveError, PeerError, RequestError
@@ -13,30 +19,29 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import sampling_from_pb
 from pdserve.tracing.spans import Attributes
-from prefill_node.leases import LeaseId
-from prefill_node.prefill_trace import PrefillTrace
-from prefill_node.prefills import Prefill, Prefills
 
 _log = logging.getLogger(__name__)
 
 
-class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
-    """The prompts of one decode node.
+class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
+    """The prompts of one reader.
 
-    While too many events wait for a slow D, ``read`` waits too, so that only accepted prompts add a few events each.
+    While too many events wait for a slow reader, ``read`` waits, too: only accepted prompts add a few events each.
     """
 
-    def __init__(self, number: int, node: NodeContext, prefills: Prefills, *, decode_ahead: int, peer: str) -> None:
+    def __init__(
+        self, number: int, node: NodeContext, prompts: LeasedPrompts, *, start_prefill: StartPrefill | None, peer: str
+    ) -> None:
         """``number`` tells this stream's leases from those of all other streams of this node; ``peer`` is for the log.
 
-        Decode at most ``decode_ahead`` tokens after a prompt's first.
+        Without ``start_prefill`` this node computes no prompts of peers.
         """
         super().__init__(pb.PrefillEvents)
         self._number = number
         self._peer = peer
         self._node = node
-        self._prefills = prefills
-        self._decode_ahead = decode_ahead
+        self._prompts = prompts
+        self._start_prefill = start_prefill
 
     async def read(self, requests: AsyncIterable[pb.HandoffRequest]) -> None:
         async for message in requests:
@@ -58,8 +63,8 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
     def close(self) -> None:
         """Cancel all prompts, as the stream has ended. Announced blocks stay leased."""
         cancelled = 0
-        for prefill in self._prefills.of_stream(self._number):
-            prefill.cancel()
+        for prompt in self._prompts.of_stream(self._number):
+            prompt.cancel()
             cancelled += 1
         if cancelled:
             text = "the stream of %s ended; its %d prompts without a Release are cancelled"
@@ -67,11 +72,11 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
 
     def fail(self, error: PdserveError) -> None:
         """Fail all prompts that are not computed. Announced blocks stay leased."""
-        for prefill in self._prefills.of_stream(self._number):
-            if prefill.complete:
-                prefill.cancel()
+        for prompt in self._prompts.of_stream(self._number):
+            if prompt.complete:
+                prompt.cancel()
             else:
-                prefill.fail(error)
+                prompt.fail(error)
 
     def _send(self, event: pb.PrefillEvent) -> None:
         self.writer.put(event.ByteSize()).events.append(event)
@@ -79,7 +84,7 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
     def _prefill(self, request: pb.PrefillRequest) -> None:
         """Begin a prompt, or answer why not. Raises RequestError for a number that is in use."""
         number = request.request
-        if self._prefills.table.get(LeaseId(self._number, number)) is not None:
+        if self._prompts.table.get(LeaseId(self._number, number)) is not None:
             raise RequestError(f"prompt {number} is computed for this stream already; number them uniquely")
         self.add_number(number)
         try:
@@ -98,26 +103,26 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
                 f"epoch {request.epoch or '(none)'} is not that of {node.node_id}, which is {node.epoch}; "
                 "repeat the handshake"
             )
-        token_ids = request.token_ids
+        if self._start_prefill is None and not request.cached_only:
+            raise PeerError(f"{node.name} leases cached KV only; name a prefill node to compute a prompt")
         sampling = sampling_from_pb(request.sampling)
-        num_tokens = check_request(token_ids, sampling, node.config)
+        num_tokens = check_request(request.token_ids, sampling, node.config)
         check_skip(request.skip_tokens, num_tokens, node.config.kv_layout.block_size)
-        prefill = Prefill(
-            LeaseId(self._number, request.request),
-            self._prefills,
-            trace=self._begin_trace(request, num_tokens),
-            send=self._send,
-        )
-        prefill.submit(request, token_ids=token_ids, sampling=sampling, decode_ahead=self._decode_ahead)
+        lease, trace = LeaseId(self._number, request.request), self._begin_trace(request, num_tokens)
+        if request.cached_only:
+            CachedPrompt(lease, self._prompts, trace=trace, send=self._send).submit(request)
+        else:
+            assert self._start_prefill is not None
+            self._start_prefill(self._prompts, lease, request, sampling, trace=trace, send=self._send)
 
-    def _begin_trace(self, request: pb.PrefillRequest, num_tokens: int) -> PrefillTrace:
+    def _begin_trace(self, request: pb.PrefillRequest, num_tokens: int) -> PromptTrace:
         attributes: Attributes = {"pdserve.request_id": request.request_id, "gen_ai.usage.input_tokens": num_tokens}
         span = self._node.tracer.continue_span("prefill node", request.traceparent, request.tracestate, attributes)
-        return PrefillTrace(request.request_id, num_tokens, span, log=self._node.log_requests)
+        return PromptTrace(request.request_id, num_tokens, span, log=self._node.log_requests)
 
     def _extend(self, request: pb.ExtendRequest) -> None:
         self.check_number(request.request)
-        seconds = self._prefills.extend(LeaseId(self._number, request.request))
+        seconds = self._prompts.extend(LeaseId(self._number, request.request))
         extended = pb.Extended(ask=request.ask, lease_ms=int(seconds * 1000))
         self._send(pb.PrefillEvent(request=request.request, extended=extended))
 
@@ -126,11 +131,11 @@ class DecodeStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
         lease = LeaseId(self._number, number)
 
         def release() -> None:
-            released = pb.Released(stood=self._prefills.release(lease))
+            released = pb.Released(stood=self._prompts.release(lease))
             self._send(pb.PrefillEvent(request=number, released=released))
 
-        prefill = self._prefills.table.get(lease)
-        if prefill is not None:
-            prefill.after_step(release)
+        prompt = self._prompts.table.get(lease)
+        if prompt is not None:
+            prompt.after_step(release)
         else:
             release()

@@ -1,10 +1,10 @@
-"""The connection to one prefill node: made, checked, and made again when the node comes back.
+"""The connection to one node that KV is read from: made, checked, and made again when the node comes back.
 
     connecting ──Describe, Handshake, engine connects──► connected ──stream ended, other epoch, reads fail──┐
          ▲                                                                                                  │
          └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-While connected, a stream carries all handoffs (decode_node/prefill_stream.py). gRPC keepalive closes the connection to
+While connected, a stream carries all handoffs (node/reading/peer_stream.py). gRPC keepalive closes the connection to
 a dead or hung host, and with it the stream. Repeated Describe calls find a stuck engine or a hung event loop. A lost
 peer fails the handoffs on its stream; the engine disconnects, which ends reads in flight. Attempts are spaced
 0.1 → 5 s with jitter. The timeouts are in pdserve/rpc/timeouts.py.
@@ -24,10 +24,10 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from decode_node.decode_metrics import PeerMetrics
-from decode_node.prefill_stream import PrefillStream
 from node.context import NodeContext
 from node.health import State
+from node.reading.peer_stream import PeerStream
+from node.reading.reading_metrics import PeerMetrics
 from pdserve.config.compatibility import common_protocol, describe_window
 from pdserve.errors import ConfigError, PdserveError, PeerError, shown
 from pdserve.ipc.messages import Connect, Disconnect
@@ -68,15 +68,15 @@ class PeerRegistry(Protocol):
     def has(self, node_id: str) -> bool:
         """Return whether a peer with this id is connected or connecting."""
 
-    def on_connected(self) -> None:
+    def on_connected(self, peer: KVPeer) -> None:
         """A peer has connected."""
 
-    def on_too_slow(self, error: TransportTooSlow) -> None:
+    def on_too_slow(self, peer: KVPeer, error: TransportTooSlow) -> None:
         """A peer was refused for its transport."""
 
 
-class PrefillPeer:
-    """The prefill node at an address. ``node_id`` and ``epoch`` are empty while unknown."""
+class KVPeer:
+    """The node at an address. ``node_id`` and ``epoch`` are empty while unknown."""
 
     def __init__(
         self,
@@ -85,11 +85,15 @@ class PrefillPeer:
         metrics: PeerMetrics,
         registry: PeerRegistry,
         required_transport: str,
+        *,
+        as_source: bool,
     ) -> None:
+        """``as_source``: a decode node is welcome, too, for its prefix cache."""
         self.address = address
         self.node_id = ""
         self.epoch = ""
-        self.stream: PrefillStream | None = None  # while connected
+        self.computes = True  # prompts, as far as is known; else it only leases what it has cached
+        self.stream: PeerStream | None = None  # while connected
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
         self._dialer = Dialer(address, self._timing, node.tls)
@@ -98,9 +102,10 @@ class PrefillPeer:
         self._registry = registry
         self._required_transport = required_transport
         self._connecting: asyncio.Future[Connected] | None = None  # the connector's answer
-        self._closing: PrefillStream | None = None  # the previous stream, which may still deliver releases
+        self._closing: PeerStream | None = None  # the previous stream, which may still deliver releases
         self._drained = False  # the latest epoch ended by draining
         self._unlisted = False
+        self._as_source = as_source
         self._check_now = asyncio.Event()
         self._broken = ""  # why the connector must reconnect
 
@@ -114,9 +119,15 @@ class PrefillPeer:
         """The peer takes no handoffs because it shuts down, which is no failure."""
         return self._drained or (self.stream is not None and self.stream.draining)
 
-    def set_listed(self, listed: bool) -> None:
+    @property
+    def name(self) -> str:
+        """Role and address, for logs."""
+        return f"{'prefill' if self.computes else 'decode'} node {self.address}"
+
+    def set_listed(self, listed: bool, *, as_source: bool) -> None:
         """Connect to the peer while it is listed. An unlisted peer is dropped when no handoff needs it."""
         self._unlisted = not listed
+        self._as_source = as_source
         self._check_now.set()
 
     def check(self) -> None:
@@ -169,7 +180,7 @@ class PrefillPeer:
                 if str(exc) != logged:
                     logged = str(exc)
                     level = logging.INFO if isinstance(exc, PeerLoading) else logging.WARNING
-                    _log.log(level, "prefill node %s: %s; trying again", self.address, logged)
+                    _log.log(level, "%s: %s; trying again", self.name, logged)
             finally:
                 self._disconnect()
                 self.tried.set()
@@ -213,7 +224,7 @@ class PrefillPeer:
         )
         if peer.other_drafts:
             _log.warning(
-                "prefill node %s drafts by %s, this node by %s: requests that it hands off get no drafts here; start "
+                "node %s drafts by %s, this node by %s: requests that it hands off get no drafts here; start "
                 "both with the same --speculate",
                 reply.node_id,
                 shown(reply.drafts),
@@ -226,10 +237,11 @@ class PrefillPeer:
         self._check_transport(connection)
         self._metrics.transport = connection.transport
         limit = request_limit(description.max_model_len)
-        self.stream = PrefillStream(stub, peer, max_request=limit, on_change=self.check)
+        self.stream = PeerStream(stub, peer, max_request=limit, on_change=self.check)
         self._drained = False
-        self._registry.on_connected()
-        _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
+        self._registry.on_connected(self)
+        role = "prefill" if self.computes else "decode"
+        _log.info("connected to %s node %s (epoch %s) at %s", role, self.node_id, self.epoch, self.address)
 
     async def _connect_connector(self, peer: Peer) -> Connected:
         """Have the engine's connector connect. Raises PeerError when it cannot."""
@@ -249,12 +261,15 @@ class PrefillPeer:
             raise PeerLoading(f"waits for this node, which is {self._node.state}")
 
     def _check_identity(self, description: pb.NodeDescription) -> None:
-        """Raises OwnAddress for this node, PeerError for a node that prefills for no other."""
+        """Raises OwnAddress for this node, PeerError for a node that leases no KV."""
         own = self._metrics.is_own = description.epoch == self._node.epoch
         if own:
             raise OwnAddress(f"is this node, {self._node.node_id}")
-        if description.role not in ("prefill", "both"):
+        self.computes = description.role in ("prefill", "both")
+        if not self.computes and not self._as_source:
             raise PeerError(f"is a {description.role} node; give --prefill the address of a prefill node")
+        if not self.computes and not description.leases_cache:
+            raise PeerError("leases no KV: a decode node does with --prefill or --kv-source, from this release on")
         if description.node_id == self._node.node_id:
             raise PeerError(f"is {description.node_id}, as this node is; give each node a --node-id of its own")
 
@@ -262,7 +277,7 @@ class PrefillPeer:
         """Raises TransportTooSlow if the transport does not meet ``--require-transport``."""
         if shortfall := connection.shortfall(self._required_transport):
             error = TransportTooSlow(f"the transport to {self.address} {shortfall}")
-            self._registry.on_too_slow(error)
+            self._registry.on_too_slow(self, error)
             raise error
 
     async def _watch(self) -> None:

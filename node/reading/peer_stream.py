@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from decode_node.handoff import ToPeer
+from node.reading.handoff import ToPeer
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -16,7 +16,7 @@ _CLOSE_SECONDS = 2.0  # between the last message and the cancellation of the cal
 Handler = Callable[[pb.PrefillEvent | PeerError], None]
 
 
-class PrefillStream(MultiplexedStream[pb.HandoffRequest, pb.PrefillEvents, pb.PrefillEvent, Handler]):
+class PeerStream(MultiplexedStream[pb.HandoffRequest, pb.PrefillEvents, pb.PrefillEvent, Handler]):
     """Each prompt has a handler, called with P's events in their order, and with a PeerError if the stream ends."""
 
     def __init__(

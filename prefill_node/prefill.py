@@ -1,0 +1,148 @@
+"""A prompt that P computes for a decode node, from its arrival until its lease ends.
+
+    arrives ─► pulls a prefix ─► computed by parts ─► complete ─► decodes ahead ─┐
+       │             │                   │               │                       ▼
+       └─────────────┴─ fails, cancelled ┴───────────────┴──► only its lease ──► its end: the blocks are free
+
+A prefix is pulled if the request names a node that has cached more of the prompt than P. A pull that fails changes
+nothing: P computes these tokens, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from node.leasing.leases import LeaseId, LeaseState
+from node.leasing.prompt_trace import PromptTrace
+from node.leasing.prompts import LeasedPrompt, LeasedPrompts
+from node.reading.prefix_pull import PrefixPull
+from node.request_events import Event
+from pdserve.errors import EngineCrashed, PdserveError
+from pdserve.ipc.messages import (
+    DecodeAheadEnded,
+    LastChunk,
+    Leased,
+    Mode,
+    Prefilled,
+    ReadChecked,
+    ReadEnded,
+    Reserved,
+    Submit,
+)
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.rpc.protobuf import logprobs_to_pb
+from pdserve.sampling_params import SamplingParams
+
+_MAX_STEP_SECONDS = 0.05  # of a step that only decodes
+
+
+class Prefill(LeasedPrompt):
+    def __init__(
+        self, lease: LeaseId, prompts: LeasedPrompts, *, trace: PromptTrace, send: Callable[[pb.PrefillEvent], None]
+    ) -> None:
+        super().__init__(lease, prompts, trace=trace, send=send)
+        self._samples: list[pb.SampledToken] = []  # by choice, until the last part
+        self._prefilled = Prefilled(self.rid, 0, 0.0)
+        self._decodes_ahead = True  # or will, until the engine reports the end
+        self._deferred: Callable[[], None] | None = None  # until the step in flight has ended
+        self._pull: PrefixPull | None = None
+
+    def submit(
+        self, request: pb.PrefillRequest, sampling: SamplingParams, *, decode_ahead: int, pull: PrefixPull | None
+    ) -> None:
+        """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first.
+
+        ``pull`` reads a prefix before; None: all that is not cached here is computed.
+        """
+        self._set_deadline(request.timeout_ms)
+        self._pull = pull
+        submit = Submit(
+            rid=self.rid,
+            token_ids=request.token_ids,
+            sampling=sampling,
+            mode=Mode.LEASE if pull is None else Mode.PULL_AND_LEASE,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            skip_tokens=request.skip_tokens,
+            decode_ahead=decode_ahead,
+            client=request.client,
+            urgent=request.urgent,
+            kv_layers=request.kv_layers,
+        )
+        self._prompts.engine.send(submit)
+
+    def after_step(self, action: Callable[[], None]) -> None:
+        """Run ``action`` after the next step decoded ahead, or at once if there will be none.
+
+        That step began before D could begin the same step. But a step with prompts is longer than D's. A stalled
+        engine delays ``action`` by at most the length of a step.
+        """
+        self._run_deferred()
+        if not (self.complete and self._decodes_ahead) or self._prompts.engine.status.backlog:
+            action()
+            return
+        self._deferred = action
+        self._timer = asyncio.get_running_loop().call_later(_MAX_STEP_SECONDS, self._run_deferred)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._run_deferred()
+
+    def on_lease_end(self, state: LeaseState) -> None:
+        super().on_lease_end(state)
+        self._run_deferred()
+
+    # ------------------------------------------------------------ events of the engine
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case Reserved() | ReadEnded() | ReadChecked():
+                assert self._pull is not None, "only a pull reads"
+                self._pull.on_engine_event(event)
+            case Prefilled():
+                self._prefilled = event
+            case LastChunk():
+                self._send(last_chunk=pb.LastChunk(ends_in_ms=round(event.seconds * 1000)))
+            case DecodeAheadEnded():
+                self._decodes_ahead = False
+                self._run_deferred()
+            case _:
+                super().on_event(event)
+
+    def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
+        sample = pb.SampledToken(token_id=token_id, logprobs=logprobs_to_pb(logprobs) if logprobs else None)
+        self._decodes_ahead = finish is None
+        if self.complete:
+            self._send(next_token=sample)
+        else:
+            self._samples.append(sample)
+        if self._deferred is not None:  # after the other tokens of this step
+            asyncio.get_running_loop().call_soon(self._run_deferred)
+
+    def _on_complete(self, part: Leased) -> None:
+        """Send the first token of each choice, which comes with the last part."""
+        done = self._prefilled
+        self.trace.on_computed(done.queued, done.cached_tokens)
+        first = pb.FirstTokens(choices=self._samples, cached_tokens=done.cached_tokens, queued_ms=done.queued * 1000)
+        self._send(first_tokens=first)
+
+    def _on_refused(self, error: PdserveError) -> None:
+        # Later, only tokens decoded ahead are missing. D needs none of them, but must know of a crash.
+        if not self.complete or isinstance(error, EngineCrashed):
+            self.fail(error)
+
+    # ------------------------------------------------------------ parts of these
+
+    def _run_deferred(self) -> None:
+        action, self._deferred = self._deferred, None
+        if action is not None:
+            self._stop_timer()
+            action()
+
+    def _stop(self) -> None:
+        super()._stop()
+        self._decodes_ahead = False
+        if self._pull is not None:
+            self._pull.abandon()

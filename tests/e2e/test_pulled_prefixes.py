@@ -1,0 +1,229 @@
+"""Any node is a source: P reads a prefix from the prefix cache of D or of another P, and computes the rest."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint, reference_greedy, reference_model
+from fleet import Fleet, NodeProcess, add_tokenizer
+from node_client import PrefillClient, PrefillFailed, RouterClient, greedy
+
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from pdserve.config.device import node_devices
+from pdserve.config.node_options import NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
+
+BLOCK, ANSWER = 16, 16  # tokens
+SIMULATED = ["--engine", "simulated", "--block-size", str(BLOCK), "--handoff-min-tokens", "0"]
+SIMULATED += ["--sim-costs", "prompt-token=0.001"]
+#: A read takes as long as to compute 250 tokens, a step one second.
+SLOW = ["--engine", "simulated", "--block-size", str(BLOCK), "--max-batch-tokens", "256"]
+SLOW += ["--sim-costs", "prompt-token=0.004,read=1"]
+
+
+def start(model: Path, listed: Path, prefill: int, prefill_flags: list[str], decode_flags: list[str]) -> Fleet:
+    """Start prefill nodes and a decode node without a router. Each may read from all others."""
+    listed.touch()
+    sources, fleet = ["--kv-source", f"file://{listed}"], Fleet()
+    try:
+        for _ in range(prefill):
+            fleet.start_prefill(model, [*sources, *prefill_flags])
+        fleet.start_decode(model, [*sources, *decode_flags])
+        new = listed.with_suffix(".new")
+        new.write_text("".join(f"{node.address}\n" for node in fleet.nodes))
+        os.replace(new, listed)
+        fleet.wait_ready()
+        wait_connected(fleet)
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
+def wait_connected(fleet: Fleet) -> None:
+    others = len(fleet.nodes) - 1
+    fleet.wait_until(lambda: all(len(node.describe().connected_peers) == others for node in fleet.nodes), 30.0)
+
+
+def id_of(node: NodeProcess) -> str:
+    return node.describe().node_id
+
+
+def new_prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 128), k=length)
+
+
+def full_blocks(num_tokens: int) -> int:
+    """Tokens in full blocks."""
+    return num_tokens // BLOCK * BLOCK
+
+
+# ---------------------------------------------------------------- simulated nodes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without weights."""
+    directory = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Callable[[list[int]], list[int]]:
+    """The answer of the simulated runner alone."""
+    from stepper import Stepper
+
+    import runner
+
+    options = NodeOptions(model=str(model), engine="simulated", sim_speed=float("inf"))
+    alone = runner.build(resolve(options, node_devices(options, 1)[0], {}), lambda stage, fraction: None)
+    return lambda prompt: Stepper(alone).generate([prompt], ANSWER)[0].output
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with start(model, tmp_path_factory.mktemp("listed") / "nodes", 2, SLOW, SIMULATED) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def router(fleet: Fleet) -> Iterator[RouterClient]:
+    """A stream to the decode node. All nodes are idle again afterwards."""
+    with RouterClient(fleet.decode[0].address) as client:
+        yield client
+    for node in fleet.nodes:
+        node.wait_idle()
+
+
+def history(router: RouterClient, seed: int, prefill_node: str = "") -> list[int]:
+    """Serve a first turn, and return it with its answer. Without ``prefill_node``, its KV is on D only."""
+    prompt = new_prompt(600, seed)
+    return prompt + router.generate(prompt, greedy(ANSWER), prefill_node).tokens
+
+
+def test_p_pulls_the_history_from_d_and_from_another_p(
+    fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """The KV of the answer's last token does not exist before the next turn."""
+    (first, second), (decode,) = fleet.prefill, fleet.decode
+    before = history(router, 1)
+    cached = full_blocks(len(before) - 1)
+    turn = before + new_prompt(40, 2)
+    named = {"prefix_tokens": cached}
+    found = router.generate(turn, greedy(ANSWER), id_of(first), prefix_node=id_of(decode), **named)
+    assert found.tokens == expected(turn)
+    assert found.cached_tokens == first.counter("pulled_tokens") == cached
+    other = before + new_prompt(40, 3)
+    found = router.generate(other, greedy(ANSWER), id_of(second), prefix_node=id_of(first), **named)
+    assert found.tokens == expected(other)
+    assert found.cached_tokens == second.counter("pulled_tokens") == cached
+    assert decode.counter("pulled_tokens") == decode.counter("handoff_failures") == 0
+    assert [node.counter("pull_failures") for node in fleet.nodes] == [0, 0, 0]
+
+
+def test_d_pulls_the_prefix_of_a_new_prompt(
+    fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
+) -> None:
+    (first, _), (decode,) = fleet.prefill, fleet.decode
+    cached, pulled = full_blocks(600), decode.counter("pulled_tokens")
+    with PrefillClient(first.address) as peer:  # D does not know this prompt
+        prompt = new_prompt(600, 4)
+        request = pb.PrefillRequest(
+            epoch=first.describe().epoch, token_ids=pack_tokens(prompt), sampling=sampling_to_pb(greedy(1))
+        )
+        sent = peer.send(request)
+        sent.all()
+        peer.release(sent)
+    turn = prompt + new_prompt(40, 5)
+    found = router.generate(turn, greedy(ANSWER), id_of(first), pull=True, prefix_tokens=cached)
+    assert found.tokens == expected(turn)
+    assert decode.counter("pulled_tokens") == pulled + cached
+
+
+def test_tenants_do_not_share_what_is_pulled(
+    fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
+) -> None:
+    (first, _), (decode,) = fleet.prefill, fleet.decode
+    before, pulled, misses = history(router, 6), first.counter("pulled_tokens"), first.counter("pull_misses")
+    turn = before + new_prompt(40, 7)
+    named = {"prefix_node": id_of(decode), "prefix_tokens": 608, "cache_salt": "another tenant"}
+    assert router.generate(turn, greedy(ANSWER), id_of(first), **named).tokens == expected(turn)
+    assert (first.counter("pulled_tokens"), first.counter("pull_misses")) == (pulled, misses + 1)
+
+
+def test_a_source_that_is_not_connected_costs_nothing(
+    fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
+) -> None:
+    turn, peer = new_prompt(100, 8), id_of(fleet.prefill[0])
+    found = router.generate(turn, greedy(ANSWER), peer, prefix_node="unknown", prefix_tokens=96)
+    assert found.tokens == expected(turn)
+    assert found.cached_tokens == 0
+
+
+def test_decode_node_computes_no_prompts_for_peers(fleet: Fleet) -> None:
+    (decode,) = fleet.decode
+    request = pb.PrefillRequest(
+        epoch=decode.describe().epoch, token_ids=pack_tokens([1, 2, 3]), sampling=sampling_to_pb(greedy(1))
+    )
+    with PrefillClient(decode.address) as peer, pytest.raises(PrefillFailed, match="leases cached KV only"):
+        peer.send(request).next()
+    decode.wait_idle()
+
+
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
+def test_source_that_fails_amid_a_pull_changes_no_token(
+    fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]], fault: str
+) -> None:
+    """A pull takes a second here."""
+    first, second = fleet.prefill
+    prompt, failures = new_prompt(600, len(fault)), second.counter("pull_failures")
+    router.generate(prompt, greedy(ANSWER), id_of(first))
+    turn, cached = prompt + new_prompt(40, 9), full_blocks(600)
+    running = router.send(turn, greedy(ANSWER), id_of(second), prefix_node=id_of(first), prefix_tokens=cached)
+    fleet.wait_until(lambda: second.status().reading > 0 and first.status().leased_blocks > 0, 10.0)
+    first.stop("node") if fault == "stopped" else first.signal(signal.SIGKILL)
+    assert running.wait().tokens == expected(turn)
+    assert second.counter("pull_failures") == failures + 1
+    second.wait_idle()
+    if fault == "stopped":
+        first.resume("node")
+    else:
+        first.wait_ended(5.0)
+        first.restart()
+    wait_connected(fleet)
+
+
+# ---------------------------------------------------------------- a real model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("real") / "m", "qwen3", num_hidden_layers=2))
+
+
+def test_answer_after_a_pull_is_that_of_the_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In float32, with checksums. D alone has the history, generated tokens included."""
+    flags = ["--block-size", str(BLOCK), "--kv-checksum", "on", "--max-model-len", "2048", "--dtype", "float32"]
+    listed = tmp_path_factory.mktemp("listed") / "nodes"
+    with start(checkpoint, listed, 1, flags, [*flags, "--handoff-min-tokens", "0"]) as fleet:
+        (prefill,), (decode,) = fleet.prefill, fleet.decode
+        with RouterClient(decode.address) as router:
+            before = history(router, 10)
+            turn, cached = before + new_prompt(50, 11), full_blocks(len(before) - 1)
+            named = {"prefix_node": id_of(decode), "prefix_tokens": cached}
+            tokens = router.generate(turn, greedy(ANSWER), id_of(prefill), **named).tokens
+        assert tokens == reference_greedy(reference_model(checkpoint), turn, ANSWER, tokens)
+        assert prefill.counter("pulled_tokens") == cached
+        assert decode.counter("handoff_failures") == prefill.counter("kv_checksum_failures") == 0
+        for node in fleet.nodes:
+            node.wait_idle()
