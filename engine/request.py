@@ -393,7 +393,11 @@ class Sequence:
         return spare
 
     def loaded(self, num_tokens: int) -> None:
-        """All KV of its load is here: that of the first ``num_tokens`` tokens, at most ``load_len``."""
+        """All KV of its load is here: that of the first ``num_tokens`` tokens, at most ``load_len``.
+
+        What was pulled counts as cached; after a handoff no count is reported.
+        """
+        self.request.cached_tokens = min(num_tokens, self.prompt_len)
         self.num_computed = num_tokens
         self.num_launched = num_tokens
 

@@ -184,8 +184,6 @@ class Scheduler:
             return
         num_tokens = max(num_tokens, sequence.num_computed)
         sequence.request.end_load()
-        if not outputs:
-            sequence.request.cached_tokens = min(num_tokens, sequence.prompt_len)
         sequence.request.waits_since = self._clock() - waited
         self._kv.received(sequence, num_tokens)
         self._live.run(sequence)

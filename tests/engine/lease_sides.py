@@ -302,11 +302,13 @@ class DecodeSide:
 
     def take(self, batch: Batch, now: float) -> None:
         """Handle the events of a step."""
+        for_peers = {rid for rid, job in self.jobs.items() if job.for_peer}
         for refused in batch.refused:
-            assert self.jobs[refused.rid].for_peer, "a request of D's own was refused"
-            self.cancel(refused.rid, now)  # its node computes it
+            if refused.rid in for_peers:
+                self.cancel(refused.rid, now)  # its node computes it
         for leased in batch.leased:
-            self._take_leased(leased)
+            if leased.rid in for_peers:
+                self._take_leased(leased)
         for reserved in batch.reserved:
             if reserved.rid not in self.cancelled:
                 self.start(reserved.rid, reserved.cached_tokens, now)
