@@ -29,7 +29,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     keys.write_text(key_entry("alice", KEY))
     router = ["--api-keys", str(keys), "--metrics-port", "0", "--metrics-client-names"]
     node = [*NODE, "--peer-timeout", f"{patience(2.0):g}"]
-    with start_fleet(directory, prefill_flags=[*node, *SLOW], decode_flags=node, router_flags=router) as fleet:
+    listed = directory / "sources"
+    listed.touch()
+    prefill = [*node, *SLOW, "--kv-source", f"file://{listed}"]
+    with start_fleet(directory, prefill_flags=prefill, decode_flags=node, router_flags=router) as fleet:
+        new = listed.with_suffix(".new")
+        new.write_text(fleet.decode[0].address)
+        new.rename(listed)
+        fleet.wait_until(lambda: list(fleet.prefill[0].describe().connected_peers) != [], 20.0)
         yield fleet
 
 
