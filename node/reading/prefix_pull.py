@@ -35,7 +35,7 @@ _NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0)  # the source compute
 
 
 class PrefixPull(HandoffExecutor):
-    """One pull, from the reservation of blocks to its end. ``begin`` follows the constructor."""
+    """One pull, from the reservation of blocks to its end. It begins with the engine's first event."""
 
     def __init__(self, node: NodeContext, peers: KVPeers, peer: KVPeer, request: pb.PrefillRequest, rid: int) -> None:
         """``request`` is the prompt, with its source and how much that is expected to have; ``rid`` is the engine's."""

@@ -199,7 +199,7 @@ class Pulling:
 
     def finish(self) -> None:
         """Compute the rest. P leases all of the prompt with its KV."""
-        parts = []
+        parts: list[Leased] = []
         while not any(part.last for part in parts):
             parts += self.p.step().leased
         tokens = (
