@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Enable the garbage collector, which would search the objects of torch and transformers many times before."""
+    """Enable the garbage collector, which never searches the objects of torch, transformers and the collected tests."""
+    gc.freeze()
     gc.enable()
 
 
