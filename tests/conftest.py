@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from machine import patience  # noqa: E402
 from process_marks import starts_processes  # noqa: E402
-from triton_interpreter import find_builtins_once  # noqa: E402
+from triton_interpreter import make_interpreter_faster  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
@@ -114,7 +114,7 @@ def _interpret_triton_kernels() -> None:
     triton.knobs.propagate_env = False
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]
-    find_builtins_once()
+    make_interpreter_faster()
 
 
 def _disable_grpc_fork_support() -> None:
