@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 import msgspec
-from fastapi import Response
+from starlette.responses import Response
 
 DOCS_PATH = "/docs"
 Fields = dict[str, Any]
