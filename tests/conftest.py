@@ -34,7 +34,7 @@ settings.load_profile("busy machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" in config.option.markexpr:
-        fast_set.share = 1 / 3
+        fast_set.share = 1 / 5
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

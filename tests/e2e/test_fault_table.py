@@ -8,7 +8,7 @@
 After each row: within 5 s no node holds a block; a stopped or restarted node reconnects by itself; the next request is
 handed off and has the right tokens. No row ever yields a wrong token.
 
-    python -m pytest tests/e2e/test_fault_table.py      the whole table, simulated and with a small model, in eight minutes
+    python -m pytest tests/e2e/test_fault_table.py      the whole table, simulated and with a model: 8 minutes
 
 scripts/test runs a few rows on simulated nodes.
 """
@@ -25,7 +25,7 @@ from stages import RELEASE_SECONDS, STAGES, WAIT_SECONDS, Held, Pair, held_at, i
 
 from pdserve.pb import pdserve_pb2 as pb
 
-# Simulated nodes show which outcome a row has. That no token comes of wrong KV, tests/nodes/test_handoff_faults.py shows.
+# Simulated tokens do not depend on KV: tests/nodes/test_handoff_faults.py shows that wrong KV yields no token.
 SIMULATED = ("--engine", "simulated", "--sim-costs", "step=0.005,read=0.01")
 DEADLINE = 1.5  # seconds; an engine that a stage stops for longer would count as stuck
 

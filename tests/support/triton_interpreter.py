@@ -35,7 +35,7 @@ def _find_builtins_once(interpreter: Any) -> None:
 
 
 def _patch_languages_once(interpreter: Any) -> None:
-    """It patches the modules of its language for each function that a kernel calls, and restores them behind a kernel."""
+    """It patches the modules of its language for each function that a kernel calls, and restores them at its end."""
     languages = (interpreter.tl, interpreter.tl.core)
     patch, patched = interpreter._patch_lang, set[str]()
 
