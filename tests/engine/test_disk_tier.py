@@ -177,7 +177,7 @@ def test_other_weights_find_nothing() -> None:
 
 
 def test_changed_weights_use_their_own_files() -> None:
-    """What is written and read meanwhile belongs to the old ones."""
+    """Blocks that are written or read during the change belong to the old ones."""
     node = filled()
     begin_read(node, 6, words(1))
     node.obey(Cancel(6))
