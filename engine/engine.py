@@ -67,6 +67,7 @@ class Engine:
         self._emit(cache=False)  # reservations and refusals do not wait for the device
         for result in self._pipeline.launch(plan, self._scheduler.expected, planned_at):
             self._apply(result)  # it would wait for the end of a long launch
+        self._emit()
         self._scheduler.prepare()
         if self._scheduler.connector.loads:
             self._attend(self._pipeline.ends_at)
