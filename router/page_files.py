@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from router.routes import Routes
+from fastapi import FastAPI, Request, Response
 
 _KINDS = {
     "html": "text/html",
@@ -57,9 +54,9 @@ def _files(folder: Traversable) -> Iterator[tuple[str, Traversable]]:
             yield entry.name, entry
 
 
-def add_page(routes: Routes, page: dict[str, Response]) -> None:
+def add_page(app: FastAPI, page: dict[str, Response]) -> None:
     async def serve(request: Request) -> Response:
         return page[request.url.path]
 
     for path in page:
-        routes.add(path, serve, "GET")
+        app.add_api_route(path, serve, methods=["GET"])

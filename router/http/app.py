@@ -7,13 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import PdserveError, cut
 from router.chat_page import PAGE as CHAT_PAGE
@@ -45,17 +43,16 @@ from router.responses_api.background import RunningResponses
 from router.responses_api.dialect import CompactDialect, ResponsesDialect
 from router.responses_api.response_database import StoreLimits
 from router.responses_api.response_store import ResponseStore
-from router.routes import Routes
 from router.service import Service
 from router.text.fair_slots import CLIENT
 
 
 class DirectRoutes:
-    """ASGI middleware that calls the endpoints of models directly: each layer of Starlette costs a call per chunk.
+    """ASGI middleware that calls the endpoints of models directly: each layer of FastAPI costs a call per chunk.
 
     It also sets CLIENT, decompresses bodies and answers HEAD like GET.
 
-    Starlette has the same routes, to reject other methods.
+    FastAPI has the same routes, to reject other methods.
     """
 
     def __init__(
@@ -106,7 +103,7 @@ def create_app(service: Service) -> ASGIApp:
     running: RunningResponses = {}
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         if store is not None:
             store.start()
@@ -115,7 +112,8 @@ def create_app(service: Service) -> ASGIApp:
         if store is not None:
             await store.close()
 
-    routes = Routes()
+    app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # it would redirect to the scheme and host that a proxy has sent
     bodies = BodyReader(service.options.max_body_bytes, service.longest_context, service.metrics)
     responses = ResponsesDialect(store, running)
     generating: list[GenerateDialect[Any]] = [
@@ -132,19 +130,17 @@ def create_app(service: Service) -> ASGIApp:
     for pooling_dialect in pooling:
         endpoints |= dict.fromkeys(pooling_dialect.paths, PoolingEndpoint(service, bodies, pooling_dialect))
     formats = ErrorFormats(generating)
-    for path, endpoint in endpoints.items():
-        routes.add(path, endpoint, "POST")
-    add_stored_responses(routes, store, running, service.options.sse_keep_alive)
-    add_info_routes(routes, service)
-    add_token_routes(routes, service, bodies)
-    add_server_routes(routes, service)
-    _add_documents(routes, all_operations([*generating, *pooling]))
+    app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    add_stored_responses(app, store, running, service.options.sse_keep_alive)
+    add_info_routes(app, service)
+    add_token_routes(app, service, bodies)
+    add_server_routes(app, service)
+    _add_documents(app, all_operations([*generating, *pooling]))
     if service.dashboard is not None:
-        add_dashboard(routes, service.dashboard)
+        add_dashboard(app, service.dashboard)
     if service.options.chat_page:
-        add_page(routes, CHAT_PAGE)
-    app = Starlette(routes=routes.all, exception_handlers=_error_handlers(routes.all, formats), lifespan=lifespan)
-    app.router.redirect_slashes = False  # it would redirect to the scheme and host that a proxy has sent
+        add_page(app, CHAT_PAGE)
+    _add_error_handlers(app, formats)
     key_check = None if service.keys is None else KeyCheck(service.keys, service.metrics)
     sockets = {"/v1/responses": ResponsesSocket(service, bodies, responses, key_check=key_check)}
     whole: ASGIApp = DirectRoutes(
@@ -164,19 +160,19 @@ def create_app(service: Service) -> ASGIApp:
     return whole
 
 
-def _add_documents(routes: Routes, operations: Sequence[Operation]) -> None:
+def _add_documents(app: FastAPI, operations: Sequence[Operation]) -> None:
     """Add the OpenAPI document, which has all routes so far, and its page."""
-    check_documented(operations, routes.all)
+    check_documented(operations, app.routes)
     document = openapi_document(VERSION, operations)
 
-    @routes.get("/openapi.json")
-    async def openapi(request: Request) -> Response:
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
         return Response(document, media_type="application/json")
 
     page = docs_page(document)
 
-    @routes.get(DOCS_PATH)
-    async def docs(request: Request) -> Response:
+    @app.get(DOCS_PATH)
+    async def docs() -> Response:
         return page
 
 
@@ -189,59 +185,55 @@ def _open_store(service: Service) -> ResponseStore | None:
     return ResponseStore(path, limits, service.metrics)
 
 
-def _hint_of_path(path: str, routes: Sequence[Route]) -> str:
+def _hint_of_path(path: str, app: FastAPI) -> str:
     """Return the nearest path of an endpoint, or where all are listed."""
-    nearest = difflib.get_close_matches(path, [route.path for route in routes], n=1, cutoff=0.7)
+    paths = [route.path for route in app.routes if isinstance(route, Route)]
+    nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.7)
     return f"did you mean {nearest[0]}?" if nearest else f"{DOCS_PATH} lists the endpoints"
 
 
-def _without_slash(request: Request, routes: Sequence[Route]) -> str:
+def _without_slash(request: Request, app: FastAPI) -> str:
     """Return a relative reference to a path without its last slash; empty if there is no such path.
 
     Scheme, host and a prefix that a proxy has removed stay those of the client.
     """
     path, query = request.url.path, request.url.query
-    if not path.endswith("/") or not _methods_of_path(path.rstrip("/"), routes):
+    if not path.endswith("/") or not _methods_of_path(path.rstrip("/"), app):
         return ""
     return f"../{path.rstrip('/').rpartition('/')[2]}" + (f"?{query}" if query else "")
 
 
-def _methods_of_path(path: str, routes: Sequence[Route]) -> list[str]:
-    matching = [route for route in routes if route.path_regex.match(path)]
-    named = [route for route in matching if route.path == path] or matching  # one path is also another's {id}
-    return sorted({method for route in named for method in route.methods or ()})
+def _methods_of_path(path: str, app: FastAPI) -> list[str]:
+    matching = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    routes = [route for route in matching if route.path == path] or matching  # one path is also another's {id}
+    return sorted({method for route in routes for method in route.methods or ()})
 
 
-def _error_handlers(routes: Sequence[Route], formats: ErrorFormats) -> dict[Any, ExceptionHandler]:
-    async def on_error(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, PdserveError)
+def _add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
+    @app.exception_handler(PdserveError)
+    async def on_error(request: Request, exc: PdserveError) -> Response:
         return error_response(exc, formats.of(request.url.path))
 
+    @app.exception_handler(ClientDisconnected)
     async def on_client_disconnected(request: Request, exc: Exception) -> Response:
         return Response(status_code=499)  # never sent
 
-    async def on_http_exception(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def on_http_exception(request: Request, exc: HTTPException) -> Response:
         path = cut(request.url.path)
-        if exc.status_code == 404 and (location := _without_slash(request, routes)):
+        if exc.status_code == 404 and (location := _without_slash(request, app)):
             return Response(status_code=307, headers={"location": location})
         messages = {
-            404: f"unknown path {path}; {_hint_of_path(path, routes)}",
+            404: f"unknown path {path}; {_hint_of_path(path, app)}",
             405: f"{request.method} is not allowed at {path}; use another method",
         }
         message = messages.get(exc.status_code, str(exc.detail))
         response = http_error(exc.status_code, message, formats.of(request.url.path))
         response.headers.update(exc.headers or {})
         if exc.status_code == 405:  # Starlette names those of the first route alone
-            response.headers["allow"] = ", ".join(_methods_of_path(request.url.path, routes))
+            response.headers["allow"] = ", ".join(_methods_of_path(request.url.path, app))
         return response
 
+    @app.exception_handler(Exception)
     async def on_exception(request: Request, exc: Exception) -> Response:
         return server_error(formats.of(request.url.path))
-
-    return {
-        PdserveError: on_error,
-        ClientDisconnected: on_client_disconnected,
-        HTTPException: on_http_exception,
-        Exception: on_exception,
-    }

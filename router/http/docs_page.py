@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 DOCS_PATH = "/docs"
 Fields = dict[str, Any]

@@ -44,7 +44,7 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys, cli.main\n"
         "try: cli.main.main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'triton', 'grpc', 'numpy', 'starlette', 'rich', 'tokenizers', 'huggingface_hub'}\n"
+        "heavy = {'torch', 'triton', 'grpc', 'numpy', 'fastapi', 'rich', 'tokenizers', 'huggingface_hub'}\n"
         "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )

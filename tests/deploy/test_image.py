@@ -145,5 +145,5 @@ def test_bill_of_materials_names_the_packages(tmp_path: Path) -> None:
     content = json.loads(output.read_text())
     assert content["bomFormat"] == "CycloneDX"
     versions = {each["name"].lower(): each.get("version") for each in content["components"]}
-    assert {"pdserve", "torch", "grpcio", "starlette"} <= versions.keys()
+    assert {"pdserve", "torch", "grpcio", "fastapi"} <= versions.keys()
     assert all(versions.values())

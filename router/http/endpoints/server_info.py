@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request, Response
 
 from pdserve.checkpoint.files import read_object
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.model.generation_defaults import GenerationDefaults
 from router.errors import EndpointDisabled
 from router.http.endpoints.small_endpoints import VERSION, json_response
-from router.routes import Routes
 from router.service import ServedModel, Service
 from router.text.tokenizer import MAX_CONFIG
 
@@ -72,15 +70,15 @@ class TokenizerInfo(msgspec.Struct):
     chat_template: str | None
 
 
-def add_server_routes(routes: Routes, service: Service) -> None:
+def add_server_routes(app: FastAPI, service: Service) -> None:
     """Raises CheckpointError for a tokenizer_config.json that cannot be read, if /tokenizer_info is on."""
 
-    @routes.get("/load")
-    async def load(request: Request) -> Response:
+    @app.get("/load")
+    async def load() -> Response:
         return json_response(ServerLoad(service.admission.num_requests))
 
-    @routes.get("/server_info")
-    async def server_info(request: Request) -> Response:
+    @app.get("/server_info")
+    async def server_info() -> Response:
         options = {name: getattr(service.options, name) for name in _OPTIONS}
         models = [_model_info(service, model) for model in service.models.values()]
         return json_response(ServerInfo(VERSION, options, models))
@@ -88,7 +86,7 @@ def add_server_routes(routes: Routes, service: Service) -> None:
     enabled = service.options.enable_tokenizer_info_endpoint
     infos = {name: _tokenizer_info(model) for name, model in service.models.items()} if enabled else {}
 
-    @routes.get("/tokenizer_info")
+    @app.get("/tokenizer_info")
     async def tokenizer_info(request: Request) -> Response:
         if not enabled:
             raise EndpointDisabled("/tokenizer_info is off; start the router with --enable-tokenizer-info-endpoint")

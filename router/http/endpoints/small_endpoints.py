@@ -10,9 +10,9 @@ from itertools import chain
 from typing import Any, Literal
 
 import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
 
 from pdserve import __version__
 from pdserve.errors import Draining, Overloaded, RequestError
@@ -24,7 +24,6 @@ from router.fleet.policy import EMBED, GENERATE, no_serving_node
 from router.http.endpoints.body_reader import BodyReader
 from router.messages_api.request import parse_count_tokens
 from router.messages_api.response_objects import MessageTokensCount
-from router.routes import Routes
 from router.service import ServedModel, Service
 from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
@@ -110,7 +109,7 @@ def _large_json(value: Any, turns: asyncio.Lock) -> Response:
     return StreamingResponse(paced(), media_type="application/json")
 
 
-def add_info_routes(routes: Routes, service: Service) -> None:
+def add_info_routes(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     def card(name: str, model: ServedModel) -> ModelCard:
@@ -127,20 +126,19 @@ def add_info_routes(routes: Routes, service: Service) -> None:
             max_model_len=max_model_len,
         )
 
-    @routes.get("/v1/models")
-    async def models(request: Request) -> Response:
+    @app.get("/v1/models")
+    async def models() -> Response:
         return json_response(ModelList("list", [card(name, model) for name, model in service.names.items()]))
 
-    @routes.get("/v1/models/{name:path}")
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
         if not name:  # /v1/models/
-            return await models(request)
+            return await models()
         return json_response(card(name, service.find(name)))
 
-    @routes.get("/health")
-    @routes.get("/ping")  # as SageMaker and some load balancers ask
-    async def health(request: Request) -> Response:
+    @app.get("/health")
+    @app.get("/ping")  # as SageMaker and some load balancers ask
+    async def health() -> Response:
         if service.draining:
             raise Draining("the router is draining; use another router")
         if not service.nodes.ready:
@@ -148,22 +146,22 @@ def add_info_routes(routes: Routes, service: Service) -> None:
             raise no_serving_node(next(iter(service.models.values())).fleet.snapshot(), task)
         return json_response(HealthStatus("ok"))
 
-    @routes.get("/health/live")
-    async def live(request: Request) -> Response:
+    @app.get("/health/live")
+    async def live() -> Response:
         return json_response(HealthStatus("ok"))
 
-    @routes.get("/version")
-    async def show_version(request: Request) -> Response:
+    @app.get("/version")
+    async def show_version() -> Response:
         return json_response(VersionInfo(VERSION))
 
-    @routes.get("/metrics")
-    async def metrics(request: Request) -> Response:
+    @app.get("/metrics")
+    async def metrics() -> Response:
         text = service.metrics.export() + await service.home_metrics()
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def add_token_routes(routes: Routes, service: Service, bodies: BodyReader) -> None:
-    @routes.post("/tokenize")
+def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None:
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await bodies.read(request.receive, lambda data: convert(parse_json(data), TokenizeBody))
         model = service.find(body.model)
@@ -178,7 +176,7 @@ def add_token_routes(routes: Routes, service: Service, bodies: BodyReader) -> No
         )
         return _large_json(response, service.turns)
 
-    @routes.post("/v1/completions/render")
+    @app.post("/v1/completions/render")
     async def render_completion(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_completion)
         model = service.find(body.model)
@@ -189,21 +187,21 @@ def add_token_routes(routes: Routes, service: Service, bodies: BodyReader) -> No
         rendered = [_rendered(model, prompt) for prompt in prompts]
         return _large_json(rendered, service.turns)
 
-    @routes.post("/v1/chat/completions/render")
+    @app.post("/v1/chat/completions/render")
     async def render_chat(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_chat)
         model = service.find(body.model)
         prompt = await encode_chat(body, model.encoder, model.fleet.limits((GENERATE,)))
         return _large_json(_rendered(model, prompt), service.turns)
 
-    @routes.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_count_tokens)
         model = service.find(body.model)
         prompt = await model.encoder.encode_chat(body.render_request, body.add_special_tokens)
         return json_response(MessageTokensCount(prompt.num_tokens))
 
-    @routes.post("/detokenize")
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await bodies.read(request.receive, lambda data: convert(parse_json(data), DetokenizeBody))
         model = service.find(body.model)

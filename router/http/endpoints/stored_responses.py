@@ -8,8 +8,8 @@ from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
 from pdserve.errors import RequestError, cut, shown
 from router.dialect.events import Event, server_sent
@@ -20,7 +20,6 @@ from router.responses_api.background import RunningResponses
 from router.responses_api.output_objects import DeletedResponse, InputItemList
 from router.responses_api.response_database import ResponseDatabase
 from router.responses_api.response_store import ResponseStore
-from router.routes import Routes
 
 _CHUNK_BYTES = 64 * 1024
 
@@ -40,7 +39,7 @@ Query = TypeVar("Query", RetrieveQuery, ItemsQuery)
 
 
 def add_stored_responses(
-    routes: Routes, store: ResponseStore | None, running: RunningResponses, keep_alive: float
+    app: FastAPI, store: ResponseStore | None, running: RunningResponses, keep_alive: float
 ) -> None:
     """``running``: background responses, until their end. ``keep_alive``: seconds between comments in a stream."""
 
@@ -49,9 +48,8 @@ def add_stored_responses(
             raise ResponseNotStored(f"no response {shown(name)}: responses are not stored", "response_id")
         return store
 
-    @routes.get("/v1/responses/{name}")
-    async def retrieve(request: Request) -> Response:
-        name = request.path_params["name"]
+    @app.get("/v1/responses/{name}")
+    async def retrieve(name: str, request: Request) -> Response:
         query, owner = _query(request, RetrieveQuery), client_of(request.scope).owner
         data = await opened(name).response(owner, name)
         if not query.stream:
@@ -65,18 +63,16 @@ def add_stored_responses(
             raise RequestError(text, "stream")
         return _event_stream(_chunks(await asyncio.to_thread(_events_after, events, query.starting_after)))
 
-    @routes.delete("/v1/responses/{name}")
-    async def delete(request: Request) -> Response:
-        name = request.path_params["name"]
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str, request: Request) -> Response:
         owner = client_of(request.scope).owner
         if going := running.get((owner, name)):
             going.cancel()
         await opened(name).delete(owner, name)
         return _json(msgspec.json.encode(DeletedResponse(name, True)))
 
-    @routes.post("/v1/responses/{name}/cancel")
-    async def cancel(request: Request) -> Response:
-        name = request.path_params["name"]
+    @app.post("/v1/responses/{name}/cancel")
+    async def cancel(name: str, request: Request) -> Response:
         owner = client_of(request.scope).owner
         if going := running.get((owner, name)):
             going.cancel()
@@ -86,9 +82,8 @@ def add_stored_responses(
             raise RequestError(text, "response_id")
         return _json(data)
 
-    @routes.get("/v1/responses/{name}/input_items")
-    async def input_items(request: Request) -> Response:
-        name = request.path_params["name"]
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(name: str, request: Request) -> Response:
         query, owner, store = _query(request, ItemsQuery), client_of(request.scope).owner, opened(name)
         page = await store.run(partial(_page, owner=owner, response_id=name, query=query))
         if page is None:
