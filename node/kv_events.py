@@ -28,14 +28,14 @@ import zmq
 
 from node.frontend_flags import KVEventOptions
 from pdserve.errors import CapacityError, ConfigError
-from pdserve.ipc.cache_changes import BlockKey, CacheChanges, StoredBlock
+from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
 from pdserve.kv import KVLayout, LatentSpec
 from pdserve.process import log_failure
 
 _log = logging.getLogger(__name__)
 
-#: All blocks are in memory that attention reads: readers of these events call it GPU, also where the device is a CPU.
-MEDIUM = "GPU"
+#: Blocks of the prefix cache are in memory that attention reads: readers call it GPU, also where the device is a CPU.
+DEVICE = "GPU"
 
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
@@ -75,8 +75,8 @@ class _Event:
     def cleared(self) -> Any:
         return self._event("AllBlocksCleared", {})
 
-    def removed(self, group: int, block_hashes: list[int]) -> Any:
-        return self._event("BlockRemoved", {"block_hashes": block_hashes, "medium": MEDIUM, "group_idx": group})
+    def removed(self, group: int, block_hashes: list[int], medium: str) -> Any:
+        return self._event("BlockRemoved", {"block_hashes": block_hashes, "medium": medium, "group_idx": group})
 
     def stored(self, blocks: Sequence[StoredBlock]) -> Any:
         """Consecutive blocks of one prompt and group. A salt is a key of its first block, as later ones follow it."""
@@ -84,17 +84,39 @@ class _Event:
         for block in blocks:
             tokens.frombytes(block.token_ids)
         salted = first.cache_salt and not first.parent
-        kind = self._kinds[first.group]
+        return self._stored(
+            first.group,
+            [short_hash(block.block_hash) for block in blocks],
+            parent=short_hash(first.parent) if first.parent else None,
+            tokens=tokens.tolist(),
+            extra_keys=[[first.cache_salt], *[None] * (len(blocks) - 1)] if salted else None,
+        )
+
+    def stored_in(self, medium: str, group: int, block_hashes: list[int]) -> Any:
+        """Blocks of a tier behind the prefix cache. Readers know their tokens since the device had them."""
+        return self._stored(group, block_hashes, medium=medium)
+
+    def _stored(
+        self,
+        group: int,
+        block_hashes: list[int],
+        *,
+        medium: str = DEVICE,
+        parent: int | None = None,
+        tokens: Sequence[int] = (),
+        extra_keys: list[Any] | None = None,
+    ) -> Any:
+        kind = self._kinds[group]
         fields = {
-            "block_hashes": [short_hash(block.block_hash) for block in blocks],
-            "parent_block_hash": short_hash(first.parent) if first.parent else None,
-            "token_ids": tokens.tolist(),
+            "block_hashes": block_hashes,
+            "parent_block_hash": parent,
+            "token_ids": tokens,
             "block_size": self._block_size,
             "lora_id": None,
-            "medium": MEDIUM,
+            "medium": medium,
             "lora_name": None,
-            "extra_keys": [[first.cache_salt], *[None] * (len(blocks) - 1)] if salted else None,
-            "group_idx": first.group,
+            "extra_keys": extra_keys,
+            "group_idx": group,
             "kv_cache_spec_kind": kind.kind,
             "kv_cache_spec_sliding_window": kind.window,
         }
@@ -120,6 +142,7 @@ class EventLog:
         self._kept_bytes = kept_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._stored: dict[BlockKey, StoredBlock] = {}  # oldest first
+        self._tiers: dict[Medium, dict[BlockKey, None]] = {medium: {} for medium in Medium}
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0  # of the kept batches
         self.next_number = 0
@@ -150,30 +173,51 @@ class EventLog:
     def _events_of(self, changes: CacheChanges) -> Iterator[Any]:
         if changes.cleared:
             yield self._event.cleared()
-        by_group: dict[int, list[int]] = {}
-        for group, block_hash in changes.removed:
-            by_group.setdefault(group, []).append(short_hash(block_hash))
-        for group, block_hashes in by_group.items():
-            yield self._event.removed(group, block_hashes)
+        for group, block_hashes in _by_group(changes.removed):
+            yield self._event.removed(group, block_hashes, DEVICE)
         for blocks in _chains(changes.stored):
             yield self._event.stored(blocks)
+        for tier in changes.tiers:
+            for group, block_hashes in _by_group(tier.removed):
+                yield self._event.removed(group, block_hashes, tier.medium)
+            for group, block_hashes in _by_group(tier.stored):
+                yield self._event.stored_in(tier.medium, group, block_hashes)
 
     def _apply(self, changes: CacheChanges) -> None:
         if changes.cleared:
             self._stored.clear()
+            for keys in self._tiers.values():
+                keys.clear()
         for key in changes.removed:
             self._stored.pop(key, None)
         for block in changes.stored:
             self._stored[block.key] = block
+        for tier in changes.tiers:
+            keys = self._tiers[tier.medium]
+            for key in tier.removed:
+                keys.pop(key, None)
+            keys.update(dict.fromkeys(tier.stored))
 
     def _snapshot(self) -> bytes:
-        changes = CacheChanges(cleared=True, removed=[], stored=list(_parents_first(self._stored)))
+        tiers = [TierChanges(medium, [], list(keys)) for medium, keys in self._tiers.items()]
+        changes = CacheChanges(cleared=True, removed=[], stored=list(_parents_first(self._stored)), tiers=tiers)
         return self._encode(self._events_of(changes))
 
     def _encode(self, events: Iterable[Any]) -> bytes:
         """Encode events one by one, so that a large batch does not keep other threads from running."""
         encoded = [msgspec.Raw(self._encoder.encode(event)) for event in events]
         return self._encoder.encode([time.time(), encoded, None])
+
+
+def _by_group(keys: Iterable[BlockKey]) -> Iterator[tuple[int, list[int]]]:
+    """Yield each KV cache group with the numbers of its blocks, as many as an event has."""
+    groups: dict[int, list[int]] = {}
+    for group, block_hash in keys:
+        numbers = groups.setdefault(group, [])
+        numbers.append(short_hash(block_hash))
+        if len(numbers) == _LONGEST_EVENT:
+            yield group, groups.pop(group)
+    yield from groups.items()
 
 
 def _chains(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:

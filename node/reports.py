@@ -76,7 +76,7 @@ class ReportSubscriber:
     def __init__(self, cached: dict[bytes, None]) -> None:
         self.changed = asyncio.Event()
         self._reported: Status | None = None
-        self._changes = KVEvents()
+        self._changes = KVEvents[bytes]()
         self._changes.add(*cached)
 
     def on_batch(self, batch: Batch) -> None:

@@ -72,7 +72,7 @@ class BlockPool:
         self._block_size = block_size
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups.windows]  # [group][hash]
         self._key_of: dict[int, BlockKey] = {}
-        self.events = KVEvents()
+        self.events = KVEvents[bytes]()
         self.recorder = CacheRecorder()
         self.watcher = CacheWatcher()
 

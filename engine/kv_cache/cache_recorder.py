@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.request import Sequence
-from pdserve.ipc.cache_changes import BlockKey, CacheChanges, StoredBlock
+from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
+from pdserve.ipc.kv_events import KVEvents
 
 
 class CacheRecorder:
@@ -15,8 +16,11 @@ class CacheRecorder:
     def remove(self, key: BlockKey) -> None:
         """A block has left the cache."""
 
+    def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
+        """A tier behind the cache has a block now, or has lost it."""
+
     def clear(self) -> None:
-        """The cache has been emptied."""
+        """The cache has been emptied, with all tiers."""
 
     def take(self) -> list[CacheChanges]:
         """Return and forget the changes since the last call: one record, or none."""
@@ -33,6 +37,7 @@ class NetChanges(CacheRecorder):
         self._cleared = False
         self._stored: dict[BlockKey, StoredBlock] = {}  # oldest first
         self._removed: dict[BlockKey, None] = {}
+        self._tiers = {medium: KVEvents[BlockKey]() for medium in Medium}
 
     def store(self, sequence: Sequence, index: int, group: int) -> None:
         hashes = sequence.hashes
@@ -49,15 +54,22 @@ class NetChanges(CacheRecorder):
         if self._stored.pop(key, None) is None:
             self._removed[key] = None
 
+    def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
+        changes = self._tiers[medium]
+        (changes.add if added else changes.remove)(key)
+
     def clear(self) -> None:
         self._cleared = True
         self._stored.clear()
         self._removed.clear()
+        for changes in self._tiers.values():
+            changes.clear()
 
     def take(self) -> list[CacheChanges]:
-        if not (self._cleared or self._stored or self._removed):
+        tiers = [TierChanges(medium, *reversed(found.take())) for medium, found in self._tiers.items() if found]
+        if not (self._cleared or self._stored or self._removed or tiers):
             return []
-        changes = CacheChanges(self._cleared, list(self._removed), list(self._stored.values()))
+        changes = CacheChanges(self._cleared, list(self._removed), list(self._stored.values()), tiers)
         self._cleared = False
         self._stored.clear()
         self._removed.clear()
@@ -77,3 +89,7 @@ class StateRecorder(CacheRecorder):
     def remove(self, key: BlockKey) -> None:
         _, block_hash = key
         self._recorder.remove((self._group, block_hash))
+
+    def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
+        _, block_hash = key
+        self._recorder.tier_changed(medium, (self._group, block_hash), added=added)

@@ -42,6 +42,7 @@ from pdserve.disk_kv import (
     OpenDisk,
     Outcome,
 )
+from pdserve.ipc.cache_changes import BlockKey, Medium
 from pdserve.ipc.messages import Totals
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
 
@@ -75,11 +76,19 @@ class DiskTier(Tier):
         """A write has up to ``write_blocks`` blocks. ``slot_blocks``: bytes of a slot of recurrent state, in blocks."""
         super().__init__(behind)
         self._host = behind
-        areas, index = behind.areas, DiskIndex(behind.below_changed)
+        areas = behind.areas
+
+        def changed(key: BlockKey, added: bool) -> None:
+            self._pool.recorder.tier_changed(Medium.DISK, key, added=added)
+            behind.below_changed(key, added)
+
+        index = DiskIndex(changed)
         self._parts = {areas.kv: DiskArea(areas.kv, index, write_blocks, False, lambda: self._totals)}
         if areas.slots is not None:
             per_write = max(1, int(write_blocks / max(slot_blocks, 1.0)))
-            self._parts[areas.slots] = DiskArea(areas.slots, DiskIndex(), per_write, True, lambda: self._totals)
+            slots = areas.slots
+            index = DiskIndex(lambda key, added: slots.pool.recorder.tier_changed(Medium.DISK, key, added=added))
+            self._parts[slots] = DiskArea(slots, index, per_write, True, lambda: self._totals)
         self._slot_blocks = slot_blocks
         self._numbers = count(1)  # of transfers
         self._writes = DiskWrites(list(self._parts.values()), self._numbers)

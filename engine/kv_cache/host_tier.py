@@ -37,7 +37,7 @@ from engine.request import Request, Sequence
 from engine.step_cost_meter import LineFit, StepCostMeter
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.ipc.cache_changes import BlockKey, CacheChanges
+from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import LeaseCached, Mode, Totals
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
@@ -62,7 +62,7 @@ def _sequence_of(message: LeaseCached, block_size: int) -> Sequence:
 class _Presence(HostWatcher):
     """Tells routers what host memory has, and the device has not. Counts blocks that leave."""
 
-    def __init__(self, area: Area, totals: Callable[[], Totals], changes: KVEvents) -> None:
+    def __init__(self, area: Area, totals: Callable[[], Totals], changes: KVEvents[bytes]) -> None:
         self._area = area
         self._totals = totals
         self._changes = changes
@@ -79,6 +79,19 @@ class _Presence(HostWatcher):
     def _nowhere_else(self, entry: HostEntry) -> bool:
         group, block_hash = entry.key
         return not group and self._area.pool.find(block_hash) is None and entry.key not in self._area.below
+
+
+class _Recorded(HostWatcher):
+    """Records for KV events what host memory has."""
+
+    def __init__(self, area: Area) -> None:
+        self._area = area
+
+    def added(self, entry: HostEntry) -> None:
+        self._area.pool.recorder.tier_changed(Medium.HOST, entry.key, added=True)
+
+    def dropped(self, entry: HostEntry) -> None:
+        self._area.pool.recorder.tier_changed(Medium.HOST, entry.key, added=False)
 
 
 class HostTier(Tier):
@@ -100,7 +113,7 @@ class HostTier(Tier):
         super().__init__(behind)
         self._checksum = checksum
         self._slot_blocks = slot_blocks
-        self._changes = KVEvents()  # of the first group, in all places together
+        self._changes = KVEvents[bytes]()  # of the first group, in all places together
         most = max(1, self._pool.total // 4)
         kv = Area(self._pool, HostPool(room.num_blocks), min(store_blocks, most))
         kv.host.watchers.append(_Presence(kv, lambda: self._totals, self._changes))
@@ -113,6 +126,7 @@ class HostTier(Tier):
         self.areas = Areas(kv, slots, self._groups, self._block_size)
         for area, watcher in zip(self.areas, self._watchers, strict=True):
             area.pool.watcher = watcher
+            area.host.watchers.append(_Recorded(area))
         self._meter = StepCostMeter()
         self._totals = Totals()
         self._clock: Callable[[], float] = lambda: 0.0

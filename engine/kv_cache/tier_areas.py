@@ -134,7 +134,7 @@ class AreaWatcher(CacheWatcher):
     """
 
     def __init__(
-        self, area: Area, windows: Windows, totals: Callable[[], Totals], changes: KVEvents | None = None
+        self, area: Area, windows: Windows, totals: Callable[[], Totals], changes: KVEvents[bytes] | None = None
     ) -> None:
         """``changes`` are those of the first group, in all places together."""
         self._area = area

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 BlockKey = tuple[int, bytes]  # KV cache group and block hash
@@ -21,9 +23,25 @@ class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
         return self.group, self.block_hash
 
 
+class Medium(StrEnum):
+    """Where a tier behind the prefix cache keeps blocks, by vLLM's names."""
+
+    HOST = "CPU"
+    DISK = "STORAGE"
+
+
+class TierChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Net changes of such a tier. No key is in both lists."""
+
+    medium: Medium
+    removed: list[BlockKey]
+    stored: list[BlockKey]
+
+
 class CacheChanges(msgspec.Struct, frozen=True, array_like=True):
     """They apply in the order of the fields. No key is in both lists."""
 
-    cleared: bool  # the cache was emptied
+    cleared: bool  # the cache was emptied, with all tiers
     removed: list[BlockKey]
     stored: list[StoredBlock]
+    tiers: list[TierChanges] = []

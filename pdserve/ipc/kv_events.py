@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
-class KVEvents:
-    """Block hashes added and removed since the last ``take``. A hash that was added and removed again cancels out."""
+class KVEvents(Generic[K]):
+    """Keys of blocks added and removed since the last ``take``. One that was added and removed again cancels out."""
 
     def __init__(self) -> None:
-        self._added: dict[bytes, None] = {}  # oldest first
-        self._removed: dict[bytes, None] = {}
+        self._added: dict[K, None] = {}  # oldest first
+        self._removed: dict[K, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._added or self._removed)
 
-    def add(self, *block_hashes: bytes) -> None:
-        _record(block_hashes, self._added, opposite=self._removed)
+    def add(self, *keys: K) -> None:
+        _record(keys, self._added, opposite=self._removed)
 
-    def remove(self, *block_hashes: bytes) -> None:
-        _record(block_hashes, self._removed, opposite=self._added)
+    def remove(self, *keys: K) -> None:
+        _record(keys, self._removed, opposite=self._added)
 
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return and forget the added and the removed block hashes."""
+    def take(self) -> tuple[list[K], list[K]]:
+        """Return and forget the added and the removed keys."""
         added, removed = list(self._added), list(self._removed)
-        self._added.clear()
-        self._removed.clear()
+        self.clear()
         return added, removed
 
+    def clear(self) -> None:
+        """Forget all changes."""
+        self._added.clear()
+        self._removed.clear()
 
-def _record(block_hashes: Iterable[bytes], changes: dict[bytes, None], opposite: dict[bytes, None]) -> None:
+
+def _record(keys: Iterable[K], changes: dict[K, None], opposite: dict[K, None]) -> None:
     """Record changes, or undo the opposite ones that were not reported yet."""
-    for block_hash in block_hashes:
-        if block_hash in opposite:
-            del opposite[block_hash]
+    for key in keys:
+        if key in opposite:
+            del opposite[key]
         else:
-            changes[block_hash] = None
+            changes[key] = None

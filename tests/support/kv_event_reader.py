@@ -54,6 +54,7 @@ class CacheCopy:
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], KnownBlock] = {}  # by group and number of the block
+        self.tiers: dict[str, set[tuple[int, int]]] = {}  # by medium: likewise, behind the prefix cache
         self._prefixes: dict[int, tuple[str, tuple[int, ...] | None]] = {}  # of every block ever seen, by its number
         self.next_number = 0
 
@@ -68,10 +69,13 @@ class CacheCopy:
             match event.pop("type"):
                 case "AllBlocksCleared":
                     self.blocks.clear()
+                    self.tiers.clear()
                 case "BlockRemoved":
-                    assert event["medium"] == "GPU"
                     for number in event["block_hashes"]:
-                        del self.blocks[event["group_idx"], number]
+                        if (medium := event["medium"]) == "GPU":
+                            del self.blocks[event["group_idx"], number]
+                        else:
+                            self.tiers[medium].remove((event["group_idx"], number))
                 case "BlockStored":
                     self._store(**event)
 
@@ -89,7 +93,12 @@ class CacheCopy:
         kv_cache_spec_kind: str,
         kv_cache_spec_sliding_window: int | None,
     ) -> None:
-        assert medium == "GPU"
+        if medium != "GPU":
+            assert (parent_block_hash, token_ids, extra_keys) == (None, [], None)
+            added = {(group_idx, number) for number in block_hashes}
+            assert not added & self.tiers.setdefault(medium, set())
+            self.tiers[medium] |= added
+            return
         assert len(token_ids) == block_size * len(block_hashes)
         salt, prefix = "", cast("tuple[int, ...] | None", ())
         if parent_block_hash is not None:
