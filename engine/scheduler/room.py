@@ -78,9 +78,16 @@ class Room:
         return bool(sequence.blocks or self._live.preemptible) or self._kv.fits(sequence)
 
     def allocate(self, sequence: Sequence) -> bool:
-        """Allocate the blocks that a waiting sequence lacks. Return False if too few are free."""
+        """Allocate the blocks that a waiting sequence lacks. Return False if too few are free.
+
+        Then leases of pulls are asked for, if their blocks suffice.
+        """
         while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
             if not (self._connector.give_way() or self.preempt_paused()):  # the sequence may lose its own
+                kv = self._kv
+                self._connector.revoke(
+                    lambda: kv.lacking_to_grow((sequence,)) if sequence.blocks else kv.lacking_to_allocate(sequence)
+                )
                 return False
         return True
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from itertools import chain, islice
 from math import isfinite
 
@@ -261,7 +262,7 @@ class Scheduler:
         if self._make_room() and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
-            if self._live.streams_loading and self._live.for_peers and not has_room:
+            if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.revoking):
                 self._refuse(each for each in self._live.waiting if each.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
@@ -342,8 +343,9 @@ class Scheduler:
     def _add_running(self, builder: StepBuilder) -> bool:
         """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
 
-        If blocks run out, preempt. Return False while that is impossible, because steps in flight write to the blocks:
-        these steps have to end first. So they have if drafts follow their tokens.
+        If blocks run out, take leases of pulls back, or else preempt. Return False until such leases have ended, and
+        while preempting is impossible, because steps in flight write to the blocks: these steps have to end first. So
+        they have if drafts follow their tokens.
         """
         if self._drafting.must_wait(self._live.running.values()):
             return False
@@ -354,7 +356,8 @@ class Scheduler:
             if self._peer_prompts.end_ahead(runnable.ahead):
                 runnable = self._select()
                 continue
-            if self._in_flight or self.connector.copying:
+            lacking = partial(self._kv.lacking_to_grow, (*runnable.decodes, *runnable.prompts))
+            if self.connector.revoke(lacking) or self._in_flight or self.connector.copying:
                 return False
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)

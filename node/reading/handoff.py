@@ -14,6 +14,7 @@ digests of what it read meanwhile, and no token comes from a read before that, e
 
 In a pull, P computes and samples nothing: its last part may end before the last tokens, and Finished follows. If there
 was no part, nothing has to be confirmed. A pull may be ``due``: D gives up what would take longer than to compute it.
+P may take the lease of a pull back at any time before it has confirmed it. What was read is void then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from pdserve.errors import PdserveError, PeerError
+from pdserve.errors import Overloaded, PdserveError, PeerError
 from pdserve.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer
@@ -45,6 +46,10 @@ class ReadFailed(PeerError):
 
 class PullLate(PeerError):
     """The peer is too slow for a pull to be worth more time."""
+
+
+class LeaseRevoked(Overloaded):
+    """The source of a pull needs its blocks itself."""
 
 
 class Phase(StrEnum):
@@ -96,7 +101,7 @@ class Handoff:
         self._num_tokens = num_tokens  # that P announces; a pull ends with fewer if P has no more
         self._pull = pull
         self._due = due
-        self._refused = False  # P failed the prompt before its first part, and holds nothing
+        self._refused = False  # P failed the prompt before its first part, or revoked the lease: it holds nothing
         self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
         self._num_reads = 0  # in flight
@@ -190,6 +195,9 @@ class Handoff:
                     raise PeerError(f"the lease at {self._peer.node_id} ended while its blocks were being read")
                 self._answer_due = inf
                 self._move_limit(self._extend_sent_at, event.extended.lease_ms / 1000, now)
+            case "released" if event.released.revoked and not self._stood:
+                self._refused = True
+                raise LeaseRevoked(f"{self._peer.node_id} needs the blocks of a lease itself")
             case "released" if self.phase is Phase.CONFIRMING:
                 if not event.released.stood:
                     raise PeerError(f"the lease at {self._peer.node_id} ended before its blocks had been read")
