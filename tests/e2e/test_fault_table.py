@@ -8,7 +8,10 @@
 After each row: within 5 s no node holds a block; a stopped or restarted node reconnects by itself; the next request is
 handed off and has the right tokens. No row ever yields a wrong token.
 
-    python -m pytest tests/e2e/test_fault_table.py      the whole table, in four minutes; scripts/test runs a few rows
+The table holds as well for nodes with host memory and disk: if both nodes have a prefix of the prompt in host memory,
+and if D has one in its cache, which P pulls.
+
+    python -m pytest tests/e2e/test_fault_table.py      the whole table, three times, in twelve minutes
 """
 
 from __future__ import annotations
@@ -19,17 +22,44 @@ import pytest
 from checkpoints import make_checkpoint
 from fleet import PARTS, NodeProcess
 from machine import patience
-from stages import RELEASE_SECONDS, STAGES, WAIT_SECONDS, Held, Pair, held_at, is_prefix, start_pair
+from stages import (
+    RELEASE_SECONDS,
+    STAGES,
+    TIER_FLAGS,
+    WAIT_SECONDS,
+    WARM,
+    Held,
+    Pair,
+    held_at,
+    is_prefix,
+    start_pair,
+)
 
 from pdserve.pb import pdserve_pb2 as pb
 
 DEADLINE = 1.5  # seconds; an engine that a stage stops for longer would count as stuck
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("faults") / "model", "qwen3", num_hidden_layers=2)
-    with start_pair(checkpoint) as pair:
+@pytest.fixture(
+    scope="module",
+    params=["", *(pytest.param(warm, marks=pytest.mark.slow) for warm in ("host memory", "pulls"))],
+    ids=["", "host memory", "pulls"],
+)
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("faults")
+    checkpoint = make_checkpoint(directory / "model", "qwen3", num_hidden_layers=2)
+    if not request.param:
+        with start_pair(checkpoint) as pair:
+            yield pair
+        return
+    decode = directory / "decode"
+    decode.touch()
+    flags = [*TIER_FLAGS, "--disk-kv", str(directory), "--disk-kv-size", "1G"]
+    source, always = ["--kv-source", f"file://{decode}"], ["--handoff-min-tokens", "0"]
+    with start_pair(checkpoint, flags, source, always) as pair:
+        decode.write_text(pair.decode.address)
+        pair.warm = request.param
+        pair.wait_connected()
         yield pair
 
 
@@ -50,6 +80,19 @@ def rows(fast: dict[str, str]) -> list[object]:
         for fault in fast
         for stage in STAGES
     ]
+
+
+def test_prefixes_come_from_where_the_variant_says(pair: Pair) -> None:
+    names = "host_kv_hit_tokens", "pulled_tokens"
+    before = [[node.counter(name) for name in names] for node in (pair.prefill, pair.decode)]
+    pair.check_served()
+    after = [[node.counter(name) for name in names] for node in (pair.prefill, pair.decode)]
+    (p_hits, p_pulled), (d_hits, _) = [[y - x for x, y in zip(*each, strict=True)] for each in zip(before, after)]
+    assert (p_hits > 0, d_hits > 0, p_pulled) == {
+        "": (False, False, 0),
+        "host memory": (True, True, 0),
+        "pulls": (False, False, WARM),
+    }[pair.warm]
 
 
 # ---------------------------------------------------------------- the prefill node
