@@ -27,6 +27,7 @@ SIMULATED += ["--sim-costs", "prompt-token=0.001"]
 #: A read takes as long as to compute 250 tokens, a step one second.
 SLOW = ["--engine", "simulated", "--block-size", str(BLOCK), "--max-batch-tokens", "256"]
 SLOW += ["--sim-costs", "prompt-token=0.004,read=1"]
+SLOW_DECODE = [*SLOW, "--handoff-min-tokens", "0"]
 
 
 def start(model: Path, listed: Path, prefill: int, prefill_flags: list[str], *decode_flags: list[str]) -> Fleet:
@@ -211,7 +212,7 @@ def test_source_that_fails_amid_a_pull_changes_no_token(
 def crowded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The cache of the first decode node has 64 blocks. A pull takes a second."""
     small = [*SIMULATED, "--kv-cache-memory", str(64 * block_bytes(model))]
-    with start(model, tmp_path_factory.mktemp("listed") / "nodes", 1, SLOW, small, SIMULATED) as fleet:
+    with start(model, tmp_path_factory.mktemp("listed") / "nodes", 1, SLOW, small, SLOW_DECODE) as fleet:
         assert fleet.decode[0].status().total_blocks == 64
         yield fleet
 
@@ -248,6 +249,25 @@ def test_source_takes_its_blocks_back_before_it_preempts(
     assert change(source, names[0], before[0]) == [1, 1, 0]
     assert change(prefill, names[1], before[1]) == [1, 1, 0]
     assert decode.counter("handoff_failures") == 0
+
+
+def test_decode_node_computes_a_prompt_whose_pull_is_taken_back(
+    crowded: Fleet, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """It counts a refusal, not a failure."""
+    source, decode = crowded.decode
+    names = "pull_revocations", "handoff_refusals", "handoff_failures", "pulled_tokens"
+    before = counters(decode, names)
+    with RouterClient(source.address) as own, RouterClient(decode.address) as other:
+        turn = history(own, 90) + new_prompt(40, 91)
+        pulling = other.send(turn, greedy(ANSWER), id_of(source), pull=True, prefix_tokens=608)
+        crowded.wait_until(lambda: decode.status().reading > 0 and source.status().leased_blocks > 0, 10.0)
+        prompt = new_prompt(480, 92)
+        assert own.generate(prompt, greedy(ANSWER)).tokens == expected(prompt)
+        assert pulling.wait().tokens == expected(turn)
+        for node in crowded.nodes:
+            node.wait_idle()
+    assert change(decode, names, before) == [1, 1, 0, 0]
 
 
 def counters(node: NodeProcess, names: tuple[str, ...]) -> list[float]:
