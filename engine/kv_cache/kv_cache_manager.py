@@ -232,7 +232,7 @@ class KVCacheManager:
         found = self._needed(sequence)
         if self._states is not None and not self._states.has_room(sequence, found.state_from):
             return None
-        return None if self._shortage(found).count > 0 else found
+        return None if self._shortage(found).missing > 0 else found
 
     def _needed(self, sequence: Sequence) -> _Found:
         """Return what a sequence needs, whether it is free or not."""

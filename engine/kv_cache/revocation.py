@@ -15,7 +15,7 @@ from engine.kv_cache.block_pool import BlockPool
 class Shortage(NamedTuple):
     """Items that an allocation lacks, blocks or slots."""
 
-    count: int  # 0 or less: it lacks none
+    missing: int  # 0 or less: it lacks none
     kept: Collection[int] = ()  # cached ones that it needs itself: they would not become free
 
     def chosen(self, pool: BlockPool, leases: Iterable[tuple[int, Sequence[int]]]) -> list[int] | None:
@@ -24,7 +24,7 @@ class Shortage(NamedTuple):
         ``leases`` are rids with what they lease. Those that free nothing are left out.
         """
         chosen: list[int] = []
-        missing, kept = self.count, frozenset(self.kept)
+        missing, kept = self.missing, frozenset(self.kept)
         others: dict[int, int] = {}  # leases that would be left, by block
         for rid, items in leases:
             if missing <= 0:

@@ -83,11 +83,14 @@ def rows(fast: dict[str, str]) -> list[object]:
 
 
 def test_prefixes_come_from_where_the_variant_says(pair: Pair) -> None:
-    names = "host_kv_hit_tokens", "pulled_tokens"
-    before = [[node.counter(name) for name in names] for node in (pair.prefill, pair.decode)]
+    counters = [
+        (pair.prefill, "host_kv_hit_tokens"),
+        (pair.decode, "host_kv_hit_tokens"),
+        (pair.prefill, "pulled_tokens"),
+    ]
+    before = [node.counter(name) for node, name in counters]
     pair.check_served()
-    after = [[node.counter(name) for name in names] for node in (pair.prefill, pair.decode)]
-    (p_hits, p_pulled), (d_hits, _) = [[y - x for x, y in zip(*each, strict=True)] for each in zip(before, after)]
+    p_hits, d_hits, p_pulled = (node.counter(name) - then for (node, name), then in zip(counters, before, strict=True))
     assert (p_hits > 0, d_hits > 0, p_pulled) == {
         "": (False, False, 0),
         "host memory": (True, True, 0),

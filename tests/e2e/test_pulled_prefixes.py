@@ -31,7 +31,7 @@ SLOW_DECODE = [*SLOW, "--handoff-min-tokens", "0"]
 
 
 def start(model: Path, listed: Path, prefill: int, prefill_flags: list[str], *decode_flags: list[str]) -> Fleet:
-    """Start prefill nodes, and a decode node with each list of flags, without a router. Each may read from all others."""
+    """Start prefill nodes, and a decode node per list of flags, without a router. Each may read from all others."""
     listed.touch()
     sources, fleet = ["--kv-source", f"file://{listed}"], Fleet()
     try:

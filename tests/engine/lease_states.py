@@ -1,9 +1,9 @@
 """One handoff between the real LeaseTable and Handoff, small enough to visit every order of events.
 
-A prompt has two parts; a pull finds one of them. P overwrites blocks as soon as they are free. It may take the lease of a
-pull back at any time. The network may reorder,
-lose and repeat Extend, Release and their answers, which is more than one stream can do; P's other events keep their
-order. A hostile second stream, which knows the prompt's number, may send Extend and Release at any time.
+A prompt has two parts; a pull finds one of them. P overwrites blocks as soon as they are free. It may take the lease of
+a pull back at any time. The network may reorder, lose and repeat Extend, Release and their answers, which is more than
+one stream can do; P's other events keep their order. A hostile second stream, which knows the prompt's number, may send
+Extend and Release at any time.
 Every function that takes a State is a possible event.
 """
 
@@ -69,7 +69,9 @@ class State:
 
     def __post_init__(self) -> None:
         self.table = self.make_table(SECONDS, GUARD)
-        self.handoff = self.make_handoff(1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0, pull=self.pull, due=self.due)
+        self.handoff = self.make_handoff(
+            1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0, pull=self.pull, due=self.due
+        )
 
     @property
     def num_parts(self) -> int:

@@ -98,7 +98,7 @@ def test_a_lease_that_does_not_suffice_is_left_alone() -> None:
 def test_a_lease_of_blocks_that_are_used_here_is_left_alone() -> None:
     """They would not become free."""
     with node_of(10) as node:
-        node.submit(3, SECOND + [3], SamplingParams(max_tokens=12), Mode.LOCAL)
+        node.submit(3, [*SECOND, 3], SamplingParams(max_tokens=12), Mode.LOCAL)
         node.step()
         node.obey(pull(11, SECOND))
         node.submit(4, [4] * 16, ONE, Mode.LOCAL)
