@@ -44,12 +44,17 @@ class DecodeClient:
         return (await self._node_stub.Status(pb.StatusRequest())).counters[name]
 
     async def token_times(
-        self, token_ids: Sequence[int], num_tokens: int, prefill_node: str = "", times: list[float] | None = None
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        prefill_node: str = "",
+        times: list[float] | None = None,
+        prefix_tokens: int = 0,
     ) -> list[float]:
         """Generate ``num_tokens`` greedy tokens; return the time.perf_counter() of each arrival, also in ``times``.
 
-        An empty ``prefill_node`` means prefill on D. Raises RuntimeError if the request fails. Cancelling the task
-        cancels the request.
+        An empty ``prefill_node`` means prefill on D. With ``prefix_tokens``, P pulls so many leading tokens from D.
+        Raises RuntimeError if the request fails. Cancelling the task cancels the request.
         """
         self._number += 1
         times = [] if times is None else times
@@ -62,6 +67,8 @@ class DecodeClient:
             token_ids=pack_tokens(list(token_ids)),
             sampling=sampling_to_pb(sampling),
             prefill_node=prefill_node,
+            prefix_node=self.node.node_id if prefix_tokens else "",
+            prefix_tokens=prefix_tokens,
         )
         self._requests.put_nowait(pb.ServeRequest(generate=generate))
         try:

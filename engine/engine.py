@@ -81,7 +81,7 @@ class Engine:
 
     def _apply(self, result: Result | None) -> None:
         if result is not None:
-            self._scheduler.apply(*result, self._pipeline.step_seconds)
+            self._scheduler.apply(*result, self._pipeline.step_seconds, self._emit)
             self._emit()
 
     def handle(self, commands: list[messages.ToEngine]) -> None:

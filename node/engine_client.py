@@ -62,9 +62,10 @@ class EngineClient:
         self.weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
         self.has_weights = True
         self._suspects: frozenset[int] | None = None  # of the engine's end; None: unknown
+        self._unreported: list[Batch] = []
         self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.on_batch: Callable[[Batch], None] = lambda batch: None
+        self.on_batch: Callable[[Batch], None] = lambda batch: None  # load and cache; soon after the others
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
         self.on_read_checked: Callable[[ReadChecked], None] = lambda checked: None  # likewise
         self.on_connected: Callable[[Connected], None] = lambda connection: None
@@ -202,7 +203,9 @@ class EngineClient:
 
     def _on_batch(self, batch: Batch) -> None:
         self.status = batch.status
-        self.on_batch(batch)
+        if not self._unreported:
+            asyncio.get_running_loop().call_soon(self._report)  # after its tokens have been sent
+        self._unreported.append(batch)
         for read in batch.reads:
             self.on_read(read)
         for checked in batch.checked:
@@ -215,8 +218,14 @@ class EngineClient:
         for rid in batch.revoke:
             self.on_revoke(rid)
 
+    def _report(self) -> None:
+        for batch in self._unreported:
+            self.on_batch(batch)
+        self._unreported.clear()
+
     def _on_exit(self, error: EngineDied) -> None:
         """Complete ``closed`` unless the exit was meant."""
+        self._report()
         if not self._started.done():
             self._started.set_exception(error)
         if self._must_run:

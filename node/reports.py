@@ -77,14 +77,11 @@ class ReportSubscriber:
         self.changed = asyncio.Event()
         self._reported: Status | None = None
         self._changes = KVEvents()
-        for block_hash in cached:
-            self._changes.add(block_hash)
+        self._changes.add(*cached)
 
     def on_batch(self, batch: Batch) -> None:
-        for block_hash in batch.cached:
-            self._changes.add(block_hash)
-        for block_hash in batch.evicted:
-            self._changes.remove(block_hash)
+        self._changes.add(*batch.cached)
+        self._changes.remove(*batch.evicted)
         if batch.cached or batch.evicted or self._reported is None or _differ(self._reported, batch.status):
             self.changed.set()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import islice
 
 from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.free_runs import FreeRuns
@@ -107,10 +108,10 @@ class BlockPool:
         """Allocate ``count`` blocks in few runs, after block ``after`` if possible. Return None if too few are free."""
         if count > self._counts[Use.FREE]:
             return None
-        while len(self._free) < count:
-            block, _ = self._evictable.popitem(last=False)
-            self._evict(block)
-            self._free.add(block)
+        if (missing := count - len(self._free)) > 0:
+            oldest = list(islice(self._evictable, missing))
+            self._evict(oldest)
+            self._release(oldest)
         blocks = self._free.take(count, after)
         users = self._users[Use.HELD]
         for block in blocks:
@@ -141,6 +142,7 @@ class BlockPool:
 
         ``passed``: they are behind a window that has moved on.
         """
+        uncached = []
         for block in reversed(blocks):
             if self._end_use(block, use) is Use.FREE:
                 if (key := self._key_of.get(block)) is not None:
@@ -148,7 +150,8 @@ class BlockPool:
                     if not passed:
                         self.watcher.unused(key, block)
                 else:
-                    self._free.add(block)
+                    uncached.append(block)
+        self._free.add(*uncached)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of a hash chain, without holding them.
@@ -189,10 +192,9 @@ class BlockPool:
         if block is None:
             return
         self.watcher.forgotten(self._key_of[block])
-        self._evict(block)
+        self._evict((block,))
         if self._use[block] is Use.FREE:
-            del self._evictable[block]
-            self._free.add(block)
+            self._release((block,))
 
     def cache(self, block_hash: bytes, block: int, group: int = 0) -> bool:
         """Cache ``block``, which is in use, under ``block_hash``; return whether it is a new entry.
@@ -212,20 +214,26 @@ class BlockPool:
 
     def forget_cached(self) -> None:
         """Empty the prefix cache."""
-        for block in tuple(self._key_of):
-            self._evict(block)
-        for block in self._evictable:
-            self._free.add(block)
-        self._evictable.clear()
+        self._evict(tuple(self._key_of))
+        self._release(tuple(self._evictable))
         self.recorder.clear()
 
-    def _evict(self, block: int) -> None:
-        key = group, block_hash = self._key_of.pop(block)
-        del self._block_of[group][block_hash]
-        self.recorder.remove(key)
-        self.watcher.left(key)
-        if not group:
-            self.events.remove(block_hash)
+    def _evict(self, blocks: Iterable[int]) -> None:
+        """Remove blocks from the prefix cache."""
+        keys = [self._key_of.pop(block) for block in blocks]
+        removed, left = self.recorder.remove, self.watcher.left
+        for key in keys:
+            group, block_hash = key
+            del self._block_of[group][block_hash]
+            removed(key)
+            left(key)
+        self.events.remove(*(block_hash for group, block_hash in keys if not group))
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        """Free blocks that were evictable and have been evicted."""
+        for block in blocks:
+            del self._evictable[block]
+        self._free.add(*blocks)
 
     def _add_user(self, block: int, use: Use) -> None:
         """Add a user to a block that is in use or cached."""
@@ -240,9 +248,15 @@ class BlockPool:
         users = self._users[use]
         users[block] -= 1
         assert users[block] >= 0, f"block {block} was dropped more often than taken as {use.name}"
-        if not users[block] and self._use[block] is use:
-            self._set_use(block, next((weaker for weaker in _WEAKER[use] if self._users[weaker][block]), Use.FREE))
-        return self._use[block]
+        if users[block] or self._use[block] is not use:
+            return self._use[block]
+        for weaker in _WEAKER[use]:
+            if self._users[weaker][block]:
+                break
+        else:
+            weaker = Use.FREE
+        self._set_use(block, weaker)
+        return weaker
 
     def _set_use(self, block: int, use: Use) -> None:
         self._counts[self._use[block]] -= 1

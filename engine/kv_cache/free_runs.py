@@ -22,15 +22,15 @@ class FreeRuns:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, block: int) -> None:
-        """Add a block and join it with its neighbours."""
-        first, length = block, 1
-        if block - 1 in self._first:
-            first = self._first[block - 1]
-            length += self._remove_run(first)
-        if block + 1 in self._length:
-            length += self._remove_run(block + 1)
-        self._add_run(first, length)
+    def add(self, *blocks: int) -> None:
+        """Add blocks and join them with their neighbours."""
+        first = end = -1  # of a run
+        for block in sorted(blocks):
+            if block != end:
+                self._join_run(first, end)
+                first = block
+            end = block + 1
+        self._join_run(first, end)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """Remove ``count`` blocks, at most ``len(self)``: first the ones after ``after``, then few long runs."""
@@ -59,6 +59,17 @@ class FreeRuns:
         if count < length:
             self._add_run(first + count, length - count)
         return list(range(first, first + count))
+
+    def _join_run(self, first: int, end: int) -> None:
+        """Add a run, which may be empty, and join it with its neighbours."""
+        if first == end:
+            return
+        if first - 1 in self._first:
+            first = self._first[first - 1]
+            self._remove_run(first)
+        if end in self._length:
+            end += self._remove_run(end)
+        self._add_run(first, end - first)
 
     def _add_run(self, first: int, length: int) -> None:
         self._length[first] = length

@@ -282,10 +282,16 @@ class Scheduler:
         for sequence in islice((s for s in self._live.waiting if s.cached_at_lookup < 0), _LOOKUPS_PER_STEP):
             self._kv.look_up(sequence)
 
-    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
-        """Apply the results of a step that took ``seconds``."""
+    def apply(
+        self,
+        plan: StepPlan,
+        output: ModelRunnerOutput,
+        seconds: float = 0.0,
+        emit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
-        self._results.apply(plan, output, seconds)
+        self._results.apply(plan, output, seconds, emit)
         self._constraints.request_masks()
 
     def take_events(self) -> Batch | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -10,7 +10,7 @@ from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.live_sequences import LiveSequences
-from engine.scheduler.microbatch import SampledTokens, StepSequences, StepsInFlight
+from engine.scheduler.microbatch import StepSequences, StepsInFlight
 from engine.step_cost_meter import StepCostMeter, StepWork
 from pdserve.ipc.messages import Batch, Drafted, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
@@ -42,17 +42,20 @@ class StepResults:
         self._meter = meter
         self._drafting = drafting
 
-    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float) -> None:
-        """Apply the results of a step that took ``seconds``."""
+    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float, emit: Callable[[], None]) -> None:
+        """Apply the results of a step that took ``seconds``.
+
+        ``emit`` is called when the tokens are known and a prompt has ended: to cache and lease its blocks takes time.
+        """
         self._apply_prompt_logprobs(output.step.prompt_logprobs)
         self._apply_pooled(output.step.pooled)
         self._connector.update(output)
         if plan.scheduled:
-            self._apply_step(plan, output.step, seconds)
+            self._apply_step(plan, output.step, seconds, emit)
             self._totals.steps += 1
             self._totals.step_seconds += seconds
 
-    def _apply_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+    def _apply_step(self, plan: StepPlan, output: StepOutput, seconds: float, emit: Callable[[], None]) -> None:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
         step.reject_drafts(plan, output)
@@ -65,14 +68,25 @@ class StepResults:
         if output.decode_counts:
             self._count_drafts(step, plan, output, known)
         decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
+        prompts: list[tuple[Sequence, bool, bool]] = []  # with: has filled a block, continues
+        ends = 0  # prompts
         for sequence, num_tokens, sampled in step.prompt_tokens(plan, output):
             if sequence.num_computed < sequence.prompt_len:
                 prompt_tokens += num_tokens
                 context += num_tokens * (sequence.num_computed + num_tokens / 2)
             else:  # tokens that a peer has sampled for it
                 decodes += 1
-            if not sequence.computed(num_tokens) or self._settle(sequence):
-                self._apply_prompt(sequence, sampled)
+            settles = sequence.computed(num_tokens)
+            if sequence.ended:
+                self._live.free_unless_in_flight(sequence)
+                continue
+            continues = not sampled or self._choices.take_prompt_tokens(sequence, sampled)
+            prompts.append((sequence, settles, continues))
+            ends += bool(sampled)
+        if ends:
+            emit()
+        for sequence, settles, continues in prompts:
+            self._end_chunk(sequence, settles, continues)
         if output.drafts:
             of_seq = {sequence.seq: sequence for sequence in (*step.decodes, *step.prompts)}
             for seq, made in output.drafts:
@@ -130,9 +144,10 @@ class StepResults:
         self._kv.cache_full_blocks(sequence)
         return True
 
-    def _apply_prompt(self, sequence: Sequence, sampled: SampledTokens) -> None:
-        """Apply a prompt chunk; ``sampled`` is empty unless the prompt ended."""
-        continues = not sampled or self._choices.take_prompt_tokens(sequence, sampled)
+    def _end_chunk(self, sequence: Sequence, settles: bool, continues: bool) -> None:
+        """A chunk of a prompt has been computed. ``settles``: it has filled a block."""
+        if settles:
+            self._kv.cache_full_blocks(sequence)
         self._connector.computed(sequence)
         self.branch(sequence)
         if not continues:

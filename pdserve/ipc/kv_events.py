@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class KVEvents:
     """Block hashes added and removed since the last ``take``. A hash that was added and removed again cancels out."""
@@ -13,11 +15,11 @@ class KVEvents:
     def __bool__(self) -> bool:
         return bool(self._added or self._removed)
 
-    def add(self, block_hash: bytes) -> None:
-        _record(block_hash, self._added, opposite=self._removed)
+    def add(self, *block_hashes: bytes) -> None:
+        _record(block_hashes, self._added, opposite=self._removed)
 
-    def remove(self, block_hash: bytes) -> None:
-        _record(block_hash, self._removed, opposite=self._added)
+    def remove(self, *block_hashes: bytes) -> None:
+        _record(block_hashes, self._removed, opposite=self._added)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """Return and forget the added and the removed block hashes."""
@@ -27,9 +29,10 @@ class KVEvents:
         return added, removed
 
 
-def _record(block_hash: bytes, changes: dict[bytes, None], opposite: dict[bytes, None]) -> None:
-    """Record a change, or undo the opposite one if it was not reported yet."""
-    if block_hash in opposite:
-        del opposite[block_hash]
-    else:
-        changes[block_hash] = None
+def _record(block_hashes: Iterable[bytes], changes: dict[bytes, None], opposite: dict[bytes, None]) -> None:
+    """Record changes, or undo the opposite ones that were not reported yet."""
+    for block_hash in block_hashes:
+        if block_hash in opposite:
+            del opposite[block_hash]
+        else:
+            changes[block_hash] = None
