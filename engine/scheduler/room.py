@@ -90,6 +90,10 @@ class Room:
                 return False
         return True
 
+    def take_back(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Ask for leases of pulls if running sequences cannot grow otherwise. Return whether any have to end first."""
+        return self._connector.revoke(partial(self._kv.lacking_to_grow, sequences))
+
     def _lacking(self, sequence: Sequence) -> Lacking:
         return self._kv.lacking_to_grow((sequence,)) if sequence.blocks else self._kv.lacking_to_allocate(sequence)
 

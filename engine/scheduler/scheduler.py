@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from itertools import chain, islice
 from math import isfinite
 
@@ -283,11 +282,7 @@ class Scheduler:
             self._kv.look_up(sequence)
 
     def apply(
-        self,
-        plan: StepPlan,
-        output: ModelRunnerOutput,
-        seconds: float = 0.0,
-        emit: Callable[[], None] = lambda: None,
+        self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0, emit: Callable[[], None] = lambda: None
     ) -> None:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
@@ -349,9 +344,8 @@ class Scheduler:
     def _add_running(self, builder: StepBuilder) -> bool:
         """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
 
-        If blocks run out, take leases of pulls back, or else preempt. Return False until such leases have ended, and
-        while preempting is impossible, because steps in flight write to the blocks: these steps have to end first. So
-        they have if drafts follow their tokens.
+        If blocks run out, take leases of pulls back, or else preempt. Return False while leases or steps in flight,
+        which write to the blocks, have to end first. So steps have if drafts follow their tokens.
         """
         if self._drafting.must_wait(self._live.running.values()):
             return False
@@ -362,8 +356,8 @@ class Scheduler:
             if self._peer_prompts.end_ahead(runnable.ahead):
                 runnable = self._select()
                 continue
-            lacking = partial(self._kv.lacking_to_grow, (*runnable.decodes, *runnable.prompts))
-            if self.connector.revoke(lacking) or self._in_flight or self.connector.copying:
+            revoking = self.room.take_back((*runnable.decodes, *runnable.prompts))
+            if revoking or self._in_flight or self.connector.copying:
                 return False
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)
@@ -377,12 +371,10 @@ class Scheduler:
             self._drafting.add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
         prompts = self._limit_prompts(builder, runnable, waited)
         if runnable.prompts and self._live.waiting:
-            running = {sequence.request.client for sequence in runnable.prompts}
+            own = {sequence.request.client for sequence in runnable.prompts}
             self._admit(
                 builder,
-                lambda head: (
-                    (head.request.urgent or head.request.client not in running) and builder.has_room_beside(head)
-                ),
+                lambda head: (head.request.urgent or head.request.client not in own) and builder.has_room_beside(head),
             )
         self._prompts += runnable.prompts
         for sequence in prompts:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from pdserve.errors import Overloaded, PdserveError, PeerError
+from pdserve.errors import LeaseRevoked, PdserveError, PeerError
 from pdserve.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer
@@ -46,10 +46,6 @@ class ReadFailed(PeerError):
 
 class PullLate(PeerError):
     """The peer is too slow for a pull to be worth more time."""
-
-
-class LeaseRevoked(Overloaded):
-    """The source of a pull needs its blocks itself."""
 
 
 class Phase(StrEnum):
@@ -144,7 +140,7 @@ class Handoff:
             return []
         needed = self.phase is not Phase.CONFIRMING and not self._refused
         self.phase = Phase.GIVEN_UP
-        return [self._release()] if needed else []
+        return [pb.ReleaseRequest(request=self.number)] if needed else []
 
     def add_first_tokens(self, tokens: Sequence[int]) -> None:
         """Record P's first token of each choice. Raises PeerError on a repetition, and in a pull."""
@@ -271,7 +267,7 @@ class Handoff:
         if self._complete and not self._num_reads and not self._to_read:
             self.phase = Phase.CONFIRMING
             self._answer_due = now + self._timing.timeout
-            return [self._release()]
+            return [pb.ReleaseRequest(request=self.number)]
         if now >= self.limit and self._num_reads:
             raise ReadFailed(f"reading took longer than the {self.limit - self._progress_at:.3g} s that the lease left")
         actions: list[Action] = []
@@ -290,6 +286,3 @@ class Handoff:
         self._extend_sent_at = now
         self._answer_due = now + self._timing.answer_timeout
         return pb.ExtendRequest(request=self.number, ask=self._num_extends)
-
-    def _release(self) -> pb.ReleaseRequest:
-        return pb.ReleaseRequest(request=self.number)

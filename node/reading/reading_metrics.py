@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta
 from prometheus_client.metrics_core import Metric
 
-from node.reading.handoff import LeaseRevoked
-from pdserve.errors import PdserveError
+from pdserve.errors import LeaseRevoked, PdserveError
 from pdserve.ipc.messages import ReadChecked, ReadEnded
 from pdserve.metrics import MetricSet, Reading
 from pdserve.records import ReadResult
