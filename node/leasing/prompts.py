@@ -199,6 +199,14 @@ class LeasedPrompts:
         """Extend a lease; return the seconds that it lasts at least, 0 if it has ended."""
         return self.table.extend(lease, time.monotonic())
 
+    def after_step(self, lease: LeaseId, action: Callable[[], None]) -> None:
+        """Run ``action`` once the step in flight has ended, if it computes for this lease."""
+        prompt = self.table.get(lease)
+        if prompt is None:
+            action()
+        else:
+            prompt.after_step(action)
+
     def release(self, lease: LeaseId) -> bool:
         """End a lease for the peer; return whether it stood until now."""
         prompt = self.table.get(lease)
