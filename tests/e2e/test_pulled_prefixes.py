@@ -270,6 +270,30 @@ def test_decode_node_computes_a_prompt_whose_pull_is_taken_back(
     assert change(decode, names, before) == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["reader stays", "stream has ended"])
+def test_reader_that_does_not_read_delays_no_request_of_the_source(
+    crowded: Fleet, expected: Callable[[list[int]], list[int]], leaves: bool
+) -> None:
+    """Its lease would last for four seconds."""
+    source, names = crowded.decode[0], ("leases_revoked", "leases_expired")
+    before = counters(source, names)
+    with RouterClient(source.address) as own, PrefillClient(source.address) as peer:
+        cached = pack_tokens(history(own, 93 + leaves))
+        epoch, sampling = source.describe().epoch, sampling_to_pb(greedy(1))
+        sent = peer.send(pb.PrefillRequest(epoch=epoch, token_ids=cached, sampling=sampling, cached_only=True))
+        kinds = [sent.next().WhichOneof("kind") for _ in range(3)]
+        assert kinds == ["accepted", "kv_ready", "finished"]
+        if leaves:
+            peer.close()
+        prompt = new_prompt(480, 95 + leaves)
+        assert own.generate(prompt, greedy(ANSWER)).tokens == expected(prompt)
+        if not leaves:
+            assert sent.next_answer().released == pb.Released(revoked=True)
+            assert not peer.release(sent)
+        source.wait_idle()
+    assert change(source, names, before) == [1, 0]
+
+
 def counters(node: NodeProcess, names: tuple[str, ...]) -> list[float]:
     return [node.counter(name) for name in names]
 
