@@ -64,9 +64,10 @@ class Engine:
         self._planning = True
         plan = self._scheduler.plan(self._pipeline.busy)
         self._planning = False
-        self._emit()  # reservations and refusals do not wait for the device
+        self._emit(cache=False)  # reservations and refusals do not wait for the device
         for result in self._pipeline.launch(plan, self._scheduler.expected, planned_at):
             self._apply(result)  # it would wait for the end of a long launch
+        self._emit()
         self._scheduler.prepare()
         if self._scheduler.connector.loads:
             self._attend(self._pipeline.ends_at)
@@ -169,6 +170,6 @@ class Engine:
         self._emit()
         self._channel.send(messages.WeightsAnswer(kind, message, self._ranks.has_weights))
 
-    def _emit(self) -> None:
-        if (batch := self._scheduler.take_events()) is not None:
+    def _emit(self, *, cache: bool = True) -> None:
+        if (batch := self._scheduler.take_events(cache=cache)) is not None:
             self._channel.send(batch)

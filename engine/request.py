@@ -378,14 +378,15 @@ class Sequence:
         self.kept_from = kept_from
         self.spare = spare
 
-    def put_block(self, entry: int, block: int) -> int:
-        """Replace an entry of ``blocks``, and return the former one."""
-        former, self.blocks[entry] = self.blocks[entry], block
+    def put_blocks(self, entry: int, blocks: list[int], step: int) -> list[int]:
+        """Replace every ``step``-th entry of ``blocks``, from ``entry`` on, and return the former ones."""
+        entries = slice(entry, entry + len(blocks) * step, step)
+        former, self.blocks[entries] = self.blocks[entries], blocks
         return former
 
     def use_spare(self, entry: int) -> None:
         """Put a spare block at an entry of ``blocks``."""
-        self.put_block(entry, self.spare.pop())
+        self.blocks[entry] = self.spare.pop()
 
     def drop_spare(self) -> list[int]:
         """Return the spare blocks, and hold none."""

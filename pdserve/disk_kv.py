@@ -10,7 +10,7 @@ _HASH_BYTES, _DIGEST_BYTES = 16, 8
 
 
 class BlockName(msgspec.Struct, frozen=True, array_like=True):
-    """What a file of a block is called: two blocks with one name have the same bytes.
+    """The name of a block's file: two blocks with one name have the same bytes.
 
     The hash stands for the tokens up to the end of the block. ``digest`` is that of the whole block, of all ranks: so
     the parts of several ranks belong together, and no part has been computed by another node than the others.
@@ -47,7 +47,7 @@ class DiskWork(IntEnum):
 
 
 class Outcome(IntEnum):
-    """What became of a block on all ranks: the largest outcome of any rank."""
+    """The outcome of an order for a block: the worst of all ranks."""
 
     DONE = 0
     MISSING = 1  # its file is gone, or has another size

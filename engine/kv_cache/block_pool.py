@@ -196,21 +196,23 @@ class BlockPool:
         if self._use[block] is Use.FREE:
             self._release((block,))
 
-    def cache(self, block_hash: bytes, block: int, group: int = 0) -> bool:
-        """Cache ``block``, which is in use, under ``block_hash``; return whether it is a new entry.
+    def cache(self, block_hashes: Sequence[bytes], blocks: Sequence[int], group: int = 0) -> list[int]:
+        """Cache blocks, which are in use, under their hashes; NULL_BLOCK is passed over. Return which are new entries.
 
         Another block with the same hash keeps its entry.
         """
-        assert self._use[block] is not Use.FREE
-        block_of = self._block_of[group]
-        if block_hash in block_of or block in self._key_of:
-            return False
-        block_of[block_hash] = block
-        self._key_of[block] = key = group, block_hash
+        block_of, key_of, entered, new = self._block_of[group], self._key_of, self.watcher.entered, []
+        for index, (block_hash, block) in enumerate(zip(block_hashes, blocks, strict=True)):
+            if block == NULL_BLOCK or block_hash in block_of or block in key_of:
+                continue
+            assert self._use[block] is not Use.FREE
+            block_of[block_hash] = block
+            key_of[block] = key = group, block_hash
+            entered(key, block)
+            new.append(index)
         if not group:
-            self.events.add(block_hash)
-        self.watcher.entered(key, block)
-        return True
+            self.events.add(*(block_hashes[index] for index in new))
+        return new
 
     def forget_cached(self) -> None:
         """Empty the prefix cache."""

@@ -51,13 +51,13 @@ class DiskIndex:
             self._changed(key, False)
 
     def begin_scan(self) -> None:
-        """All that is on disk will be added again before ``end_scan``."""
+        """Begin a scan, which adds all blocks on disk again. ``end_scan`` drops the others."""
         for key, digest in self._before.items():  # an earlier scan has not ended
             self._found.setdefault(key, digest)
         self._before, self._found = self._found, {}
 
     def end_scan(self) -> None:
-        """What was not added since ``begin_scan`` is gone."""
+        """Drop the blocks that the scan has not found."""
         gone, self._before = self._before, {}
         for key in gone:
             self._changed(key, False)

@@ -327,7 +327,7 @@ class HostTier(Tier):
 
     def _cache(self, sequence: Sequence, area: Area, place: tuple[int, int], key: BlockKey, block: int) -> None:
         index, group = place
-        if area.pool.cache(key[1], block, group):
+        if area.pool.cache((key[1],), (block,), group):
             area.pool.recorder.store(sequence, index, group)
 
     def _drop_kept(self, fetch: Fetch) -> None:

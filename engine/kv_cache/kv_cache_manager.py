@@ -15,6 +15,7 @@ preempted for another. ``submit`` refuses a request whose groups together could 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, Use
@@ -153,17 +154,12 @@ class KVCacheManager:
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Enter the blocks that are full by now into the prefix cache, and free those behind a window."""
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
-        first = sequence.next_full // self._block_size - 1
-        if not self._windows:
-            for index in range(first, len(hashes)):
-                if self._pool.cache(hashes[index], sequence.blocks[index]):
-                    self._pool.recorder.store(sequence, index, 0)
-        else:
-            for index in range(first, len(hashes)):
-                for group in range(self._num_groups):
-                    block = sequence.blocks[index * self._num_groups + group]
-                    if block != NULL_BLOCK and self._pool.cache(hashes[index], block, group):
-                        self._pool.recorder.store(sequence, index, group)
+        first, num_groups = sequence.next_full // self._block_size - 1, self._num_groups
+        for group in range(num_groups):
+            blocks = sequence.blocks[first * num_groups + group : len(hashes) * num_groups : num_groups]
+            for index in self._pool.cache(hashes[first:], blocks, group):
+                self._pool.recorder.store(sequence, first + index, group)
+        if self._windows:
             self._free_behind_windows(sequence)
         sequence.cached((len(hashes) + 1) * self._block_size)
         if self._states is not None:
@@ -300,17 +296,17 @@ class KVCacheManager:
         """Give a sequence the blocks that ``_num_missing`` counts."""
         held = len(sequence.blocks) // self._num_groups
         if not self._windows:
-            sequence.hold_more([next(fresh) for _ in range(self._num_full * (end - held))], self._block_size)
+            sequence.hold_more(islice(fresh, self._num_full * (end - held)), self._block_size)
             return
         ready, begin = sequence.ready_blocks, sequence.covered // self._block_size
         windows = self._groups.windows
         more = [NULL_BLOCK if window else next(fresh) for _ in range(held, end) for window in windows]
         sequence.hold_more(more, self._block_size, self._num_groups)
-        for index in range(begin, covered):
-            for group, _ in self._windows:
-                sequence.put_block(index * self._num_groups + group, next(fresh))
         if covered > begin:
-            ready = covered * self._num_groups
+            ready, each = covered * self._num_groups, len(self._windows)
+            blocks = list(islice(fresh, (covered - begin) * each))
+            for number, (group, _) in enumerate(self._windows):
+                sequence.put_blocks(begin * self._num_groups + group, blocks[number::each], self._num_groups)
         sequence.cover(max(begin, covered) * self._block_size, ready)
 
     def _last_block(self, sequence: Sequence) -> int | None:
@@ -320,12 +316,13 @@ class KVCacheManager:
 
     def _free_behind_windows(self, sequence: Sequence) -> None:
         """Free the blocks that no later token sees; those of steps in flight see no more either. Oldest first."""
-        behind = []
+        behind: list[int] = []
         for number, (group, window) in enumerate(self._windows):
-            end = first_block(sequence.num_computed, window, self._block_size)
-            for index in range(sequence.kept_from[number], end):
-                behind.append(sequence.put_block(index * self._num_groups + group, NULL_BLOCK))
-            sequence.kept_from[number] = max(end, sequence.kept_from[number])
+            begin, end = sequence.kept_from[number], first_block(sequence.num_computed, window, self._block_size)
+            if end > begin:
+                nulls = [NULL_BLOCK] * (end - begin)
+                behind += sequence.put_blocks(begin * self._num_groups + group, nulls, self._num_groups)
+                sequence.kept_from[number] = end
         behind.reverse()  # ``drop`` begins with the last one
         self._pool.drop(_blocks_of(behind), Use.HELD, passed=True)
 

@@ -177,7 +177,7 @@ class StateSlots:
     def _cache(self, sequence: Sequence, num_tokens: int, slot: int) -> bytes:
         """Enter a snapshot into the prefix cache, unless there is one after these tokens; return its hash."""
         block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
-        if self.pool.cache(block_hash, slot):
+        if self.pool.cache((block_hash,), (slot,)):
             self.pool.recorder.store(sequence, num_tokens // self._block_size - 1, 0)
         return block_hash
 

@@ -289,10 +289,19 @@ class Scheduler:
         self._results.apply(plan, output, seconds, emit)
         self._constraints.request_masks()
 
-    def take_events(self) -> Batch | None:
-        """Return the events since the last call as one message; None if there are none."""
+    def take_events(self, *, cache: bool = True) -> Batch | None:
+        """Return the events since the last call as one message; None if there are none.
+
+        Not ``cache``: leave the changes of the prefix cache, which are many, for the next call.
+        """
+        if not self.events:
+            return None
         self.totals.sampled_tokens += len(self.events.outputs.rids)
-        return self.events.take(self.status(), *self.connector.take_events()) if self.events else None
+        if cache:
+            return self.events.take(self.status(), *self.connector.take_events())
+        batch = self.events.take(self.status(), [], [], [])
+        self.events.status_changed = True  # so the next call has an event
+        return batch
 
     def status(self) -> Status:
         free, held, leased, quarantined = self.pool.counts

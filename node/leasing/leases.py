@@ -45,7 +45,7 @@ class LeaseState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease, with the prompt that it belongs to in a subclass (node/leasing/prefills.py)."""
+    """One lease, with the prompt that it belongs to in a subclass (node/leasing/prompts.py)."""
 
     id: LeaseId
     ends: float = inf  # guard included; infinity before the grant

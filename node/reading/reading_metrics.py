@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeerCounters(msgspec.Struct):
-    """Counters of a prefill node; ``X`` is exported as ``pdserve_X_total``, with the meaning given here."""
+    """Counters of a peer; ``X`` is exported as ``pdserve_X_total``, with the meaning given here."""
 
     kv_reads: Annotated[int, Meta(description="Reads that ended.")] = 0
     kv_read_failures: Annotated[int, Meta(description="Reads whose bytes did not arrive or were corrupt.")] = 0
@@ -31,7 +31,7 @@ class PeerCounters(msgspec.Struct):
 
 
 class PeerMetrics:
-    """Metrics of the prefill node at an address, over all its epochs."""
+    """Metrics of the peer at an address, over all its epochs."""
 
     def __init__(self, address: str) -> None:
         self.address = address

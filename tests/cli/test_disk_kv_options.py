@@ -1,4 +1,4 @@
-"""What --disk-kv needs, and what a node says about it."""
+"""--disk-kv: its options, their errors, and the lines that a node prints about it."""
 
 from __future__ import annotations
 

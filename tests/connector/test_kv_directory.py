@@ -41,7 +41,7 @@ class Directory(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp()) / "kv"
         self.processes = [KVDirectory(self.root, LIMIT) for _ in range(2)]
         self.harmed: set[str] = set()  # names whose bytes were changed
-        self.count_is_right = True  # nobody has removed files behind the count
+        self.count_is_right = True  # no program has removed files behind the count
 
     def teardown(self) -> None:
         shutil.rmtree(self.root.parent)
@@ -148,14 +148,19 @@ def present(directory: KVDirectory, names: list[str]) -> list[str]:
     return [name for name in names if directory.path(FOLDER, name).exists()]
 
 
-def test_blocks_that_were_used_once_leave_first_and_the_oldest_of_them(tmp_path: Path) -> None:
-    directory = KVDirectory(tmp_path, 10_000)
-    fill(directory, NAMES[:10])
-    for name in NAMES[:3]:
+def use(directory: KVDirectory, names: list[str]) -> None:
+    """Open and touch these files, as a read does."""
+    for name in names:
         fd = directory.open(directory.path(FOLDER, name), 1000)
         assert fd is not None
         directory.touch(fd)
         os.close(fd)
+
+
+def test_blocks_that_were_used_once_leave_first_and_the_oldest_of_them(tmp_path: Path) -> None:
+    directory = KVDirectory(tmp_path, 10_000)
+    fill(directory, NAMES[:10])
+    use(directory, NAMES[:3])
     assert directory.make_room(1500) == 2
     assert present(directory, NAMES[:10]) == NAMES[:3] + NAMES[5:10]
 
@@ -164,11 +169,7 @@ def test_blocks_that_were_used_again_leave_room_for_others(tmp_path: Path) -> No
     """They have four fifths of the room. The first ones to go are those whose last use but one is the oldest."""
     directory = KVDirectory(tmp_path, 10_000)
     fill(directory, NAMES[:10])
-    for name in NAMES[:9]:
-        fd = directory.open(directory.path(FOLDER, name), 1000)
-        assert fd is not None
-        directory.touch(fd)
-        os.close(fd)
+    use(directory, NAMES[:9])
     assert directory.make_room(1500) == 2
     assert present(directory, NAMES[:10]) == NAMES[1:9]
 

@@ -56,7 +56,7 @@ def test_cached_blocks_are_found_until_they_are_evicted() -> None:
     assert blocks is not None
     hashes = BlockHashes(2, root_hash("")).upto(array("I", [1, 2, 3, 4, 5, 6]), 6)
     for block_hash, block in zip(hashes, blocks, strict=True):
-        pool.cache(block_hash, block)
+        pool.cache((block_hash,), (block,))
     pool.drop(blocks, Use.HELD)
     assert pool.count(Use.FREE) == 4
     assert pool.match(hashes) == blocks

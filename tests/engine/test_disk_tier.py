@@ -14,6 +14,7 @@ import pytest
 from fast_set import sampled
 from slow_disk import Files, SlowDisk
 from slow_host_memory import SlowHostMemory
+from tiered_node import ask, memory_of, rest, words
 from toy import reference
 from toy_node import BLOCK, Node
 
@@ -37,11 +38,6 @@ def disk_of(node: Node) -> SlowDisk:
     return node.disk
 
 
-def memory_of(node: Node) -> SlowHostMemory:
-    assert isinstance(node.host_memory, SlowHostMemory)
-    return node.host_memory
-
-
 def tier_of(node: Node) -> DiskTier:
     assert isinstance(node.scheduler.connector, DiskTier)
     return node.scheduler.connector
@@ -54,33 +50,6 @@ def make_node(
     node = Node(num_blocks, 2, 1, host=room, host_memory=SlowHostMemory, kv_checksum=True, disk=disk, **options)
     node.obey(UseWeights(version))
     return node
-
-
-def rest(node: Node) -> None:
-    """Let all requests, copies and transfers end."""
-    num_quiet = 0
-    for _ in range(2000):
-        node.step()
-        busy = memory_of(node).copies or disk_of(node).orders or tier_of(node).copying
-        num_quiet = 0 if busy or not node.engine.idle else num_quiet + 1
-        if num_quiet == 2:
-            return
-        memory_of(node).finish()
-        disk_of(node).finish()
-    raise AssertionError("the node does not come to rest")
-
-
-def ask(node: Node, rid: int, prompt: list[int], max_tokens: int = 4) -> int:
-    """Serve a prompt. Return how many of its tokens were computed."""
-    before = node.scheduler.totals.prefix_cached_tokens
-    node.submit(rid, prompt, SamplingParams(max_tokens=max_tokens), Mode.LOCAL)
-    rest(node)
-    assert node.tokens[rid, 0] == reference(prompt, 0, max_tokens)
-    return len(prompt) - (node.scheduler.totals.prefix_cached_tokens - before)
-
-
-def words(seed: int, length: int = 50) -> list[int]:
-    return random.Random(seed).choices(range(900), k=length)
 
 
 def filled(rids: range = range(1, 6), **options: Any) -> Node:
@@ -177,7 +146,7 @@ def test_other_weights_find_nothing() -> None:
 
 
 def test_changed_weights_use_their_own_files() -> None:
-    """What is written and read meanwhile belongs to the old ones."""
+    """Blocks that are written or read during the change belong to the old ones."""
     node = filled()
     begin_read(node, 6, words(1))
     node.obey(Cancel(6))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fast_set import sampled
 from slow_host_memory import SlowCopy, SlowHostMemory
+from tiered_node import ask, memory_of, rest, words
 from toy import reference
 from toy_node import BLOCK, DEPTHS, Node
 
@@ -29,38 +30,8 @@ def tier_of(node: Node) -> HostTier:
     return node.scheduler.connector
 
 
-def memory_of(node: Node) -> SlowHostMemory:
-    assert isinstance(node.host_memory, SlowHostMemory)
-    return node.host_memory
-
-
 def make_node(num_blocks: int = 24, depth: tuple[int, int] = (2, 1), room: HostRoom = ROOM, **options: Any) -> Node:
     return Node(num_blocks, *depth, host=room, host_memory=SlowHostMemory, **options)
-
-
-def rest(node: Node) -> None:
-    """Let all requests and copies end."""
-    for _ in range(2000):
-        node.step()
-        memory_of(node).finish()
-        if node.engine.idle and not memory_of(node).copies and not tier_of(node).copying:
-            node.step()
-            if node.engine.idle:
-                return
-    raise AssertionError("the node does not come to rest")
-
-
-def ask(node: Node, rid: int, prompt: list[int], max_tokens: int = 4) -> int:
-    """Serve a prompt. Return how many of its tokens were computed."""
-    before = node.scheduler.totals.prefix_cached_tokens
-    node.submit(rid, prompt, SamplingParams(max_tokens=max_tokens), Mode.LOCAL)
-    rest(node)
-    assert node.tokens[rid, 0] == reference(prompt, 0, max_tokens)
-    return len(prompt) - (node.scheduler.totals.prefix_cached_tokens - before)
-
-
-def words(seed: int, length: int = 50) -> list[int]:
-    return random.Random(seed).choices(range(900), k=length)
 
 
 # ---------------------------------------------------------------- what comes back

@@ -215,7 +215,7 @@ def test_changes_that_cancel_out_are_not_published() -> None:
     block_hash, _ = sequence.hashes.link(0)
     for step in range(3):
         blocks = pool.take(1) or []
-        assert pool.cache(block_hash, blocks[0])
+        assert pool.cache((block_hash,), blocks[:1])
         recorder.store(sequence, 0, 0)
         if step == 1:
             assert [len(taken.stored) for taken in recorder.take()] == [1]

@@ -90,7 +90,7 @@ def test_match_is_the_longest_prefix_that_every_group_has(
         for group in range(len(windows)):
             if draw.draw(st.integers(0, 5)):
                 block = (pool.take(1) or [])[0]
-                pool.cache(block_hash, block, group)
+                pool.cache((block_hash,), (block,), group)
                 cached[index, group] = block
 
     def has(count: int) -> bool:
@@ -114,7 +114,7 @@ def test_routers_are_told_of_the_blocks_of_the_first_group_only() -> None:
     pool = BlockPool(8, BLOCK, KVCacheGroups((None, 4), (0, 1)))
     blocks = pool.take(2) or []
     for group, block in enumerate(blocks):
-        pool.cache(b"h", block, group)
+        pool.cache((b"h",), (block,), group)
     assert pool.events.take() == ([b"h"], [])
     pool.drop(blocks, Use.HELD)
     pool.take(8)

@@ -313,7 +313,7 @@ class DiskThreads:
 
 
 class _Part:
-    """What became of some blocks of an order."""
+    """The outcomes of the blocks that one thread moves for an order."""
 
     def __init__(self, count: int) -> None:
         self.outcomes = [Outcome.FAILED] * count
