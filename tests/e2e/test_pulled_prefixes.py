@@ -234,8 +234,8 @@ def test_source_takes_its_blocks_back_before_it_preempts(
     before = counters(source, names[0]), counters(prefill, names[1])
     with RouterClient(source.address) as own, RouterClient(decode.address) as other:
         turn = history(own, length) + new_prompt(40, length + 1)
-        named = {"prefix_node": id_of(source), "prefix_tokens": 608}
-        pulling = other.send(turn, greedy(ANSWER), id_of(prefill), **named)
+        place = id_of(source)
+        pulling = other.send(turn, greedy(ANSWER), id_of(prefill), prefix_node=place, prefix_tokens=608)
         crowded.wait_until(lambda: prefill.status().reading > 0 and source.status().leased_blocks > 0, 10.0)
         if reader == "stopped":
             prefill.stop("node")
