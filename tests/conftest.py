@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from machine import patience  # noqa: E402
 from process_marks import starts_processes  # noqa: E402
-from triton_interpreter import find_builtins_once  # noqa: E402
+from triton_interpreter import make_interpreter_faster  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 #: Variables that change how the product behaves. Tests set those that they need.
@@ -34,7 +34,7 @@ settings.load_profile("busy machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" in config.option.markexpr:
-        fast_set.share = 1 / 3
+        fast_set.share = 1 / 5
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Enable the garbage collector, which would search the objects of torch and transformers many times before."""
+    """Enable the garbage collector, which never searches the objects of torch, transformers and the collected tests."""
+    gc.freeze()
     gc.enable()
 
 
@@ -113,7 +114,7 @@ def _interpret_triton_kernels() -> None:
     triton.knobs.propagate_env = False
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]
-    find_builtins_once()
+    make_interpreter_faster()
 
 
 def _disable_grpc_fork_support() -> None:

@@ -25,9 +25,9 @@ class Room:
         live: LiveSequences,
         kv: KVCacheManager,
         pool: BlockPool,
-        *,
         connector: KVConnectorScheduler,
         totals: Totals,
+        *,
         max_num_seqs: int,
         clock: Callable[[], float],
     ) -> None:

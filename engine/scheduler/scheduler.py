@@ -44,7 +44,7 @@ from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
 from engine.scheduler.room import Room
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
-from engine.scheduler.step_results import StepResults
+from engine.scheduler.step_results import Emit, StepResults, no_emit
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, LastChunk, Outputs, Refused, Status, Submit, Totals
 from pdserve.kv_groups import KVCacheGroups
@@ -104,13 +104,7 @@ class Scheduler:
         self._drafting = Drafting(drafts, self._kv, self.meter, self.totals, stages)
         self._constraints.propose = self._drafting.propose
         self.room = Room(
-            self._live,
-            self._kv,
-            self.pool,
-            connector=self.connector,
-            totals=self.totals,
-            max_num_seqs=max_num_seqs,
-            clock=clock,
+            self._live, self._kv, self.pool, self.connector, self.totals, max_num_seqs=max_num_seqs, clock=clock
         )
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
         self._fair_share = FairShare(self._live)
@@ -281,26 +275,19 @@ class Scheduler:
         for sequence in islice((s for s in self._live.waiting if s.cached_at_lookup < 0), _LOOKUPS_PER_STEP):
             self._kv.look_up(sequence)
 
-    def apply(
-        self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0, emit: Callable[[], None] = lambda: None
-    ) -> None:
+    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0, emit: Emit = no_emit) -> None:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
         self._results.apply(plan, output, seconds, emit)
         self._constraints.request_masks()
 
     def take_events(self, *, cache: bool = True) -> Batch | None:
-        """Return the events since the last call as one message; None if there are none.
-
-        Not ``cache``: leave the changes of the prefix cache, which are many, for the next call.
-        """
+        """Return new events, if there are any. Not ``cache``: changes of the prefix cache follow next time."""
         if not self.events:
             return None
         self.totals.sampled_tokens += len(self.events.outputs.rids)
-        if cache:
-            return self.events.take(self.status(), *self.connector.take_events())
-        batch = self.events.take(self.status(), [], [], [])
-        self.events.status_changed = True  # so the next call has an event
+        batch = self.events.take(self.status(), *(self.connector.take_events() if cache else ([], [], [])))
+        self.events.status_changed = not cache  # so there is a next time
         return batch
 
     def status(self) -> Status:

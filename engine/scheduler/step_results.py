@@ -15,6 +15,12 @@ from engine.step_cost_meter import StepCostMeter, StepWork
 from pdserve.ipc.messages import Batch, Drafted, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
 
+Emit = Callable[[], None]
+
+
+def no_emit() -> None:
+    """Leave all events for the next ``take_events``."""
+
 
 class StepResults:
     """The part of the scheduler that takes results, in the order of the plans."""
@@ -42,7 +48,7 @@ class StepResults:
         self._meter = meter
         self._drafting = drafting
 
-    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float, emit: Callable[[], None]) -> None:
+    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float, emit: Emit) -> None:
         """Apply the results of a step that took ``seconds``.
 
         ``emit`` is called when the tokens are known and a prompt has ended: to cache and lease its blocks takes time.
@@ -55,7 +61,7 @@ class StepResults:
             self._totals.steps += 1
             self._totals.step_seconds += seconds
 
-    def _apply_step(self, plan: StepPlan, output: StepOutput, seconds: float, emit: Callable[[], None]) -> None:
+    def _apply_step(self, plan: StepPlan, output: StepOutput, seconds: float, emit: Emit) -> None:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
         step.reject_drafts(plan, output)

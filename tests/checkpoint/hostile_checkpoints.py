@@ -54,6 +54,11 @@ def header(tensors: dict[str, Any] | bytes, size: int = 0) -> Callable[[Path], o
     return content(struct.pack("<Q", len(text)) + text + bytes(size))
 
 
+def many_tensors(number: int) -> Callable[[Path], object]:
+    """Return a change that writes this many tensors without shapes; it makes them when it is called."""
+    return lambda path: header({f"t{i}": {"dtype": "F32"} for i in range(number)})(path)
+
+
 def tensor(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
@@ -129,9 +134,7 @@ NODE: dict[str, Hostile] = {
     "nested 10^6 levels": Hostile(CONFIG, content('{"a":' + nested(10**6) + "}"), "nested more than 64 levels"),
     "config of 10 GB": Hostile(CONFIG, sparse(10**10), "10000000000 bytes, the limit is 4194304"),
     "config is a pipe": Hostile(CONFIG, pipe, "is not a regular file"),
-    "10^6 tensors": Hostile(
-        WEIGHTS, header({f"t{i}": {"dtype": "F32"} for i in range(10**6)}), "1000000 tensors, the limit is 262144"
-    ),
+    "10^6 tensors": Hostile(WEIGHTS, many_tensors(10**6), "1000000 tensors, the limit is 262144"),
     "header of 2^63 bytes": Hostile(WEIGHTS, content(b"\0" * 7 + b"\x80" + bytes(100)), "is truncated at 108 bytes"),
     "header of 1 GB": Hostile(
         WEIGHTS,

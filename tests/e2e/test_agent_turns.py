@@ -1,4 +1,4 @@
-"""An agent's turns over one prefix: tokens are those of transformers.
+"""An agent's turns over one prefix: tokens are those of transformers. test_recurrent_models.py has a quick test.
 
 python -m pytest -m slow tests/e2e/test_agent_turns.py     30 turns, for each kind of KV cache and family
 """
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 LONG = ("--max-model-len", "500")
 
 
+@pytest.mark.slow
 def test_turns_equal_those_of_a_cold_node_and_an_answer_moves(tmp_path: Path) -> None:
     with Served(RECURRENT["qwen3-next"], tmp_path / "m", ["1", "1"], ["1", "1"], flags=LONG) as served:
         check_turns_of_an_agent(served, turns=3)

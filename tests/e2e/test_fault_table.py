@@ -11,7 +11,9 @@ handed off and has the right tokens. No row ever yields a wrong token.
 The table holds as well for nodes with host memory and disk: if both nodes have a prefix of the prompt in host memory,
 and if D has one in its cache, which P pulls.
 
-    python -m pytest tests/e2e/test_fault_table.py      the whole table, three times, in twelve minutes
+    python -m pytest tests/e2e/test_fault_table.py      the whole table: simulated, with a model, and twice with tiers
+
+It takes 16 minutes. scripts/test runs a few rows on simulated nodes.
 """
 
 from __future__ import annotations
@@ -37,19 +39,23 @@ from stages import (
 
 from pdserve.pb import pdserve_pb2 as pb
 
+# Simulated tokens do not depend on KV: tests/nodes/test_handoff_faults.py shows that wrong KV yields no token.
+SIMULATED = ("--engine", "simulated", "--sim-costs", "step=0.005,read=0.01")
 DEADLINE = 1.5  # seconds; an engine that a stage stops for longer would count as stuck
 
 
 @pytest.fixture(
     scope="module",
-    params=["", *(pytest.param(warm, marks=pytest.mark.slow) for warm in ("host memory", "pulls"))],
-    ids=["", "host memory", "pulls"],
+    params=[
+        pytest.param("simulated", id=""),
+        *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("model", "host memory", "pulls")),
+    ],
 )
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("faults")
     checkpoint = make_checkpoint(directory / "model", "qwen3", num_hidden_layers=2)
-    if not request.param:
-        with start_pair(checkpoint) as pair:
+    if request.param in ("simulated", "model"):
+        with start_pair(checkpoint, SIMULATED if request.param == "simulated" else ()) as pair:
             yield pair
         return
     decode = directory / "decode"

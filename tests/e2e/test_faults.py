@@ -120,9 +120,19 @@ def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint
     assert decode.counter("handoff_failures") == failures
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_cancelled_requests_leave_no_blocks_or_leases(count: int, fleet: Fleet) -> None:
+@pytest.fixture(scope="module")
+def simulated(checkpoint: Checkpoint) -> Iterator[Fleet]:
+    flags = ("--engine", "simulated")
+    with start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=[*flags, *HAND_OFF_ALL]) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize(
+    ("served", "count"), [("simulated", 100), *(pytest.param("fleet", n, marks=pytest.mark.slow) for n in (100, 1000))]
+)
+def test_cancelled_requests_leave_no_blocks_or_leases(served: str, count: int, request: pytest.FixtureRequest) -> None:
     """A tenth of the requests are cancelled at random times."""
+    fleet: Fleet = request.getfixturevalue(served)
     rng = random.Random(11)
     cancelled = set(rng.sample(range(count), count // 10))
     ended = asyncio.run(_many_requests(fleet.url, count, cancelled, rng))

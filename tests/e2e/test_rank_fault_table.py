@@ -1,4 +1,4 @@
-"""The fault table for single ranks: a prefill node of two stages and a decode node of two shards.
+"""The fault table for single ranks: a prefill node of one or two stages and a decode node of two shards.
 
     fault                            outcome
     a rank of either killed          its whole node ends within 5 s and names the rank; then as for a killed node
@@ -41,11 +41,14 @@ FAST_ROWS = {("decode", "stopped", "rank 1", "decoding")}
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+STAGES_OF_P = ["1", pytest.param("2", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=STAGES_OF_P)
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("faults") / "model", "qwen3", num_hidden_layers=2)
     # A step of two ranks takes several times as long as one of a single rank.
-    with start_pair(checkpoint, [], ["--pp", "2"], ["--tp", "2"], num_tokens=50) as pair:
+    with start_pair(checkpoint, [], ["--pp", request.param], ["--tp", "2"], num_tokens=50) as pair:
         yield pair
 
 
@@ -69,6 +72,7 @@ def rows(role: str) -> list[object]:
     ]
 
 
+@pytest.mark.parametrize("started", ["2"], indirect=True)
 @pytest.mark.parametrize(("fault", "part", "stage"), rows("prefill"))
 def test_requests_survive_a_failed_rank_of_the_prefill_node(fault: str, part: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:

@@ -40,6 +40,12 @@ def fleet(model: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.fixture(scope="module")
+def simulated(model: Path) -> Iterator[Fleet]:
+    with start_fleet(model, 0, 1, decode_flags=("--engine", "simulated")) as fleet:
+        yield fleet
+
+
 def total(fleet: Fleet, read: Callable[[NodeProcess], float]) -> float:
     return sum(map(read, fleet.decode))
 
@@ -143,8 +149,10 @@ def router_metric(fleet: Fleet, name: str) -> float:
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
 
 
-def test_deadline_passes_while_a_request_is_paused(fleet: Fleet, model: Path) -> None:
+@pytest.mark.parametrize("served", ["simulated", pytest.param("fleet", marks=pytest.mark.slow)])
+def test_deadline_passes_while_a_request_is_paused(served: str, request: pytest.FixtureRequest, model: Path) -> None:
     """Its blocks are freed before the client reads. Then the client gets what was sent, and the error."""
+    fleet: Fleet = request.getfixturevalue(served)
     with another_router(fleet, model, "--request-timeout", "6"), send_unread(fleet.url, UNREAD) as client:
         fleet.wait_until(lambda: paused(fleet) == UNREAD["n"], 60.0)
         for node in fleet.decode:

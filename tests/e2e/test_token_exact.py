@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import Fleet, add_tokenizer, start_fleet
+from node_client import RouterClient, greedy
 
 BLOCK = 16
 VOCABULARY = 128
@@ -112,6 +113,17 @@ def test_handoff_to_shards_of_a_mixture_of_experts_is_exact(family: str, split: 
         assert fleet.decode[0].counter("handoff_failures") == 0
 
 
+def test_decode_node_that_computes_prompts_itself_is_exact(served: Served) -> None:
+    (decode,) = served.fleet.decode
+    before = decode.counter("handoffs")
+    with RouterClient(decode.address) as client:
+        for prompt in (random_prompt(300 + length, length) for length in (1, BLOCK, 700)):
+            tokens = client.generate(prompt, greedy(OUTPUT)).tokens
+            assert tokens == served.reference(prompt, tokens)
+    assert decode.counter("handoffs") == before
+
+
+@pytest.mark.slow
 def test_decode_node_alone_is_exact(tmp_path: Path) -> None:
     directory = add_tokenizer(make_checkpoint(tmp_path / "m", "llama"))
     with start_fleet(directory, prefill=0) as fleet:

@@ -176,27 +176,15 @@ def test_up_serves_a_model_by_two_names_and_hands_off_from_the_first_request(
         answers = [post_for_headers(f"{url}/v1/completions", {**body, "model": name}, "sk-1") for name in names]
         assert not any("sk-1" in process.cmdline() for process in up.descendants())
         assert "-H 'Authorization: Bearer KEY'" in up.out.read_text()
+        processes = up.descendants()
+        up.process.kill()  # its children end
+        up.process.wait(patience(5))
+        assert_gone(processes)
     assert [answer["model"] for answer, _ in answers] == ["a", "a"]
     texts = [answer["choices"][0]["text"] for answer, _ in answers]
     assert texts[0] == texts[1] != ""
     for _, headers in answers:
         assert headers["X-Pdserve-Prefill-Node"] not in (None, headers["X-Pdserve-Decode-Node"])
-
-
-def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
-    """The router drains first; then the nodes end."""
-    costs = ("--engine", "simulated", "--sim-costs", "step=0.02")
-    with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
-        body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-        url = up.wait_served()
-        processes = up.descendants()
-        answer = threads.submit(post, f"{url}/v1/completions", body)
-        wait_until(lambda: in_flight(url) == 1)
-        up.process.terminate()
-        assert answer.result(patience(30))["usage"]["completion_tokens"] == 100
-        assert up.process.wait(patience(20)) == 0
-        assert_gone(processes)
-    assert "Traceback" not in up.err.read_text()
 
 
 @pytest.mark.slow
@@ -248,9 +236,16 @@ def ready_nodes(url: str) -> set[str]:
         return set(re.findall(r'^pdserve_nodes_ready\{.*role="(\w+)".*\} 1', response.read().decode(), re.MULTILINE))
 
 
-def test_prefill_node_that_dies_starts_again_and_no_request_notices(tmp_path: Path) -> None:
-    """At last up is killed, and its children end."""
-    with started(tmp_path, "--engine", "simulated") as up, ThreadPoolExecutor(20) as threads:
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """For the next three tests, of which the last one ends it."""
+    with started(tmp_path_factory.mktemp("simulated"), "--engine", "simulated", "--sim-costs", "step=0.01") as up:
+        yield up
+
+
+def test_prefill_node_that_dies_starts_again_and_no_request_notices(simulated: Up) -> None:
+    up = simulated
+    with ThreadPoolExecutor(20) as threads:
         url = up.wait_served()
         expected = [tokens_of(url, seed) for seed in range(3)]
         answers = [threads.submit(tokens_of, url, seed % 3) for seed in range(20)]
@@ -260,27 +255,35 @@ def test_prefill_node_that_dies_starts_again_and_no_request_notices(tmp_path: Pa
         wait_until(lambda: ready_nodes(url) == {"prefill", "decode"})
         assert up.process.poll() is None
         assert "prefill was killed by SIGKILL" in up.err.read_text()
-        processes = up.descendants()
-        up.process.kill()
-        up.process.wait(patience(5))
-        assert_gone(processes)
 
 
-def test_router_and_engine_that_die_start_again(tmp_path: Path) -> None:
-    with started(tmp_path, "--engine", "simulated") as up:
+def test_router_and_engine_that_die_start_again(simulated: Up) -> None:
+    up = simulated
+    url = up.wait_served()
+    expected, ready = tokens_of(url, 1), up.err.read_text().count("is ready after")
+    killed = [up.child("router"), up.child("decode_node").children()[0]]
+    for process in killed:
+        process.kill()
+    wait_until(lambda: "decode ended" in up.err.read_text() and "router was killed" in up.err.read_text())
+    wait_until(lambda: up.err.read_text().count("is ready after") == ready + 2)
+    wait_until(lambda: ready_nodes(url) == {"prefill", "decode"})
+    assert tokens_of(url, 1) == expected
+
+
+def test_sigterm_lets_running_answers_finish(simulated: Up) -> None:
+    """The router drains first; then the nodes end."""
+    up = simulated
+    with ThreadPoolExecutor() as threads:
+        body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 200, "temperature": 0, "ignore_eos": True}
         url = up.wait_served()
-        expected = tokens_of(url, 1)
-        killed = [up.child("router"), up.child("decode_node").children()[0]]
-        for process in killed:
-            process.kill()
-        wait_until(lambda: "decode ended" in up.err.read_text() and "router was killed" in up.err.read_text())
-        wait_until(lambda: up.err.read_text().count("is ready after") == 5)
-        wait_until(lambda: ready_nodes(url) == {"prefill", "decode"})
-        assert tokens_of(url, 1) == expected
         processes = up.descendants()
-        up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(patience(10)) == 0
+        answer = threads.submit(post, f"{url}/v1/completions", body)
+        wait_until(lambda: in_flight(url) == 1)
+        up.process.terminate()
+        assert answer.result(patience(30))["usage"]["completion_tokens"] == 200
+        assert up.process.wait(patience(20)) == 0
         assert_gone(processes)
+    assert "Traceback" not in up.err.read_text()
 
 
 @pytest.mark.slow

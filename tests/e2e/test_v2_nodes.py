@@ -22,7 +22,8 @@ VOCABULARY = 128
 OUTPUT = 6  # tokens
 # At most 32 tokens per step, so that longer prompts take several steps.
 FLAGS = ("--max-num-seqs", "8", "--max-batch-tokens", "32", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
-PAIRS = [("V1", "V2"), ("V2", "V1"), ("V2", "V2")]  # the runners of P and D
+# The runners of P and D
+PAIRS = [("V1", "V2"), *(pytest.param(pair, marks=pytest.mark.slow) for pair in [("V2", "V1"), ("V2", "V2")])]
 
 pytestmark = pytest.mark.timeout(240)
 _seeds = itertools.count()
@@ -30,31 +31,30 @@ _seeds = itertools.count()
 
 @dataclass
 class Nodes:
-    prefill: dict[str, NodeProcess]  # by runner
-    decode: dict[str, NodeProcess]
+    source: str  # the runner of P
+    target: str  # that of D
+    prefill: NodeProcess
+    decode: NodeProcess
     model: Any
 
     def wait_idle(self) -> None:
-        for node in (*self.prefill.values(), *self.decode.values()):
+        for node in (self.prefill, self.decode):
             node.wait_idle(20.0)
 
     def expected(self, prompt: list[int]) -> list[int]:
         return reference_greedy(self.model, prompt, OUTPUT)
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A P and a D of either runner, every P a peer of every D."""
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+def nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    source, target = request.param
     path = tmp_path_factory.mktemp("model")
     directory = make_checkpoint(path, "llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     with Fleet() as fleet:
-        prefill = {
-            name: fleet.start_prefill(directory, FLAGS, environ) for name, environ in RUNNER_ENVIRONMENTS.items()
-        }
-        flags = [*FLAGS, "--handoff-min-tokens", "0"]
-        decode = {name: fleet.start_decode(directory, flags, environ) for name, environ in RUNNER_ENVIRONMENTS.items()}
+        prefill = fleet.start_prefill(directory, FLAGS, RUNNER_ENVIRONMENTS[source])
+        decode = fleet.start_decode(directory, [*FLAGS, "--handoff-min-tokens", "0"], RUNNER_ENVIRONMENTS[target])
         fleet.wait_ready()
-        yield Nodes(prefill, decode, reference_model(directory))
+        yield Nodes(source, target, prefill, decode, reference_model(directory))
 
 
 def new_prompt(length: int) -> list[int]:
@@ -63,17 +63,15 @@ def new_prompt(length: int) -> list[int]:
 
 
 def test_describe_names_the_runner(nodes: Nodes) -> None:
-    for by_runner in (nodes.prefill, nodes.decode):
-        for version, node in by_runner.items():
-            description = node.describe()
-            assert description.runner == version
-            assert description.runner_reasons
-            assert description.kv_layout == nodes.decode["V1"].describe().kv_layout
+    for version, node in ((nodes.source, nodes.prefill), (nodes.target, nodes.decode)):
+        description = node.describe()
+        assert description.runner == version
+        assert description.runner_reasons
+        assert description.kv_layout == nodes.decode.describe().kv_layout
 
 
-@pytest.mark.parametrize(("source", "target"), [*PAIRS[:2], pytest.param(*PAIRS[2], marks=pytest.mark.slow)])
-def test_handed_off_tokens_equal_transformers(source: str, target: str, nodes: Nodes) -> None:
-    prefill, decode = nodes.prefill[source], nodes.decode[target]
+def test_handed_off_tokens_equal_transformers(nodes: Nodes) -> None:
+    prefill, decode = nodes.prefill, nodes.decode
     before = decode.counter("handoffs")
     prompts = [new_prompt(length) for length in (1, 15, 16, 17, 70)]
     with RouterClient(decode.address) as client:
@@ -90,8 +88,8 @@ def at_once(nodes: Nodes) -> Callable[[Generated], bool]:
 
 
 def while_p_computes(nodes: Nodes) -> Callable[[Generated], bool]:
-    before = nodes.prefill["V2"].status().steps
-    return lambda request: nodes.prefill["V2"].status().steps > before
+    before = nodes.prefill.status().steps
+    return lambda request: nodes.prefill.status().steps > before
 
 
 def at_the_first_token(nodes: Nodes) -> Callable[[Generated], bool]:
@@ -114,10 +112,10 @@ def test_cancelled_request_frees_its_blocks(
     moment: Callable[[Nodes], Callable[[Generated], bool]], nodes: Nodes
 ) -> None:
     """The next request can use the blocks and the slot at once, and gets its own tokens."""
-    peer = nodes.prefill["V2"].address
+    peer = nodes.prefill.address
     prompt, following = new_prompt(70), new_prompt(35)
     is_reached = moment(nodes)
-    with RouterClient(nodes.decode["V2"].address) as client:
+    with RouterClient(nodes.decode.address) as client:
         cancelled = client.send(prompt, greedy(OUTPUT), peer)
         wait_for(lambda: is_reached(cancelled), cancelled)
         client.cancel(cancelled)
@@ -155,10 +153,9 @@ def disconnect_early(address: str, peer: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_disconnects_under_load_leave_nothing_behind(source: str, target: str, nodes: Nodes) -> None:
+def test_disconnects_under_load_leave_nothing_behind(nodes: Nodes) -> None:
     """Clients disconnect at random times, beside one that must get exact tokens all the time."""
-    address, peer = nodes.decode[target].address, nodes.prefill[source].address
+    address, peer = nodes.decode.address, nodes.prefill.address
     with ThreadPoolExecutor(3) as pool, RouterClient(address) as client:
         leaving = [pool.submit(disconnect_early, address, peer, seed) for seed in range(90)]
         while not all(each.done() for each in leaving):
@@ -171,4 +168,4 @@ def test_disconnects_under_load_leave_nothing_behind(source: str, target: str, n
     with RouterClient(address) as client:
         assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
     nodes.wait_idle()
-    assert nodes.decode[target].counter("handoff_failures") == 0
+    assert nodes.decode.counter("handoff_failures") == 0

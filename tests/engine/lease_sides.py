@@ -109,6 +109,7 @@ class Call:
     stream: int = field(default_factory=_streams.__next__)  # unique, also the prompt's rid on P
     expired_early: bool = False  # P has freed it before the agreed time, and D must notice
     released: bool = False  # D has sent Release
+    ended: bool = False  # D has received the stream's end
 
     @property
     def lease(self) -> LeaseId:
@@ -381,13 +382,15 @@ class DecodeSide:
         self.node.obey(order)
 
     def receive(self, call: Call, event: StreamEvent, now: float) -> None:
-        """Receive the next event of a stream."""
+        """Receive the next event of a stream. P may send more on a broken stream until it notices; that is lost."""
+        if call.ended:
+            return
         if isinstance(event, tuple):
             if call.handoff.active:
                 self._receive_tokens(call, event, now)
             return
         if isinstance(event, PeerError):
-            call.open = False
+            call.open, call.ended = False, True
         elif event.HasField("kv_ready"):
             ready = event.kv_ready
             start, end = max(call.skip, call.num_announced) // BLOCK, -(-ready.num_tokens // BLOCK)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from attention_steps import Inputs, Shape, Side, make_inputs
+from fast_set import sampled
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -85,8 +86,7 @@ def test_attention_equals_the_eager_formula(backend: str, kind: str, step: str) 
     torch.testing.assert_close(out, eager(inputs, side, q, spec, sinks), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("backend", "dtype"), sampled(("torch", "triton"), (torch.float32, torch.bfloat16), every=2))
 def test_store_of_rotated_heads_equals_prepare_and_store(backend: str, dtype: torch.dtype) -> None:
     """Also for heads that lie behind one another, as transformers has them, and for padding."""
     inputs = make_inputs(SHAPE, STEPS["mixed"], DEVICE, torch.float32, padding=2)

@@ -95,6 +95,6 @@ def test_rotated_heads_are_stored_in_fp8(backend: str) -> None:
         assert torch.equal(found.float(), (values / scale).to(torch.float8_e4m3fn).float())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_a_16_bit_cache_equals_the_reference(dtype: torch.dtype) -> None:
     check(SHAPES["pairs"], STEPS["mixed"], dtype, 2e-2, padding=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
+from fast_set import sampled
 from quantized_checkpoints import FORMATS, fp8_blocks, quantize
 from safetensors.torch import load_file, save_file
 from stepper import Stepper
@@ -283,9 +284,8 @@ def test_block_products_equal_those_of_the_dequantized_numbers(tokens: int) -> N
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("block", [1, 128])
-@pytest.mark.parametrize("rows", [40, 70, 600])  # four, two and one program per tile, for the interpreter
-@pytest.mark.parametrize("tokens", [1, 20])
+# Rows: four, two and one program per tile, for the interpreter.
+@pytest.mark.parametrize(("tokens", "rows", "block"), sampled((1, 20), (40, 70, 600), (1, 128), every=2))
 def test_products_of_few_tokens_equal_those_of_the_dequantized_numbers(tokens: int, rows: int, block: int) -> None:
     columns = 896
     weight, scales = quantized_weight(rows, columns, block)

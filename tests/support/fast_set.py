@@ -14,7 +14,7 @@ share = 1.0
 
 
 def examples(number: int) -> settings:
-    """Return a decorator for a test with random input: with it, the fast set takes a third, but 5 at least."""
+    """Return a decorator for a test with random input: with it, the fast set takes a fifth, but 5 at least."""
     return settings(max_examples=max(min(number, 5), round(number * share)))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 from stepper import Running, Stepper
-from triton_interpreter import find_builtins_once
+from triton_interpreter import make_interpreter_faster
 
 import runner
 from pdserve.config.node_config import NodeConfig
@@ -107,5 +107,5 @@ def _main() -> None:
 
 if __name__ == "__main__":
     if "TRITON_INTERPRET" in os.environ:
-        find_builtins_once()
+        make_interpreter_faster()
     _main()

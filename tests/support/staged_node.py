@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import msgspec
 import torch
-from triton_interpreter import find_builtins_once
+from triton_interpreter import make_interpreter_faster
 
 import runner
 from engine.executor.rank import Rank
@@ -238,5 +238,5 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 if __name__ == "__main__":
     if "TRITON_INTERPRET" in os.environ:
-        find_builtins_once()
+        make_interpreter_faster()
     _serve(sys.stdin.buffer, sys.stdout.buffer)
