@@ -216,6 +216,7 @@ class HandoffDriver(HandoffExecutor):
             self._guard(self._prefill_at, other)
             return
         self.abandon()
+        handoffs.peers.metrics.count_failed_pull(error)
         if isinstance(error, ReadFailed):
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):

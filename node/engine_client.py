@@ -70,6 +70,7 @@ class EngineClient:
         self.on_read_checked: Callable[[ReadChecked], None] = lambda checked: None  # likewise
         self.on_connected: Callable[[Connected], None] = lambda connection: None
         self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
+        self.on_revoke: Callable[[int], None] = lambda rid: None
 
     # ------------------------------------------------------------ start and end
 
@@ -214,6 +215,8 @@ class EngineClient:
             self.on_connected(connection)
         for epoch, reason in batch.failed_peers:
             self.on_failed_peer(epoch, reason)
+        for rid in batch.revoke:
+            self.on_revoke(rid)
 
     def _report(self) -> None:
         for batch in self._unreported:

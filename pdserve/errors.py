@@ -8,7 +8,8 @@
     │   ├── RequestTooLong
     │   └── ModelNotFound       HTTP 404
     ├── Overloaded              HTTP 503
-    │   └── Draining
+    │   ├── Draining
+    │   └── LeaseRevoked
     ├── DeadlineExceeded        HTTP 504
     └── NodeError               HTTP 502
         ├── PeerError
@@ -78,6 +79,10 @@ class Overloaded(PdserveError):
 
 class Draining(Overloaded):
     """The node or router is shutting down: it accepts no new requests and migrates running ones (HTTP 503)."""
+
+
+class LeaseRevoked(Overloaded):
+    """The source of a pull needs the blocks itself: the reader computes the tokens."""
 
 
 class DeadlineExceeded(PdserveError):

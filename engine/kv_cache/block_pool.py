@@ -97,6 +97,13 @@ class BlockPool:
         held = self._users[Use.HELD]
         return any(not held[block] for block in blocks)
 
+    def only_leased(self, block: int) -> bool:
+        """Whether a block is leased and has no other use: it is free when its leases end."""
+        return self._use[block] is Use.LEASED and not self._users[Use.HELD][block]
+
+    def num_leases(self, block: int) -> int:
+        return self._users[Use.LEASED][block]
+
     def take(self, count: int, after: int | None = None) -> list[int] | None:
         """Allocate ``count`` blocks in few runs, after block ``after`` if possible. Return None if too few are free."""
         if count > self._counts[Use.FREE]:

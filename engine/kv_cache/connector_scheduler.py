@@ -20,7 +20,9 @@ sequence continues and may add to the last block. The two claims are independent
     sequence   held ─────────────────────────┤ ended
     peer             leased ─────────────────────────┤ free_lease
 
-In a pull, a peer reads blocks of the prefix cache. They are leased at once, and no sequence takes part.
+In a pull, a peer reads blocks of the prefix cache. They are leased at once, and no sequence takes part. While requests
+of this node lack blocks, the frontend is asked to take such leases back. It alone ends leases, since it answers readers
+whether they stood. So the blocks are free with its FreeLease, as after any other end.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from functools import partial
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.cache_recorder import CacheRecorder, StateRecorder
 from engine.kv_cache.digest_orders import DigestOrders
+from engine.kv_cache.revocation import FindLacking
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit, StepCostMeter
@@ -214,6 +217,18 @@ class KVConnectorScheduler:
     def free_lease(self, rid: int) -> None:
         """Stop keeping the blocks of a request for its peer. Unknown rids are ignored."""
 
+    def revoke(self, lacking: FindLacking) -> bool:
+        """Requests of this node lack blocks: ask for the leases of pulls that are in their way, if these suffice.
+
+        Return ``revoking``.
+        """
+        return False
+
+    @property
+    def revoking(self) -> bool:
+        """Whether leases that were asked for have not ended: wait, rather than preempt or refuse a request."""
+        return False
+
     def record_cache(self, recorder: CacheRecorder) -> None:
         """Record all further changes of the prefix cache; snapshots of states are in a group of their own."""
         self._pool.recorder = recorder
@@ -293,6 +308,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
         self._leases: dict[int, _Lease] = {}  # by rid
+        self._revocable: dict[int, _Lease] = {}  # of these, those of pulls, oldest first
+        self._revoking: set[int] = set()  # rids
         self._started: list[int] = []
         self._last_chunks: list[int] = []
         self._connect: list[Peer] = []
@@ -578,6 +595,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         if self._states is not None and lease.blocks:
             lease.state_slot = state_slot
             self._states.pool.lease((state_slot,))
+        if lease.blocks:
+            self._revocable[message.rid] = lease
 
         def announce(digests: tuple[int, ...]) -> None:
             if self._leases.get(message.rid) is lease:  # else it has ended
@@ -593,7 +612,29 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         else:
             announce(())
 
+    def revoke(self, lacking: FindLacking) -> bool:
+        if self._revocable and not self._revoking:
+            youngest_first = [*reversed(self._revocable.items())]
+            blocks, slots = lacking()
+            chosen = blocks.chosen(self._pool, ((rid, lease.blocks) for rid, lease in youngest_first))
+            with_slots: list[int] | None = []
+            if self._states is not None:
+                leased = ((rid, self._states_of(lease.state_slot)) for rid, lease in youngest_first)
+                with_slots = slots.chosen(self._states.pool, leased)
+            if chosen is not None and with_slots is not None:
+                self._revoking.update(chosen, with_slots)
+                self._events.revoke += self._revoking
+                for rid in self._revoking:
+                    del self._revocable[rid]
+        return self.revoking
+
+    @property
+    def revoking(self) -> bool:
+        return bool(self._revoking)
+
     def free_lease(self, rid: int) -> None:
+        self._revocable.pop(rid, None)
+        self._revoking.discard(rid)
         lease = self._leases.pop(rid, None)
         if lease is not None:
             self._pool.drop(lease.blocks, Use.LEASED)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.revocation import NO_SHORTAGE, Lacking, Shortage
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
@@ -103,12 +104,21 @@ class KVCacheManager:
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
         """Allocate the missing blocks of all sequences. Return False, and allocate none, if too few are free."""
-        if self._windows:
-            return self._grow_windows(sequences)
-        short = [sequence for sequence in sequences if sequence.length > sequence.capacity]
-        if not short:
-            return True
-        return self._grow_to([(each, self._logical(each.length), 0) for each in short])
+        short = self._short(sequences)
+        return not short or self._grow_to(short)
+
+    def lacking_to_allocate(self, sequence: Sequence) -> Lacking:
+        """Return what ``allocate`` lacks."""
+        found = self._needed(sequence)
+        slots = NO_SHORTAGE
+        if self._states is not None:
+            slots = Shortage(self._states.num_lacking(sequence, found.state_from), self._slots_of(found.state_from))
+        return Lacking(self._shortage(found), slots)
+
+    def lacking_to_grow(self, sequences: Iterable[Sequence]) -> Lacking:
+        """Return what ``grow`` lacks."""
+        missing = sum(self._num_missing(*end) for end in self._short(sequences))
+        return Lacking(Shortage(missing - self._pool.count(Use.FREE)))
 
     def grow_for_drafts(self, sequences: Iterable[Sequence], behind: int = 0) -> None:
         """Allocate blocks for the drafts of each sequence, while blocks are free; a step needs no drafts.
@@ -215,15 +225,19 @@ class KVCacheManager:
 
     def _find(self, sequence: Sequence) -> _Found | None:
         """Return what a sequence gets; None if too few blocks or slots are free."""
+        found = self._needed(sequence)
+        if self._states is not None and not self._states.has_room(sequence, found.state_from):
+            return None
+        return None if self._shortage(found).missing > 0 else found
+
+    def _needed(self, sequence: Sequence) -> _Found:
+        """Return what a sequence needs, whether it is free or not."""
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable))
         num_matched, state_from = len(cached) // self._num_groups, NO_SLOT
-        if self._states is not None:
-            if not self._connector.loadable(sequence):  # a load brings the state
-                hashes = sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size)
-                num_cached, state_from = self._states.find(hashes)
-                cached = cached[: num_cached * self._num_groups]
-            if not self._states.has_room(sequence, state_from):
-                return None
+        if self._states is not None and not self._connector.loadable(sequence):  # a load brings the state
+            hashes = sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size)
+            num_cached, state_from = self._states.find(hashes)
+            cached = cached[: num_cached * self._num_groups]
         num_cached, needed = len(cached) // self._num_groups, self._logical(len(sequence.token_ids))
         num_fresh, covered = self._num_full * (needed - num_cached), num_cached
         if self._windows and self._connector.loadable(sequence):
@@ -232,23 +246,31 @@ class KVCacheManager:
         elif self._windows:
             covered = min(needed, num_cached + self._logical(self._max_batch_tokens))
             num_fresh += len(self._windows) * (covered - num_cached)
-        held = _blocks_of(cached) if self._windows else cached
-        if num_fresh > self._pool.count(Use.FREE) - self._pool.count_free(held):
-            return None
         return _Found(cached, num_fresh, covered, state_from, num_matched)
+
+    def _shortage(self, found: _Found) -> Shortage:
+        held = _blocks_of(found.cached) if self._windows else found.cached
+        return Shortage(found.num_fresh - self._pool.count(Use.FREE) + self._pool.count_free(held), held)
+
+    def _slots_of(self, slot: int) -> tuple[int, ...]:
+        return () if slot == NO_SLOT else (slot,)
 
     def _logical(self, num_tokens: int) -> int:
         """Return the logical blocks of so many tokens: the blocks in each full group."""
         return -(-num_tokens // self._block_size)
 
-    def _grow_windows(self, sequences: Iterable[Sequence]) -> bool:
-        """Allocate what the next token of each sequence needs, and in full groups all of its tokens."""
-        short = [
+    def _short(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, int, int]]:
+        """Return the sequences that lack blocks for their next token, with the ends that ``_grow_to`` takes.
+
+        In full groups they get blocks for all of their tokens, in the others what the next one needs.
+        """
+        if not self._windows:
+            return [(each, self._logical(each.length), 0) for each in sequences if each.length > each.capacity]
+        return [
             (each, self._logical(each.length), each.num_launched // self._block_size + 1)
             for each in sequences
             if each.length > each.capacity or each.num_launched >= each.covered
         ]
-        return not short or self._grow_to(short)
 
     def _grow_to(self, ends: list[tuple[Sequence, int, int]]) -> bool:
         """Allocate logical blocks up to the first end in full groups, and up to the second one in the others.

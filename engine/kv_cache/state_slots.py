@@ -61,8 +61,12 @@ class StateSlots:
 
     def has_room(self, sequence: Sequence, source: int) -> bool:
         """Whether ``allocate`` would succeed now."""
+        return self.num_lacking(sequence, source) <= 0
+
+    def num_lacking(self, sequence: Sequence, source: int) -> int:
+        """Return how many slots ``allocate`` lacks; 0 or less: none."""
         kept = source != NO_SLOT and self.pool.count_free((source,))
-        return 1 + sequence.for_peer + kept <= self.pool.count(Use.FREE)
+        return 1 + sequence.for_peer + kept - self.pool.count(Use.FREE)
 
     def allocate(self, sequence: Sequence, source: int, num_cached: int, num_matched: int) -> None:
         """Give a sequence a slot, and choose where to take snapshots.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.revocation import FindLacking
 from engine.request import Sequence
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.cache_changes import CacheChanges
@@ -132,6 +133,13 @@ class Tier(KVConnectorScheduler):
 
     def free_lease(self, rid: int) -> None:
         self._behind.free_lease(rid)
+
+    def revoke(self, lacking: FindLacking) -> bool:
+        return self._behind.revoke(lacking)
+
+    @property
+    def revoking(self) -> bool:
+        return self._behind.revoking
 
     def record_cache(self, recorder: CacheRecorder) -> None:
         self._behind.record_cache(recorder)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.revocation import Lacking
 from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
 from pdserve.ipc.messages import Totals
@@ -78,11 +80,22 @@ class Room:
         return bool(sequence.blocks or self._live.preemptible) or self._kv.fits(sequence)
 
     def allocate(self, sequence: Sequence) -> bool:
-        """Allocate the blocks that a waiting sequence lacks. Return False if too few are free."""
+        """Allocate the blocks that a waiting sequence lacks. Return False if too few are free.
+
+        Then leases of pulls are asked for, if their blocks suffice.
+        """
         while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
             if not (self._connector.give_way() or self.preempt_paused()):  # the sequence may lose its own
+                self._connector.revoke(partial(self._lacking, sequence))
                 return False
         return True
+
+    def take_back(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Ask for leases of pulls if running sequences cannot grow otherwise. Return whether any have to end first."""
+        return self._connector.revoke(partial(self._kv.lacking_to_grow, sequences))
+
+    def _lacking(self, sequence: Sequence) -> Lacking:
+        return self._kv.lacking_to_grow((sequence,)) if sequence.blocks else self._kv.lacking_to_allocate(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         """Take a sequence that has blocks out of the queue."""

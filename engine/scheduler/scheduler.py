@@ -255,7 +255,7 @@ class Scheduler:
         if self._make_room() and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
-            if self._live.streams_loading and self._live.for_peers and not has_room:
+            if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.revoking):
                 self._refuse(each for each in self._live.waiting if each.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
@@ -340,8 +340,8 @@ class Scheduler:
     def _add_running(self, builder: StepBuilder) -> bool:
         """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
 
-        If blocks run out, preempt. Return False while that is impossible, because steps in flight write to the blocks:
-        these steps have to end first. So they have if drafts follow their tokens.
+        If blocks run out, take leases of pulls back, or else preempt. Return False while leases or steps in flight,
+        which write to the blocks, have to end first. So steps have if drafts follow their tokens.
         """
         if self._drafting.must_wait(self._live.running.values()):
             return False
@@ -352,7 +352,8 @@ class Scheduler:
             if self._peer_prompts.end_ahead(runnable.ahead):
                 runnable = self._select()
                 continue
-            if self._in_flight or self.connector.copying:
+            revoking = self.room.take_back((*runnable.decodes, *runnable.prompts))
+            if revoking or self._in_flight or self.connector.copying:
                 return False
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)
@@ -366,12 +367,10 @@ class Scheduler:
             self._drafting.add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
         prompts = self._limit_prompts(builder, runnable, waited)
         if runnable.prompts and self._live.waiting:
-            running = {sequence.request.client for sequence in runnable.prompts}
+            own = {sequence.request.client for sequence in runnable.prompts}
             self._admit(
                 builder,
-                lambda head: (
-                    (head.request.urgent or head.request.client not in running) and builder.has_room_beside(head)
-                ),
+                lambda head: (head.request.urgent or head.request.client not in own) and builder.has_room_beside(head),
             )
         self._prompts += runnable.prompts
         for sequence in prompts:

@@ -3,8 +3,9 @@
                   ┌──extend─┐
     accepted ──announce──► granted ──release, all announced──► released     D has read the blocks, or needs none
        │                    │ └──────release before that─────► aborted
-       │                    └────────────expire──────────────► expired      no message from D for too long
-       └──release, cancel──► nothing was promised
+       │                    ├────────────expire──────────────► expired      no message from D for too long
+       │                    └────────────revoke──────────────► revoked      a pull, and P needs the blocks itself
+       └──release, cancel, revoke──► nothing was promised
 
 A lease belongs to the stream that its prompt came on: its id begins with P's number of that stream, and messages hold
 only the rest. So no stream can name the lease of another one.
@@ -39,6 +40,7 @@ class LeaseState(StrEnum):
     RELEASED = "released"
     EXPIRED = "expired"
     ABORTED = "aborted"
+    REVOKED = "revoked"
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +127,13 @@ class LeaseTable(Generic[L]):
             return False
         self._end(entry, LeaseState.ABORTED)
         return True
+
+    def revoke(self, lease: LeaseId) -> bool:
+        """End a lease because its blocks are needed here; return whether the caller must free them."""
+        entry = self._leases.get(lease)
+        if entry is not None:
+            self._end(entry, LeaseState.REVOKED)
+        return entry is not None
 
     def expire(self, now: float) -> list[L]:
         """End and return all leases whose time and guard have passed; the caller must free their blocks.

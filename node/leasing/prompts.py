@@ -63,7 +63,9 @@ class LeasedPrompt(Lease):
     def on_lease_end(self, state: LeaseState) -> None:
         """The lease has ended and the blocks are free."""
         if not self.cancelled:
-            if not self.complete:
+            if state is LeaseState.REVOKED:
+                self._send(released=pb.Released(revoked=True))
+            elif not self.complete:
                 error = PeerError("the lease ended before all of its blocks were announced")
                 self.trace.on_failed(error)
                 self._send(failed=failure_to_pb(error))
@@ -175,6 +177,7 @@ class LeasedPrompts:
         self.engine = engine
         self.table: LeaseTable[LeasedPrompt] = LeaseTable(seconds, guard)
         self.on_change: Callable[[], None] = lambda: None
+        engine.on_revoke = self.revoke
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -196,6 +199,14 @@ class LeasedPrompts:
         """Extend a lease; return the seconds that it lasts at least, 0 if it has ended."""
         return self.table.extend(lease, time.monotonic())
 
+    def after_step(self, lease: LeaseId, action: Callable[[], None]) -> None:
+        """Run ``action`` once the step in flight has ended, if it computes for this lease."""
+        prompt = self.table.get(lease)
+        if prompt is None:
+            action()
+        else:
+            prompt.after_step(action)
+
     def release(self, lease: LeaseId) -> bool:
         """End a lease for the peer; return whether it stood until now."""
         prompt = self.table.get(lease)
@@ -203,6 +214,18 @@ class LeasedPrompts:
         if prompt is not None:
             self._free(prompt, LeaseState.RELEASED if stood else LeaseState.ABORTED)
         return stood
+
+    def revoke(self, rid: int) -> None:
+        """End the lease of a pull, whose blocks the engine needs, and tell its reader. No release says that it stood.
+
+        If it has ended meanwhile, the blocks are free in a moment.
+        """
+        prompt = next((each for each in self.table if each.rid == rid), None)
+        if prompt is not None and self.table.revoke(prompt.id):
+            trace = prompt.trace
+            text = "the lease of request %s is taken back: requests of this node lack its blocks"
+            _log.info(text, trace.request_id, extra=trace.log_fields)
+            self._free(prompt, LeaseState.REVOKED)
 
     def end_ungranted(self, prompt: LeasedPrompt) -> None:
         """End the lease of a cancelled prompt, unless blocks have been announced."""

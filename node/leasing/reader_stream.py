@@ -134,8 +134,4 @@ class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
             released = pb.Released(stood=self._prompts.release(lease))
             self._send(pb.PrefillEvent(request=number, released=released))
 
-        prompt = self._prompts.table.get(lease)
-        if prompt is not None:
-            prompt.after_step(release)
-        else:
-            release()
+        self._prompts.after_step(lease, release)

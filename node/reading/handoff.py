@@ -14,6 +14,7 @@ digests of what it read meanwhile, and no token comes from a read before that, e
 
 In a pull, P computes and samples nothing: its last part may end before the last tokens, and Finished follows. If there
 was no part, nothing has to be confirmed. A pull may be ``due``: D gives up what would take longer than to compute it.
+P may take the lease of a pull back at any time before it has confirmed it. What was read is void then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from pdserve.errors import PdserveError, PeerError
+from pdserve.errors import LeaseRevoked, PdserveError, PeerError
 from pdserve.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer
@@ -96,7 +97,7 @@ class Handoff:
         self._num_tokens = num_tokens  # that P announces; a pull ends with fewer if P has no more
         self._pull = pull
         self._due = due
-        self._refused = False  # P failed the prompt before its first part, and holds nothing
+        self._refused = False  # P failed the prompt before its first part, or revoked the lease: it holds nothing
         self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
         self._num_reads = 0  # in flight
@@ -139,7 +140,7 @@ class Handoff:
             return []
         needed = self.phase is not Phase.CONFIRMING and not self._refused
         self.phase = Phase.GIVEN_UP
-        return [self._release()] if needed else []
+        return [pb.ReleaseRequest(request=self.number)] if needed else []
 
     def add_first_tokens(self, tokens: Sequence[int]) -> None:
         """Record P's first token of each choice. Raises PeerError on a repetition, and in a pull."""
@@ -190,6 +191,9 @@ class Handoff:
                     raise PeerError(f"the lease at {self._peer.node_id} ended while its blocks were being read")
                 self._answer_due = inf
                 self._move_limit(self._extend_sent_at, event.extended.lease_ms / 1000, now)
+            case "released" if event.released.revoked and not self._stood:
+                self._refused = True
+                raise LeaseRevoked(f"{self._peer.node_id} needs the blocks of a lease itself")
             case "released" if self.phase is Phase.CONFIRMING:
                 if not event.released.stood:
                     raise PeerError(f"the lease at {self._peer.node_id} ended before its blocks had been read")
@@ -263,7 +267,7 @@ class Handoff:
         if self._complete and not self._num_reads and not self._to_read:
             self.phase = Phase.CONFIRMING
             self._answer_due = now + self._timing.timeout
-            return [self._release()]
+            return [pb.ReleaseRequest(request=self.number)]
         if now >= self.limit and self._num_reads:
             raise ReadFailed(f"reading took longer than the {self.limit - self._progress_at:.3g} s that the lease left")
         actions: list[Action] = []
@@ -282,6 +286,3 @@ class Handoff:
         self._extend_sent_at = now
         self._answer_due = now + self._timing.answer_timeout
         return pb.ExtendRequest(request=self.number, ask=self._num_extends)
-
-    def _release(self) -> pb.ReleaseRequest:
-        return pb.ReleaseRequest(request=self.number)

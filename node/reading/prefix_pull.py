@@ -1,7 +1,7 @@
 """Pulls the prefix of a prompt from a peer's prefix cache, before this node computes the rest for another peer.
 
     reserved ─► worth it? ─► leased by the source ─► read ─► confirmed ─► the rest is computed
-                   │ no         │ nothing, refused, late, broken             ▲
+                   │ no         │ nothing, refused, revoked, late, broken    ▲
                    └────────────┴────────────────────────────────────────────┘
 
 Whatever happens, the prompt goes on: tokens whose KV has not come are computed. It is late when this node would have
@@ -133,6 +133,7 @@ class PrefixPull(HandoffExecutor):
             return
         self._ended = True
         self._peers.metrics.pull_failures.inc()
+        self._peers.metrics.count_failed_pull(error)
         _log.info("request %s is computed without its pull: %s", self._request.request_id or self._rid, error)
         self._give_up()
         if isinstance(error, ReadFailed):

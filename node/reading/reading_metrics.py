@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 from prometheus_client.metrics_core import Metric
 
+from pdserve.errors import LeaseRevoked, PdserveError
 from pdserve.ipc.messages import ReadChecked, ReadEnded
 from pdserve.metrics import MetricSet, Reading
 from pdserve.records import ReadResult
@@ -64,6 +65,9 @@ class ReadingMetrics:
         self.pull_failures = metrics.counter(
             "pdserve_pull_failures", "Pulls of prefixes that failed or were late: their tokens were computed."
         )
+        self._pull_revocations = metrics.counter(
+            "pdserve_pull_revocations", "Pulls that failed since the peer took the lease back to use its blocks itself."
+        )
         metrics.read_totals(
             "pdserve", PeerCounters, lambda: {(peer.address,): peer.counters for peer in self._shown()}, ["peer"]
         )
@@ -75,6 +79,10 @@ class ReadingMetrics:
         """Count a pull that brought the KV of ``num_tokens`` tokens; 0 or less: it found nothing."""
         self.pulled_tokens.inc(max(0, num_tokens))
         self.pull_misses.inc(num_tokens <= 0)
+
+    def count_failed_pull(self, error: PdserveError) -> None:
+        """Count the reason of a pull that failed, of a prefix or a moved stream."""
+        self._pull_revocations.inc(isinstance(error, LeaseRevoked))
 
     def add_peer(self, address: str) -> PeerMetrics:
         self._peers.append(PeerMetrics(address))

@@ -26,8 +26,9 @@ outputs(first tokens). While no other request needs the device, outputs(rid, …
 FreeLease(rid) ──►
 
 A pull, on P: LeaseCached ──►   ◄── leased(rid, cached blocks), at once, or with checksums after a step.
-FreeLease(rid) ──►   The reader's side is a handoff whose KV ends before the last tokens; it computes these after
-KVConfirmed. P pulls a prefix with Submit(PULL_AND_LEASE), and goes on as after Submit(LEASE).
+FreeLease(rid) ──►   While requests of P lack its blocks, ◄── revoke(rid), and P waits for FreeLease(rid).
+The reader's side is a handoff whose KV ends before the last tokens; it computes these after KVConfirmed. P pulls a
+prefix with Submit(PULL_AND_LEASE), and goes on as after Submit(LEASE).
 """
 
 from __future__ import annotations
@@ -490,6 +491,7 @@ class Batch(msgspec.Struct, tag=True):
     reads: list[ReadEnded] = []
     checked: list[ReadChecked] = []
     leased: list[Leased] = []
+    revoke: list[int] = []  # rids of pulls whose leases must end, as requests of this node lack their blocks
     connected: list[Connected] = []
     failed_peers: list[tuple[str, str]] = []  # (epoch, reason)
     status_changed: bool = False  # blocks were freed, or a request was paused or resumed

@@ -1581,7 +1581,7 @@ Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
-    """Ends a prompt and its lease, at any time. Answered by Released."""
+    """Ends a prompt and its lease, at any time. Answered by Released, also after P has revoked the lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1865,16 +1865,20 @@ class Released(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STOOD_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
     stood: _builtins.bool
     """P kept all blocks unchanged until the release; only then may D use what it has read"""
+    revoked: _builtins.bool
+    """not an answer: P has taken the lease of a pull back, as it needs the blocks itself"""
     def __init__(
         self,
         *,
         stood: _builtins.bool = ...,
+        revoked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stood", b"stood"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revoked", b"revoked", "stood", b"stood"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,9 +8,12 @@
 After each row: within 5 s no node holds a block; a stopped or restarted node reconnects by itself; the next request is
 handed off and has the right tokens. No row ever yields a wrong token.
 
-    python -m pytest tests/e2e/test_fault_table.py      the whole table, simulated and with a model: 8 minutes
+The table holds as well for nodes with host memory and disk: if both nodes have a prefix of the prompt in host memory,
+and if D has one in its cache, which P pulls.
 
-scripts/test runs a few rows on simulated nodes.
+    python -m pytest tests/e2e/test_fault_table.py      the whole table: simulated, with a model, and twice with tiers
+
+It takes 16 minutes. scripts/test runs a few rows on simulated nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,18 @@ import pytest
 from checkpoints import make_checkpoint
 from fleet import PARTS, NodeProcess
 from machine import patience
-from stages import RELEASE_SECONDS, STAGES, WAIT_SECONDS, Held, Pair, held_at, is_prefix, start_pair
+from stages import (
+    RELEASE_SECONDS,
+    STAGES,
+    TIER_FLAGS,
+    WAIT_SECONDS,
+    WARM,
+    Held,
+    Pair,
+    held_at,
+    is_prefix,
+    start_pair,
+)
 
 from pdserve.pb import pdserve_pb2 as pb
 
@@ -31,11 +45,27 @@ DEADLINE = 1.5  # seconds; an engine that a stage stops for longer would count a
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("simulated", id=""), pytest.param("model", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        pytest.param("simulated", id=""),
+        *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("model", "host memory", "pulls")),
+    ],
 )
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("faults") / "model", "qwen3", num_hidden_layers=2)
-    with start_pair(checkpoint, SIMULATED if request.param == "simulated" else ()) as pair:
+    directory = tmp_path_factory.mktemp("faults")
+    checkpoint = make_checkpoint(directory / "model", "qwen3", num_hidden_layers=2)
+    if request.param in ("simulated", "model"):
+        with start_pair(checkpoint, SIMULATED if request.param == "simulated" else ()) as pair:
+            yield pair
+        return
+    decode = directory / "decode"
+    decode.touch()
+    flags = [*TIER_FLAGS, "--disk-kv", str(directory), "--disk-kv-size", "1G"]
+    source, always = ["--kv-source", f"file://{decode}"], ["--handoff-min-tokens", "0"]
+    with start_pair(checkpoint, flags, source, always) as pair:
+        decode.write_text(pair.decode.address)
+        pair.warm = request.param
+        pair.wait_connected()
         yield pair
 
 
@@ -56,6 +86,22 @@ def rows(fast: dict[str, str]) -> list[object]:
         for fault in fast
         for stage in STAGES
     ]
+
+
+def test_prefixes_come_from_where_the_variant_says(pair: Pair) -> None:
+    counters = [
+        (pair.prefill, "host_kv_hit_tokens"),
+        (pair.decode, "host_kv_hit_tokens"),
+        (pair.prefill, "pulled_tokens"),
+    ]
+    before = [node.counter(name) for node, name in counters]
+    pair.check_served()
+    p_hits, d_hits, p_pulled = (node.counter(name) - then for (node, name), then in zip(counters, before, strict=True))
+    assert (p_hits > 0, d_hits > 0, p_pulled) == {
+        "": (False, False, 0),
+        "host memory": (True, True, 0),
+        "pulls": (False, False, WARM),
+    }[pair.warm]
 
 
 # ---------------------------------------------------------------- the prefill node

@@ -27,16 +27,18 @@ SIMULATED += ["--sim-costs", "prompt-token=0.001"]
 #: A read takes as long as to compute 250 tokens, a step one second.
 SLOW = ["--engine", "simulated", "--block-size", str(BLOCK), "--max-batch-tokens", "256"]
 SLOW += ["--sim-costs", "prompt-token=0.004,read=1"]
+SLOW_DECODE = [*SLOW, "--handoff-min-tokens", "0"]
 
 
-def start(model: Path, listed: Path, prefill: int, prefill_flags: list[str], decode_flags: list[str]) -> Fleet:
-    """Start prefill nodes and a decode node without a router. Each may read from all others."""
+def start(model: Path, listed: Path, prefill: int, prefill_flags: list[str], *decode_flags: list[str]) -> Fleet:
+    """Start prefill nodes, and a decode node per list of flags, without a router. Each may read from all others."""
     listed.touch()
     sources, fleet = ["--kv-source", f"file://{listed}"], Fleet()
     try:
         for _ in range(prefill):
             fleet.start_prefill(model, [*sources, *prefill_flags])
-        fleet.start_decode(model, [*sources, *decode_flags])
+        for flags in decode_flags:
+            fleet.start_decode(model, [*sources, *flags])
         new = listed.with_suffix(".new")
         new.write_text("".join(f"{node.address}\n" for node in fleet.nodes))
         os.replace(new, listed)
@@ -201,6 +203,103 @@ def test_source_that_fails_amid_a_pull_changes_no_token(
         first.wait_ended(5.0)
         first.restart()
     wait_connected(fleet)
+
+
+# ---------------------------------------------------------------- a source that lacks memory
+
+
+@pytest.fixture(scope="module")
+def crowded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The cache of the first decode node has 64 blocks. A pull takes a second."""
+    small = [*SIMULATED, "--kv-cache-memory", str(64 * block_bytes(model))]
+    with start(model, tmp_path_factory.mktemp("listed") / "nodes", 1, SLOW, small, SLOW_DECODE) as fleet:
+        assert fleet.decode[0].status().total_blocks == 64
+        yield fleet
+
+
+def block_bytes(model: Path) -> int:
+    options = NodeOptions(model=str(model), engine="simulated", block_size=BLOCK)
+    return resolve(options, node_devices(options, 1)[0], {}).kv_layout.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("length", "reader"), [(480, "reads"), (410, "stopped")], ids=["a prompt waits", "a stream grows, reader stopped"]
+)
+def test_source_takes_its_blocks_back_before_it_preempts(
+    crowded: Fleet, expected: Callable[[list[int]], list[int]], length: int, reader: str
+) -> None:
+    """The history takes 38 of 64 blocks; the request needs more than the others at once, or when it decodes."""
+    (prefill,), (source, decode) = crowded.prefill, crowded.decode
+    names = ("leases_granted", "leases_revoked", "preemptions"), ("pull_revocations", "pull_failures", "pulled_tokens")
+    before = counters(source, names[0]), counters(prefill, names[1])
+    with RouterClient(source.address) as own, RouterClient(decode.address) as other:
+        turn = history(own, length) + new_prompt(40, length + 1)
+        place = id_of(source)
+        pulling = other.send(turn, greedy(ANSWER), id_of(prefill), prefix_node=place, prefix_tokens=608)
+        crowded.wait_until(lambda: prefill.status().reading > 0 and source.status().leased_blocks > 0, 10.0)
+        if reader == "stopped":
+            prefill.stop("node")
+        prompt = new_prompt(length, length + 2)
+        assert own.generate(prompt, greedy(ANSWER)).tokens == expected(prompt)
+        assert source.status().leased_blocks == 0
+        prefill.resume("node")
+        assert pulling.wait().tokens == expected(turn)
+        for node in crowded.nodes:
+            node.wait_idle()
+    assert change(source, names[0], before[0]) == [1, 1, 0]
+    assert change(prefill, names[1], before[1]) == [1, 1, 0]
+    assert decode.counter("handoff_failures") == 0
+
+
+def test_decode_node_computes_a_prompt_whose_pull_is_taken_back(
+    crowded: Fleet, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """It counts a refusal, not a failure."""
+    source, decode = crowded.decode
+    names = "pull_revocations", "handoff_refusals", "handoff_failures", "pulled_tokens"
+    before = counters(decode, names)
+    with RouterClient(source.address) as own, RouterClient(decode.address) as other:
+        turn = history(own, 90) + new_prompt(40, 91)
+        pulling = other.send(turn, greedy(ANSWER), id_of(source), pull=True, prefix_tokens=608)
+        crowded.wait_until(lambda: decode.status().reading > 0 and source.status().leased_blocks > 0, 10.0)
+        prompt = new_prompt(480, 92)
+        assert own.generate(prompt, greedy(ANSWER)).tokens == expected(prompt)
+        assert pulling.wait().tokens == expected(turn)
+        for node in crowded.nodes:
+            node.wait_idle()
+    assert change(decode, names, before) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["reader stays", "stream has ended"])
+def test_reader_that_does_not_read_delays_no_request_of_the_source(
+    crowded: Fleet, expected: Callable[[list[int]], list[int]], leaves: bool
+) -> None:
+    """Its lease would last for four seconds."""
+    source, names = crowded.decode[0], ("leases_revoked", "leases_expired")
+    before = counters(source, names)
+    with RouterClient(source.address) as own, PrefillClient(source.address) as peer:
+        cached = pack_tokens(history(own, 93 + leaves))
+        epoch, sampling = source.describe().epoch, sampling_to_pb(greedy(1))
+        sent = peer.send(pb.PrefillRequest(epoch=epoch, token_ids=cached, sampling=sampling, cached_only=True))
+        kinds = [sent.next().WhichOneof("kind") for _ in range(3)]
+        assert kinds == ["accepted", "kv_ready", "finished"]
+        if leaves:
+            peer.close()
+        prompt = new_prompt(480, 95 + leaves)
+        assert own.generate(prompt, greedy(ANSWER)).tokens == expected(prompt)
+        if not leaves:
+            assert sent.next_answer().released == pb.Released(revoked=True)
+            assert not peer.release(sent)
+        source.wait_idle()
+    assert change(source, names, before) == [1, 0]
+
+
+def counters(node: NodeProcess, names: tuple[str, ...]) -> list[float]:
+    return [node.counter(name) for name in names]
+
+
+def change(node: NodeProcess, names: tuple[str, ...], before: list[float]) -> list[float]:
+    return [now - then for now, then in zip(counters(node, names), before, strict=True)]
 
 
 # ---------------------------------------------------------------- a real model

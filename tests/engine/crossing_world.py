@@ -24,6 +24,8 @@ class BothSides:
     def step(self, now: float) -> None:
         batch = self.node.step()
         self.prefill.take(batch, now)
+        for rid in list(self.prefill.to_revoke):
+            self.prefill.revoke(rid)
         self.decode.take(batch, now)
         self.decode.tick(now)
 

@@ -36,6 +36,7 @@ from pdserve.state import NO_SLOT
 
 SECONDS, GUARD = 3.0, 1.0
 FINISHED = pb.PrefillEvent(finished=pb.Finished())
+REVOKED = pb.PrefillEvent(released=pb.Released(revoked=True))
 Tokens = tuple[int, ...]  # the first token of each choice, or one that P decodes ahead
 StreamEvent = pb.PrefillEvent | Tokens | PeerError  # to D; the error ends the stream
 _streams = count(1_000_001)  # prompts of peers; a node may have requests of its own, too
@@ -143,6 +144,8 @@ class PrefillSide:
         self._samples: dict[int, Tokens] = {}
         self._unleased: dict[int, Job] = {}  # until the last blocks are announced
         self._served: dict[int, Job] = {}  # by rid; requests of P itself
+        self.to_revoke: list[int] = []  # rids whose leases the engine wants back
+        self.revoked: set[int] = set()  # rids
 
     @property
     def epoch(self) -> str:
@@ -184,6 +187,17 @@ class PrefillSide:
             if self.table.cancel(call.lease):
                 self._free(call.lease)
 
+    def revoke(self, rid: int) -> None:
+        """Take a lease back for the engine, unless it has ended."""
+        self.to_revoke.remove(rid)
+        lease = self._leases[rid]
+        if self.table.revoke(lease):
+            self.revoked.add(rid)
+            if (call := self._calls.get(rid)) is not None:
+                call.events.append(REVOKED)
+            self._unleased.pop(rid, None)
+            self._free(lease)
+
     def expire(self, now: float) -> None:
         for lease in self.table.expire(now):
             self._free(lease.id)
@@ -223,6 +237,7 @@ class PrefillSide:
             elif (call := self._calls.get(leased.rid)) is not None:
                 call.events.append(FINISHED)
                 self.close_stream(call)
+        self.to_revoke += batch.revoke
 
     def _announce(self, leased: Leased, now: float) -> None:
         rid, job, complete = leased.rid, self._unleased.get(leased.rid), leased.last

@@ -1,8 +1,9 @@
 """One handoff between the real LeaseTable and Handoff, small enough to visit every order of events.
 
-A prompt has two parts; a pull finds one of them. P overwrites blocks as soon as they are free. The network may reorder,
-lose and repeat Extend, Release and their answers, which is more than one stream can do; P's other events keep their
-order. A hostile second stream, which knows the prompt's number, may send Extend and Release at any time.
+A prompt has two parts; a pull finds one of them. P overwrites blocks as soon as they are free. It may take the lease of
+a pull back at any time. The network may reorder, lose and repeat Extend, Release and their answers, which is more than
+one stream can do; P's other events keep their order. A hostile second stream, which knows the prompt's number, may send
+Extend and Release at any time.
 Every function that takes a State is a possible event.
 """
 
@@ -29,7 +30,7 @@ LEASE = LeaseId(1, 1)  # of D's stream
 HOSTILE = LeaseId(2, 1)  # what the messages of the hostile stream name
 OTHER = LeaseId(3, 1)  # of another D, in P's second epoch
 
-FAILED, ENDED, FINISHED = -1, 0, PARTS + 1  # events of P's stream besides numbers of parts
+FAILED, ENDED, FINISHED, REVOKED = -1, 0, PARTS + 1, PARTS + 2  # events of P's stream besides numbers of parts
 PEER = Peer("p", "first", ())
 TIMING = PeerTiming(2 * TICK)  # an Extend is answered within a tick, a Release within two
 
@@ -46,11 +47,15 @@ class State:
     make_table: Callable[[float, float], LeaseTable[Lease]] = LeaseTable
     pull: bool = False  # P has the first part cached, and no other
     due: float = inf  # D gives a pull up then
+    revocable: bool = False  # P may lack blocks, and take the lease of a pull back
+    make_handoff: Callable[..., Handoff] = Handoff
     now: float = 0.0
     epoch: str = "first"
     table: LeaseTable[Lease] = field(init=False)
     computed: int | None = None  # parts of the prompt on P; None: not requested there
     leased: frozenset[int] = frozenset()  # parts
+    asked: bool = False  # P's engine lacks blocks, and waits for the end of the lease
+    revoked: bool = False  # P has taken the lease back
     handoff: Handoff | None = field(init=False)  # None: it is done
     open: bool = True  # D's stream to P
     lost: bool = False  # a message to P, or one side's state
@@ -64,7 +69,9 @@ class State:
 
     def __post_init__(self) -> None:
         self.table = self.make_table(SECONDS, GUARD)
-        self.handoff = Handoff(1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0, pull=self.pull, due=self.due)
+        self.handoff = self.make_handoff(
+            1, 1, PARTS, peer=PEER, timing=TIMING, sent_at=0.0, pull=self.pull, due=self.due
+        )
 
     @property
     def num_parts(self) -> int:
@@ -120,6 +127,22 @@ def p_frees(s: State) -> None:
     s.leased = frozenset()
 
 
+def p_lacks_blocks(s: State) -> None:
+    """P's engine asks for the lease of a pull. P's other side, which answers D, takes it back later."""
+    s.asked = True
+
+
+def p_takes_the_lease_back(s: State) -> None:
+    if s.table.revoke(LEASE):
+        s.revoked = True
+        if s.open:
+            s.stream.append(REVOKED)
+        s.computed = None  # a pull that is not announced yet ends without another event
+        p_frees(s)
+    s.asked = False
+    assert not s.leased, "P waits for blocks that stay leased"
+
+
 def p_checks_its_clock(s: State) -> None:
     if s.table.expire(s.now) and s.epoch == "first":
         p_frees(s)
@@ -156,7 +179,7 @@ def p_restarts(s: State) -> None:
     s.table = s.make_table(SECONDS, GUARD)
     s.table.accept(Lease(OTHER))
     s.table.announce(OTHER, True, s.now)
-    s.computed, s.leased = None, frozenset()
+    s.computed, s.leased, s.asked = None, frozenset(), False
     if s.open:
         s.stream.append(ENDED)
 
@@ -217,6 +240,8 @@ def d_receives(s: State) -> None:
         d_decides(PeerError("the stream has ended"), s)
     elif event == FAILED:
         d_decides(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")), s)
+    elif event == REVOKED:
+        d_decides(pb.PrefillEvent(released=pb.Released(revoked=True)), s)
     elif event == FINISHED:
         d_decides(pb.PrefillEvent(finished=pb.Finished()), s)
     else:
@@ -288,6 +313,10 @@ def moves(s: State) -> Iterator[Callable[[State], None]]:
     """Yield the possible next events without faults."""
     if s.computed is not None:
         yield p_computes_a_part
+    if s.asked:
+        yield p_takes_the_lease_back
+    elif s.revocable and s.table.get(LEASE) is not None:
+        yield p_lacks_blocks
     if grants(s):  # P may check its clock at any time
         yield p_checks_its_clock
     if len(s.table._leases):
@@ -332,7 +361,8 @@ def check(s: State) -> None:
     if s.epoch == "first":
         assert bool(s.leased) == grants(s), "blocks are leased without a lease, or the other way round"
         handoff = s.handoff
-        if s.d_runs and handoff is not None and handoff.phase is Phase.READING and s.d_now < handoff.limit:
+        reading = handoff is not None and handoff.phase is Phase.READING and s.d_now < handoff.limit
+        if s.d_runs and reading and not s.revoked:
             assert s.announced <= s.leased, "P freed blocks that D may read"
         if handoff is not None and not (s.to_p or s.to_d or s.stream or s.reads or s.computed is not None):
             assert handoff.wake_at < inf, "D waits forever"

@@ -143,6 +143,11 @@ class World:
                 self.replies.append(Reply(call, pb.PrefillEvent(released=pb.Released(stood=stood))))
         self.check()
 
+    def revoke(self, rid: int) -> None:
+        """Have P's frontend take back a lease that its engine has asked for."""
+        self.p.revoke(rid)
+        self.check()
+
     def claim(self, number: int) -> None:
         """A hostile stream sends Extend and Release with the number of a prompt of D's streams."""
         lease = LeaseId(HOSTILE, number)
@@ -152,6 +157,8 @@ class World:
 
     def deliver_all(self) -> None:
         """Deliver everything in flight except KV."""
+        for rid in list(self.p.to_revoke):
+            self.revoke(rid)
         for request in list(self.requests):
             if request in self.requests:  # an ended call may have removed its prompt
                 self.deliver(request)
@@ -253,7 +260,7 @@ class World:
             handoff = call.handoff
             if call.epoch != self.p.epoch or handoff.phase is not Phase.READING or self.d_now >= handoff.limit:
                 continue
-            if call.expired_early:
+            if call.expired_early or call.stream in self.p.revoked:
                 continue
             leased = self.p.node.leased.get(call.stream, ())
             for block, start in call.announced:
@@ -277,7 +284,7 @@ class World:
         self.reconnect()
         for _ in range(400 + 50 * len(self.d.wanted)):
             for _ in range(100):
-                if not (self.requests or self.replies or any(call.events for call in self.calls)):
+                if not (self.requests or self.replies or self.p.to_revoke or any(call.events for call in self.calls)):
                     break
                 self.deliver_all()
             for read_id in list(self.transfers):

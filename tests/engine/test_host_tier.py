@@ -120,6 +120,7 @@ def test_reservation_of_a_handoff_begins_behind_what_was_fetched() -> None:
 
 @pytest.mark.parametrize("checksum", [False, True])
 def test_pulled_prefix_is_fetched_and_leased(checksum: bool) -> None:
+    """The lease is taken back for a prompt that needs the blocks."""
     node = make_node(kv_checksum=checksum)
     for rid in (1, 2, 3):
         ask(node, rid, words(rid))
@@ -131,8 +132,12 @@ def test_pulled_prefix_is_fetched_and_leased(checksum: bool) -> None:
         leased = node.step().leased
     assert (len(leased[0].block_ids), leased[0].num_tokens, leased[0].last) == (10, 48, True)
     assert [node.runner.cache[block, 0, 0, 0, 0, 0] for block in leased[0].block_ids] == words(1)[8:48:BLOCK]
+    node.submit(4, words(4, 80), SamplingParams(max_tokens=1), Mode.LOCAL)
+    while not node.step().revoke:
+        memory_of(node).finish()
     node.obey(FreeLease(9))
     rest(node)
+    assert node.tokens[4, 0] == reference(words(4, 80), 0, 1)
     node.assert_all_free()
     node.close()
 

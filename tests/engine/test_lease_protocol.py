@@ -72,6 +72,12 @@ class LeaseProtocol(RuleBasedStateMachine):
             if read_id in self._reads:
                 self.world.land(read_id)
 
+    @precondition(lambda self: self.world.p.to_revoke)
+    @rule(pick=picks)
+    def revoke(self, pick: int) -> None:
+        rids = self.world.p.to_revoke
+        self.world.revoke(rids[pick % len(rids)])
+
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.6, 4.5]), p_ticks=st.booleans(), d_ticks=st.booleans())
     def wait(self, seconds: float, p_ticks: bool, d_ticks: bool) -> None:
         """Let time pass; each node checks its clock now or later."""

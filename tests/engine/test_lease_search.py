@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from math import inf
+from typing import Any
 
 import pytest
 from lease_states import State, check, faults, moves
 
 from node.leasing.leases import Lease, LeaseId, LeaseTable
+from node.reading.handoff import Action, Handoff, Phase
+from pdserve.ipc.messages import KVConfirmed
 
 
 def search(initial: State) -> int:
@@ -62,6 +66,69 @@ def test_no_order_of_events_and_faults_breaks_a_promise(num_faults: int, d_runs:
 @pytest.mark.parametrize(("num_faults", "due"), [(0, 1.0), (0, 2.0), pytest.param(1, 2.0, marks=pytest.mark.slow)])
 def test_a_pull_that_is_given_up_when_it_is_due_breaks_no_promise(num_faults: int, due: float) -> None:
     assert search(State(num_faults, True, pull=True, due=due)) > 1000
+
+
+@pytest.mark.parametrize(
+    ("num_faults", "d_runs", "due"),
+    [
+        (0, True, inf),
+        (1, False, inf),
+        *(pytest.param(1, True, due, marks=pytest.mark.slow) for due in (inf, 2.0)),
+        pytest.param(2, False, inf, marks=pytest.mark.slow),
+        pytest.param(2, True, inf, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_a_lease_that_is_taken_back_breaks_no_promise(num_faults: int, d_runs: bool, due: float) -> None:
+    """P reuses the blocks at once, also while D reads them."""
+    assert search(State(num_faults, d_runs, pull=True, due=due, revocable=True)) > 1000
+
+
+class NoConfirmation(Handoff):
+    """D uses what it has read without waiting for P's answer whether the lease stood."""
+
+    def _next_actions(self, now: float) -> list[Action]:
+        actions = super()._next_actions(now)
+        if self.phase is Phase.CONFIRMING:
+            self.phase = Phase.CONFIRMED
+            actions.append(KVConfirmed(self._rid, self.announced, ()))
+        return actions
+
+
+class RevokedLeasesStand(LeaseTable[Lease]):
+    """P frees the blocks of a lease that it takes back, and confirms the lease all the same."""
+
+    def __init__(self, seconds: float, guard: float) -> None:
+        super().__init__(seconds, guard)
+        self._revoked: list[LeaseId] = []
+
+    def revoke(self, lease: LeaseId) -> bool:
+        self._revoked.append(lease)
+        return super().revoke(lease)
+
+    def release(self, lease: LeaseId) -> tuple[bool, bool]:
+        stood, free = super().release(lease)
+        return stood or lease in self._revoked, free
+
+
+class IgnoredRevocations(LeaseTable[Lease]):
+    """P's engine asks for a lease in vain."""
+
+    def revoke(self, lease: LeaseId) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("defect", "found"),
+    [
+        ({"make_handoff": NoConfirmation}, "D uses KV that P has not computed, after .*p_takes_the_lease_back"),
+        ({"make_table": RevokedLeasesStand}, "D uses KV that P has not computed, after .*p_takes_the_lease_back"),
+        ({"make_table": IgnoredRevocations}, "P waits for blocks that stay leased"),
+    ],
+    ids=["no confirmation", "revoked leases stand", "ignored revocations"],
+)
+def test_the_search_finds_defects_of_revocations(defect: dict[str, Any], found: str) -> None:
+    with pytest.raises(AssertionError, match=found):
+        search(State(0, True, pull=True, revocable=True, **defect))
 
 
 class SharedLeases(LeaseTable[Lease]):

@@ -18,7 +18,7 @@ _operations = st.lists(
     st.one_of(
         st.just(("accept", 0)),
         st.tuples(
-            st.sampled_from(["announce", "announce last", "extend", "release", "cancel"]), st.integers(0, 4)
+            st.sampled_from(["announce", "announce last", "extend", "release", "cancel", "revoke"]), st.integers(0, 4)
         ),  # how many leases ago
         st.tuples(st.sampled_from(["wait", "wait on time"]), st.integers(0, 5)),
     ),
@@ -87,6 +87,10 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                 if entry is not None and stands:
                     end(lease, "released" if entry.complete else "aborted" if entry.ends < inf else "never granted")
                 assert kept == (stands and ended[lease] == "released")
+            case "revoke":
+                assert table.revoke(lease) == stands
+                if entry is not None and stands:
+                    end(lease, "revoked" if entry.ends < inf else "never granted")
             case "cancel":
                 assert table.cancel(lease) == (entry is not None and entry.ends == inf)
                 if entry is not None and entry.ends == inf:
@@ -128,6 +132,16 @@ def test_an_expired_lease_did_not_stand() -> None:
     assert table.announce(SEVEN, True, 1.0), "its time runs from the first blocks"
     assert expired(table, SECONDS + GUARD - 0.001) == []
     assert expired(table, SECONDS + GUARD) == [SEVEN]
+    assert table.extend(SEVEN, 0.0) == 0
+    assert table.release(SEVEN) == (False, False)
+    assert expired(table, 1e9) == []
+
+
+def test_a_revoked_lease_did_not_stand() -> None:
+    table = new_table()
+    complete(table, SEVEN)
+    assert table.revoke(SEVEN)
+    assert not table.revoke(SEVEN)
     assert table.extend(SEVEN, 0.0) == 0
     assert table.release(SEVEN) == (False, False)
     assert expired(table, 1e9) == []

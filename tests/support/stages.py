@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fault_proxy import FaultProxy
 from fleet import Fleet, NodeProcess
@@ -43,6 +45,12 @@ STAGES = (
 
 PROMPT = random.Random(LENGTH).choices(range(3, 128), k=LENGTH)
 
+TOKEN_BYTES = 1024  # of KV, in a checkpoint of two layers
+WARM = 168  # tokens of the prompt that nodes have cached, where ``Pair.warm`` says so: the rest are three parts
+#: Two conversations do not fit into the cache, but several into host memory.
+TIER_FLAGS = ("--kv-cache-memory", "640KiB", "--max-model-len", "600", "--host-kv-memory", "4MiB")
+EVICTING = random.Random(WARM).choices(range(3, 128), k=590)
+
 _salts = itertools.count()
 
 
@@ -53,6 +61,7 @@ class Pair:
     proxy: FaultProxy
     num_tokens: int  # requested output tokens
     expected: list[int] = field(default_factory=list)  # tokens that follow PROMPT, without a handoff
+    warm: str = ""  # what nodes have of each prompt: nothing, a prefix in "host memory", or D a prefix that P "pulls"
 
     @property
     def prefill(self) -> NodeProcess:
@@ -66,7 +75,8 @@ class Pair:
         """Wait until both nodes are ready and D is connected to P's current epoch."""
         nodes = (self.prefill, self.decode)
         self.prefills.wait_until(lambda: all(node.describe().state == "ready" for node in nodes), WAIT_SECONDS)
-        self.decodes.wait_until(lambda: len(self.decode.describe().connected_peers) == 1, WAIT_SECONDS)
+        sides = [self.decode, self.prefill] if self.warm else [self.decode]
+        self.decodes.wait_until(lambda: all(len(each.describe().connected_peers) == 1 for each in sides), WAIT_SECONDS)
 
     def check_served(self) -> None:
         """Check that the next request is handed off, has the right tokens, and leaves no blocks behind.
@@ -74,16 +84,37 @@ class Pair:
         A D that was stopped reports its old connection until it detects that this has ended.
         """
         self.wait_connected()
-        end = time.monotonic() + patience(RELEASE_SECONDS)
-        failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
         with RouterClient(self.decode.address) as client:
-            assert send_prompt(client, self).wait().tokens == self.expected
+            salt = self.new_salt(client)
+            end = time.monotonic() + patience(RELEASE_SECONDS)
+            failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
+            assert send_prompt(client, self, salt=salt).wait().tokens == self.expected
             while self.decode.counter("handoffs") == handoffs and time.monotonic() < end:
                 assert send_prompt(client, self).wait().tokens == self.expected
         assert self.decode.counter("handoffs") == handoffs + 1
         assert self.decode.counter("handoff_failures") == failures, self.decode.output
         for node in (self.prefill, self.decode):
             node.wait_idle(RELEASE_SECONDS)
+
+    def new_salt(self, client: RouterClient) -> str:
+        """Return a salt with which the nodes have cached what ``warm`` says of the prompt."""
+        salt = f"held {next(_salts)}"
+        match self.warm:
+            case "host memory":
+                nodes, more = (self.prefill, self.decode), greedy(DECODE_AHEAD + 4)  # D reads the KV
+                before = [node.counter("host_kv_store_bytes") for node in nodes]
+                client.generate(PROMPT[:WARM], more, self.prefill.address, cache_salt=salt)
+                for node, stored in zip(nodes, before, strict=True):
+                    self.decodes.wait_until(partial(has_stored, node, stored), WAIT_SECONDS)
+                client.generate(EVICTING, more, self.prefill.address, cache_salt=f"beside {salt}")
+            case "pulls":
+                client.generate(PROMPT[:WARM], greedy(1), cache_salt=salt)
+        return salt
+
+
+def has_stored(node: NodeProcess, before: float) -> bool:
+    """Whether the first ``WARM`` tokens are in host memory, since as many bytes as ``before`` were."""
+    return node.counter("host_kv_store_bytes") >= before + WARM * TOKEN_BYTES
 
 
 @contextmanager
@@ -119,13 +150,14 @@ class Held:
 @contextmanager
 def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
     """Hold a request at ``stage``. Afterwards it continues, and the proxy is reset."""
-    gate = _Gate(pair, stage)
     with RouterClient(pair.decode.address) as client:
+        salt = pair.new_salt(client)
+        gate = _Gate(pair, stage)
         try:
             if stage == "decoding":
                 result = send_until_decoding(client, pair, timeout_ms)
             else:
-                result = send_prompt(client, pair, timeout_ms)
+                result = send_prompt(client, pair, timeout_ms, salt)
                 assert gate.reached.wait(patience(WAIT_SECONDS)), f"the request never came {stage}"
             yield Held(client, result, gate.open)
         finally:
@@ -182,10 +214,12 @@ class _Gate:
         self._opened.wait(patience(WAIT_SECONDS))
 
 
-def send_prompt(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Generated:
-    """Send the prompt, which neither node has cached."""
-    salt = f"held {next(_salts)}"
-    return client.send(PROMPT, greedy(pair.num_tokens), pair.prefill.address, cache_salt=salt, timeout_ms=timeout_ms)
+def send_prompt(client: RouterClient, pair: Pair, timeout_ms: int = 0, salt: str = "") -> Generated:
+    """Send the prompt, which no node has cached without ``Pair.warm``."""
+    fields: dict[str, Any] = {"cache_salt": salt or pair.new_salt(client), "timeout_ms": timeout_ms}
+    if pair.warm == "pulls":
+        fields |= {"prefix_node": pair.decode.address, "prefix_tokens": WARM}
+    return client.send(PROMPT, greedy(pair.num_tokens), pair.prefill.address, **fields)
 
 
 def send_until_decoding(client: RouterClient, pair: Pair, timeout_ms: int) -> Generated:
