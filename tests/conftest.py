@@ -49,6 +49,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report objects that are alive at the end
+
+
 class _Folder(pytest.Package):
     """A folder with tests, whose fixtures of scope "package" end after its last test.
 
