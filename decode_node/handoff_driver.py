@@ -199,8 +199,10 @@ class HandoffDriver(HandoffExecutor):
         self._engine.send(msgspec.structs.replace(confirmed, waited=waited))
         self._ended = True
         if self._generation.message.pull:
-            cached = self._generation.num_handoff_tokens - self._uncached_tokens
-            self._handoffs.peers.metrics.count_pull(confirmed.num_tokens - cached)
+            assert self._handoff is not None
+            num_tokens = confirmed.num_tokens - self._generation.num_handoff_tokens + self._uncached_tokens
+            peers, seconds = self._handoffs.peers, time.monotonic() - self._handoff.sent_at
+            peers.metrics.count_pull(num_tokens, peers.costs, seconds)
         self._generation.trace.on_confirmed()
 
     def _fail(self, error: PdserveError) -> None:

@@ -66,6 +66,7 @@ class _Read:
     kept: list[tuple[Area, HostEntry]] = field(default_factory=list)
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
+    compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     forgotten: bool = False  # the weights have changed meanwhile
 
 
@@ -176,7 +177,10 @@ class DiskTier(Tier):
         number = next(self._numbers)
         patience = max(_LEAST_PATIENCE, seconds)
         self._orders.append(DiskOrder(number, DiskWork.READ, tuple(read.names), tuple(read.places), patience))
-        read.ordered_at = self._clock()
+        read.ordered_at, read.compute = self._clock(), self._host.seconds_to_compute(read.num_tokens)
+        if self._cost and read.compute:
+            expected = read.compute - self._seconds_to_read(read.size) - self._host.seconds_to_fetch(read.size)
+            self._totals.disk_kv_expected_saved_seconds += max(0.0, expected)
         self._reads[number] = read
         self._reading |= dict.fromkeys(read.names, number)
         self._waiting[sequence.seq] = number
@@ -222,10 +226,14 @@ class DiskTier(Tier):
         fetch = self._host.seconds_to_fetch(whole.size)
         if self._cost and self._cost.line.at(size) + fetch < seconds:
             return whole
-        if seconds and self._cost.line.aged(self._clock() - self._measured_at).at(size) + fetch >= seconds:
+        if seconds and self._seconds_to_read(size) + fetch >= seconds:
             return None
         # Without a state near, there is no small part. The patience of the prompt bounds what it costs.
         return self._find(whole.sequence, _PROBE_BLOCKS) or whole
+
+    def _seconds_to_read(self, size: float) -> float:
+        """Return the predicted time of reads of so many blocks, less the longer none was measured."""
+        return self._cost.line.aged(self._clock() - self._measured_at).at(size)
 
     def _take_places(self, read: _Read) -> bool:
         """Take host memory for a read, and keep what is there of its prefix. Return False if there is too little."""
@@ -247,7 +255,10 @@ class DiskTier(Tier):
     def _ended(self, result: DiskResult) -> None:
         """A read has ended: let host memory have its blocks."""
         read = self._reads.pop(result.order_id)
-        self._late.discard(result.order_id)
+        if result.order_id in self._late:
+            self._late.remove(result.order_id)
+        else:
+            self._count_saved(read, succeeded=not (any(result.outcomes) or read.forgotten))
         self._totals.disk_kv_load_bytes += result.num_bytes
         self._totals.disk_kv_load_seconds += result.seconds
         self._drop_kept(read)
@@ -269,11 +280,19 @@ class DiskTier(Tier):
                 del self._reading[name]
         self._stop_waiting(result.order_id)
 
+    def _count_saved(self, read: _Read, *, succeeded: bool) -> None:
+        """Sequences wait for a read no longer: count what that has saved, or lost."""
+        if read.compute:
+            saved = read.compute * succeeded - (self._clock() - read.ordered_at)
+            self._totals.disk_kv_saved_seconds += max(0.0, saved)
+            self._totals.disk_kv_lost_seconds += max(0.0, -saved)
+
     def _is_late(self, number: int) -> None:
         """A read takes longer than to compute its tokens: no sequence waits for it any longer."""
         if number not in self._reads:
             return
         self._late.add(number)
+        self._count_saved(self._reads[number], succeeded=False)
         self._totals.disk_kv_late_reads += 1
         self._stop_waiting(number)
 

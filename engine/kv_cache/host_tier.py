@@ -278,6 +278,9 @@ class HostTier(Tier):
         for area, entry in fetch.entries():
             area.host.pin(entry)
         copy_id = next(self._numbers)
+        fetch.compute, predicted = self.seconds_to_compute(fetch.num_tokens), self.seconds_to_fetch(fetch.size)
+        if fetch.compute and predicted:
+            self._totals.host_kv_expected_saved_seconds += max(0.0, fetch.compute - predicted)
         fetch.ordered_at, fetch.generation = self._clock(), self._generation
         self._loads[copy_id] = fetch
         self._copies.append(fetch.copy(copy_id))
@@ -323,6 +326,10 @@ class HostTier(Tier):
         self._cost.add(fetch.size, now - max(fetch.ordered_at, self._measured_at))
         self._measured_at = now
         valid = fetch.generation == self._generation
+        if fetch.compute and fetch.awaited:
+            saved = fetch.compute * (all(right) and valid) - (now - fetch.ordered_at)
+            self._totals.host_kv_saved_seconds += max(0.0, saved)
+            self._totals.host_kv_lost_seconds += max(0.0, -saved)
         outcome = iter(right)
         for part in fetch.parts:
             for place, entry, block in zip(part.places, part.entries, part.blocks, strict=True):

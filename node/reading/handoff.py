@@ -88,7 +88,7 @@ class Handoff:
         """``number`` is the prompt's on the stream to P; ``sent_at`` is when the prompt was sent, or earlier."""
         self.number = number
         self.phase = Phase.WAITING
-        self.limit = sent_at
+        self.sent_at = self.limit = sent_at
         self.announced = 0  # prompt tokens
         self.outputs: Outputs = ()  # tokens that P has sampled, by choice
         self._rid = rid

@@ -46,6 +46,7 @@ class PrefixPull(HandoffExecutor):
         self._request = request
         self._rid = rid
         self._cached_tokens = 0  # here
+        self._sent_at = 0.0  # 0: nothing was asked of the source
         self._ended = False
 
     def on_engine_event(self, event: Reserved | ReadEnded | ReadChecked) -> None:
@@ -101,6 +102,7 @@ class PrefixPull(HandoffExecutor):
             kv_layers=self._node.config.kv_layers_with(stream.peer.other_drafts),
         )
         number = stream.prefill(pull, self.on_event)
+        self._sent_at = now
         self._handoff = Handoff(
             self._rid,
             number,
@@ -120,7 +122,8 @@ class PrefixPull(HandoffExecutor):
 
     def _confirm(self, confirmed: KVConfirmed) -> None:
         self._ended = True
-        self._peers.metrics.count_pull(confirmed.num_tokens - self._cached_tokens)
+        num_tokens = confirmed.num_tokens - self._cached_tokens
+        self._peers.metrics.count_pull(num_tokens, self._peers.costs, time.monotonic() - self._sent_at)
         self._engine.send(confirmed)
 
     def _continue(self) -> None:
@@ -133,7 +136,7 @@ class PrefixPull(HandoffExecutor):
             return
         self._ended = True
         self._peers.metrics.pull_failures.inc()
-        self._peers.metrics.count_failed_pull(error)
+        self._peers.metrics.count_failed_pull(error, time.monotonic() - self._sent_at if self._sent_at else 0.0)
         _log.info("request %s is computed without its pull: %s", self._request.request_id or self._rid, error)
         self._give_up()
         if isinstance(error, ReadFailed):

@@ -14,6 +14,7 @@ from pdserve.errors import LeaseRevoked, PdserveError
 from pdserve.ipc.messages import ReadChecked, ReadEnded
 from pdserve.metrics import MetricSet, Reading
 from pdserve.records import ReadResult
+from pdserve.request_cost import StepCosts, pull_seconds
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,15 @@ class ReadingMetrics:
         self._pull_revocations = metrics.counter(
             "pdserve_pull_revocations", "Pulls that failed since the peer took the lease back to use its blocks itself."
         )
+        self._pull_expected_saved = metrics.counter(
+            "pdserve_pull_expected_saved_seconds", "Time that pulls were to save: predicted to compute, minus to pull."
+        )
+        self._pull_saved = metrics.counter(
+            "pdserve_pull_saved_seconds", "Time that pulls have saved: predicted to compute, minus measured."
+        )
+        self._pull_lost = metrics.counter(
+            "pdserve_pull_lost_seconds", "Time lost by pulls that took longer than to compute, or that failed."
+        )
         metrics.read_totals(
             "pdserve", PeerCounters, lambda: {(peer.address,): peer.counters for peer in self._shown()}, ["peer"]
         )
@@ -75,14 +85,25 @@ class ReadingMetrics:
             "pdserve_peer_connected", "1 while the peer is connected.", self._connected, ["peer", "transport"]
         )
 
-    def count_pull(self, num_tokens: int) -> None:
-        """Count a pull that brought the KV of ``num_tokens`` tokens; 0 or less: it found nothing."""
-        self.pulled_tokens.inc(max(0, num_tokens))
-        self.pull_misses.inc(num_tokens <= 0)
+    def count_pull(self, num_tokens: int, costs: StepCosts, seconds: float) -> None:
+        """Count a pull that brought the KV of ``num_tokens`` tokens after ``seconds``; 0 or less: it found nothing.
 
-    def count_failed_pull(self, error: PdserveError) -> None:
-        """Count the reason of a pull that failed, of a prefix or a moved stream."""
+        ``costs`` are this node's.
+        """
+        num_tokens = max(0, num_tokens)
+        self.pulled_tokens.inc(num_tokens)
+        self.pull_misses.inc(not num_tokens)
+        if compute := costs.prompt.slope * num_tokens:
+            self._pull_expected_saved.inc(max(0.0, compute - pull_seconds(costs, num_tokens)))
+            self._pull_saved.inc(max(0.0, compute - seconds))
+            self._pull_lost.inc(max(0.0, seconds - compute))
+        elif not num_tokens:
+            self._pull_lost.inc(seconds)
+
+    def count_failed_pull(self, error: PdserveError, seconds: float = 0.0) -> None:
+        """Count the reason of a pull that failed after ``seconds``, of a prefix or a moved stream."""
         self._pull_revocations.inc(isinstance(error, LeaseRevoked))
+        self._pull_lost.inc(seconds)
 
     def add_peer(self, address: str) -> PeerMetrics:
         self._peers.append(PeerMetrics(address))

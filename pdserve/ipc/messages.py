@@ -416,6 +416,15 @@ class Counters(msgspec.Struct, array_like=True):
     ] = 0
     host_kv_load_bytes: Annotated[int, Meta(description="KV copied from host memory to the device, in bytes.")] = 0
     host_kv_load_seconds: Annotated[float, Meta(description="Duration of these copies.")] = 0.0
+    host_kv_expected_saved_seconds: Annotated[
+        float, Meta(description="Time that these loads were to save: predicted to compute, minus predicted to load.")
+    ] = 0.0
+    host_kv_saved_seconds: Annotated[
+        float, Meta(description="Time that loads have saved: predicted to compute, minus measured.")
+    ] = 0.0
+    host_kv_lost_seconds: Annotated[
+        float, Meta(description="Time lost by loads that took longer than predicted to compute, or that failed.")
+    ] = 0.0
     host_kv_store_bytes: Annotated[int, Meta(description="KV copied from the device to host memory, in bytes.")] = 0
     host_kv_evicted_blocks: Annotated[int, Meta(description="Blocks dropped from host memory.")] = 0
     host_kv_missed_blocks: Annotated[
@@ -429,6 +438,15 @@ class Counters(msgspec.Struct, array_like=True):
     ] = 0
     disk_kv_load_bytes: Annotated[int, Meta(description="KV read from disk, in bytes.")] = 0
     disk_kv_load_seconds: Annotated[float, Meta(description="Duration of these reads.")] = 0.0
+    disk_kv_expected_saved_seconds: Annotated[
+        float, Meta(description="Time that these reads were to save: predicted to compute, minus predicted to read.")
+    ] = 0.0
+    disk_kv_saved_seconds: Annotated[
+        float, Meta(description="Time that reads have saved: predicted to compute, minus measured.")
+    ] = 0.0
+    disk_kv_lost_seconds: Annotated[
+        float, Meta(description="Time lost by reads that took longer than predicted to compute, or that failed.")
+    ] = 0.0
     disk_kv_late_reads: Annotated[
         int, Meta(description="Reads from disk that took longer than to compute their tokens, which was done instead.")
     ] = 0

@@ -103,6 +103,25 @@ def test_unknown_disk_is_measured_by_a_small_read() -> None:
     node.close()
 
 
+def test_saved_and_lost_time_is_counted() -> None:
+    """Steps take a millisecond per token, the first read ten of the test's clock, the second one a second."""
+    now = 0.0
+    node = filled(seconds=lambda plan: 1e-3 * plan.num_tokens)
+    tier_of(node)._clock = lambda: now
+    totals = node.scheduler.totals
+    order = begin_read(node, 7, words(1))
+    now += 0.01
+    rest(node)
+    assert totals.disk_kv_saved_seconds == pytest.approx(len(order.names) * BLOCK * 1e-3 - 0.01)
+    assert totals.host_kv_saved_seconds > 0.0
+    begin_read(node, 8, words(2))
+    now += 1.0
+    rest(node)
+    assert totals.disk_kv_lost_seconds > 0.5
+    assert 0.0 < totals.disk_kv_expected_saved_seconds < 0.1
+    node.close()
+
+
 def test_prompts_with_one_prefix_wait_for_one_read() -> None:
     node = filled()
     measured(node)
