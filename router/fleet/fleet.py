@@ -11,6 +11,7 @@ import msgspec
 from pdserve.errors import Overloaded, RequestError, shown
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
+from pdserve.tracing.spans import Attributes, Value
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 from router.fleet.policy import (
@@ -25,6 +26,7 @@ from router.fleet.policy import (
     Placement,
     PolicyRequest,
     RoutingHint,
+    cheapest_options,
     no_serving_node,
     pooling_node,
     typical_costs,
@@ -59,9 +61,17 @@ class NodeCall:
     """A request at a decode node. It ends by ``finish``, ``cancel`` or a failure; calls after the end do nothing."""
 
     def __init__(
-        self, node: NodeView, stream: ServeStream, number: int, decode: NodeClient, prefill: NodeClient | None
+        self,
+        node: NodeView,
+        stream: ServeStream,
+        number: int,
+        decode: NodeClient,
+        prefill: NodeClient | None,
+        placed: Attributes,
     ) -> None:
+        """``placed`` says for a trace where the request is, and why."""
         self.node = node
+        self.placed = placed
         self._stream = stream
         self._number = number
         self._decode: NodeClient | None = decode
@@ -186,7 +196,10 @@ class Fleet:
         assert view is not None, "it was chosen by its view"
         number = decode.stream.generate(message, handler)
         self._account(request, placement, decode, prefill)
-        return NodeCall(view, decode.stream, number, decode, prefill)
+        placed = _placed(message, placement.decode)
+        if message.traceparent and self._policy == PREFIX_AWARE:
+            placed["pdserve.placement.options"] = [str(option) for option in cheapest_options(snapshot, request)]
+        return NodeCall(view, decode.stream, number, decode, prefill, placed)
 
     def move(self, message: pb.Generate, handler: OutputHandler, to: Placement, num_tokens: int) -> NodeCall:
         """Send a running request of ``num_tokens`` to ``to.decode``, which pulls its KV from ``to.prefill``.
@@ -203,7 +216,7 @@ class Fleet:
         assert decode.stream is not None, "a ready node that decodes has a stream"
         number = decode.stream.generate(message, handler)
         decode.add_request(0, num_tokens)
-        return NodeCall(target, decode.stream, number, decode, None)
+        return NodeCall(target, decode.stream, number, decode, None, _placed(message, to.decode))
 
     def movable(self, node_id: str) -> list[OutputHandler]:
         """Return this router's requests that may leave a node, those with the least KV first."""
@@ -278,6 +291,15 @@ def _name_nodes(message: pb.Generate, placement: Placement) -> None:
     message.pull = placement.prefill is None and placement.source is not None
     message.prefix_node = placement.source or "" if placement.prefill else ""
     message.prefix_tokens = placement.source_tokens
+
+
+def _placed(message: pb.Generate, decode: str) -> dict[str, Value]:
+    """Return the attributes of a trace that name the nodes of a request."""
+    placed: dict[str, Value] = {"pdserve.decode_node": decode, "pdserve.prefill_node": message.prefill_node}
+    if message.prefix_tokens:
+        placed["pdserve.pull.node"] = message.prefill_node if message.pull else message.prefix_node
+        placed["pdserve.pull.expected_tokens"] = message.prefix_tokens
+    return placed
 
 
 class _Members:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from heapq import nsmallest
 from statistics import fmean
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from pdserve.errors import Overloaded
 from pdserve.request_cost import LinearCost, PromptTimes, RequestLoad, StepCosts
 
 _MOST_SOURCES = 4  # of a pull, that are considered
+_MOST_OPTIONS = 4  # in a trace
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
 
 
@@ -117,6 +119,20 @@ class PolicyRequest(msgspec.Struct, frozen=True):
         return max(1, self.num_tokens - self.cached.get(node_id, 0))
 
 
+class Option(NamedTuple):
+    """A way to serve a request: the ids of its nodes, and the cost by which ways are compared, in seconds of TTFT."""
+
+    seconds: float
+    decode: str
+    prefill: str | None
+    source: str | None
+
+    def __str__(self) -> str:
+        prefill = self.prefill and f", prefill on {self.prefill}"
+        source = self.source and f", pulled from {self.source}"
+        return f"{self.seconds:.4f} s: decode on {self.decode}{prefill or ''}{source or ''}"
+
+
 class Placement(msgspec.Struct, frozen=True):
     """The ids of a request's nodes. Without ``prefill`` the decode node computes the prompt.
 
@@ -148,6 +164,31 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
 
     Those that are predicted to meet the request's objectives come first, or the ones that miss them by the least.
     """
+    candidates = _candidates(snapshot, request)
+    least = min(candidate.excess for candidate in candidates)
+    candidates = [candidate for candidate in candidates if candidate.excess == least]
+    cheapest = _cheapest(candidates)
+    cheapest = [candidate for candidate in cheapest if candidate.source is None] or cheapest
+    best = cheapest[snapshot.counter % len(cheapest)]
+    prefill = None if best.prefill is None else best.prefill.node_id
+    if best.source is None:
+        return Placement(best.node.node_id, prefill)
+    return Placement(best.node.node_id, prefill, best.source.node.node_id, best.source.num_tokens)
+
+
+def cheapest_options(snapshot: FleetSnapshot, request: PolicyRequest) -> list[Option]:
+    """Return the ways that ``prefix_aware`` compares: the cheapest, and each that pulls also without its pull."""
+    options = []
+    for way in nsmallest(_MOST_OPTIONS, _candidates(snapshot, request), key=lambda way: way.seconds):
+        prefill = None if way.prefill is None else way.prefill.node_id
+        if way.source is not None:
+            options.append(Option(way.seconds, way.node.node_id, prefill, way.source.node.node_id))
+        options.append(Option(way.seconds + way.saved, way.node.node_id, prefill, None))
+    return options
+
+
+def _candidates(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Candidate]:
+    """Return for each D the ways to compute the prompt there, or on the best P that it reads from."""
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_costs([*decodes, *prefills])
     sources = _sources(snapshot, request, typical)
@@ -161,22 +202,15 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
         per_token = cost.time_per_token(costs.decode, load.to_decode + 1, shares[decode.node_id])
         peer = next((prefill for prefill in ranked if decode.reads_from(prefill.node)), None)
         if peer is None or not (decode.hands_off_all or request.prefills):
-            prompt, source = _with_pull(decode, costs, request, sources, partial(cost.prompt_times, load, costs))
+            prompt, source, saved = _with_pull(decode, costs, request, sources, partial(cost.prompt_times, load, costs))
             excess = _excess(request, prompt.first_token, per_token)
-            candidates.append(_Candidate(decoding + prompt.cost, decode, excess=excess, source=source))
+            candidates.append(_Candidate(decoding + prompt.cost, decode, excess=excess, source=source, saved=saved))
         if peer is not None:
             seconds = decoding + peer.seconds + cost.handoff_cost(costs, uncached)
             excess = _excess(request, peer.first_token, per_token)
-            candidates.append(_Candidate(seconds, decode, peer.node, excess=excess, source=peer.source))
-    least = min(candidate.excess for candidate in candidates)
-    candidates = [candidate for candidate in candidates if candidate.excess == least]
-    cheapest = _cheapest(candidates)
-    cheapest = [candidate for candidate in cheapest if candidate.source is None] or cheapest
-    best = cheapest[snapshot.counter % len(cheapest)]
-    prefill = None if best.prefill is None else best.prefill.node_id
-    if best.source is None:
-        return Placement(best.node.node_id, prefill)
-    return Placement(best.node.node_id, prefill, best.source.node.node_id, best.source.num_tokens)
+            way = _Candidate(seconds, decode, peer.node, excess=excess, source=peer.source, saved=peer.saved)
+            candidates.append(way)
+    return candidates
 
 
 def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, float]:
@@ -290,6 +324,7 @@ class _Candidate(NamedTuple):
     first_token: float = 0.0  # seconds; of P
     excess: float = 0.0  # over the objectives
     source: _Source | None = None  # of a pull by the node that computes the prompt
+    saved: float = 0.0  # seconds, by the pull
 
 
 def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -312,8 +347,8 @@ def _rank_prefills(
     for node in prefills:
         costs = filled(node.costs, typical)
         times = partial(cost.remote_prompt_times, node.load, costs, request.num_tokens)
-        prompt, source = _with_pull(node, costs, request, sources, times)
-        ranked.append(_Candidate(prompt.cost, node, first_token=prompt.first_token, source=source))
+        prompt, source, saved = _with_pull(node, costs, request, sources, times)
+        ranked.append(_Candidate(prompt.cost, node, first_token=prompt.first_token, source=source, saved=saved))
     ranked.sort(key=lambda candidate: candidate.seconds)
     tied = len(_cheapest(ranked))
     first = counter % tied
@@ -338,13 +373,14 @@ def _with_pull(
     request: PolicyRequest,
     sources: Sequence[_Source],
     times: Callable[[int], PromptTimes],
-) -> tuple[PromptTimes, _Source | None]:
-    """Return the cost of a prompt on a node by its uncached tokens, and the source of the pull that lowers it most.
+) -> tuple[PromptTimes, _Source | None, float]:
+    """Return the cost of a prompt on a node, the source of the pull that lowers it most, and by how many seconds.
 
-    A pull counts more than its time: it is chosen only where it wins clearly.
+    ``times`` has the cost by uncached tokens. A pull counts more than its time, so it is chosen where it wins clearly.
     """
     uncached = request.uncached(reader.node_id)
-    best, chosen = times(uncached), None
+    best = computed = times(uncached)
+    chosen = None
     for source in sources:
         pulled = source.num_tokens - (request.num_tokens - uncached)
         if pulled <= 0 or not reader.reads_from(source.node) or not cost.worth_pulling(costs, pulled, source.wait):
@@ -354,7 +390,7 @@ def _with_pull(
         found = PromptTimes(rest.first_token + pull, rest.delays)
         if found.cost < best.cost:
             best, chosen = found, source
-    return best, chosen
+    return best, chosen, computed.cost - best.cost
 
 
 def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:

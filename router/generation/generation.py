@@ -191,10 +191,7 @@ class PromptRun:
                 generation.weights.settle(self._call.node)
         self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
-        span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
-        if message.prefix_tokens:
-            source = message.prefill_node if message.pull else message.prefix_node
-            span.set({"pdserve.pull.node": source, "pdserve.pull.expected_tokens": message.prefix_tokens})
+        span.set(self._call.placed)
         self._waiting = True
 
     def cancel(self) -> None:

@@ -20,6 +20,7 @@ from router.fleet.policy import (
     Placement,
     Policy,
     PolicyRequest,
+    cheapest_options,
     least_loaded,
     prefix_aware,
     prompt_shares,
@@ -262,6 +263,17 @@ def test_free_prefill_node_pulls_from_a_busy_one() -> None:
     nodes = (decode("d0"), reading_prefill("p0", "p1"), prefill("p1", backlog=100_000))
     request = PolicyRequest(12_000, {"p1": 11_008}, prefills=frozenset({"p0", "p1"}))
     assert prefix_aware(FleetSnapshot("m", nodes), request) == Placement("d0", "p0", "p1", 11_008)
+
+
+def test_options_of_a_trace_have_what_was_chosen_and_the_same_without_a_pull() -> None:
+    nodes = (decode("d0", requests=60, decoding=60), reading_prefill("p0", "d0"))
+    snapshot, ask = FleetSnapshot("m", nodes), PolicyRequest(12_000, {"d0": 11_008})
+    chosen, options = prefix_aware(snapshot, ask), cheapest_options(snapshot, ask)
+    assert (options[0].decode, options[0].prefill, options[0].source) == (chosen.decode, chosen.prefill, chosen.source)
+    assert options[1][1:] == (chosen.decode, chosen.prefill, None)
+    assert options[0].seconds < options[1].seconds
+    assert all(option.seconds >= options[0].seconds for option in options)
+    assert str(options[0]).endswith("s: decode on d0, prefill on p0, pulled from d0")
 
 
 def test_decode_node_pulls_what_it_computes_itself() -> None:
