@@ -116,7 +116,7 @@ def test_object_names_are_unique(overlay: str, pod: Pod) -> None:
     volumes = [volume["name"] for volume in pod.spec["volumes"]]
     paths = [mount["mountPath"] for mount in pod.container["volumeMounts"]]
     flags = [word.partition("=")[0] for word in pod.arguments]
-    for names in (volumes, paths, [flag for flag in flags if flag != "--prefill"]):
+    for names in (volumes, paths, [flag for flag in flags if flag not in ("--prefill", "--kv-source")]):
         assert len(set(names)) == len(names)
     assert {mount["name"] for mount in pod.container["volumeMounts"]} == set(volumes)
 
@@ -191,7 +191,8 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
     other = peer_of(overlay, pod)
     assert opened(overlay, stranger, pod) == set()
     assert opened(overlay, {COMPONENT: "router"}, pod) == {grpc}
-    assert opened(overlay, other.labels, pod) == ({ucx} if pod.role == "decode" else {grpc, ucx})
+    is_asked = pod.role != "decode" or bool(other.flags("kv-source"))
+    assert opened(overlay, other.labels, pod) == ({grpc, ucx} if is_asked else {ucx})
     assert opened(overlay, {**other.labels, REVISION: "rev0"}, pod) == set(), "old P never meets new D"
 
 
@@ -232,14 +233,14 @@ def test_ingress_and_egress_rules_match(overlay: str, pod: Pod) -> None:
     """The egress rules of a node equal the ingress rules of its peers."""
     if not pod.is_node:
         return
-    other = peer_of(overlay, pod)
-    leaving: set[range] = set()
-    for policy in of_kind(overlay, "NetworkPolicy"):
-        if selects(policy["spec"]["podSelector"], pod.labels):
-            for rule in policy["spec"].get("egress", ()):
-                if any(selects(peer["podSelector"], other.labels) for peer in rule.get("to", ())):
-                    leaving |= {range(p["port"], p.get("endPort", p["port"]) + 1) for p in rule["ports"]}
-    assert leaving == opened(overlay, pod.labels, other)
+    for other in (peer_of(overlay, pod), *([pod] if pod.flags("kv-source") else [])):
+        leaving: set[range] = set()
+        for policy in of_kind(overlay, "NetworkPolicy"):
+            if selects(policy["spec"]["podSelector"], pod.labels):
+                for rule in policy["spec"].get("egress", ()):
+                    if any(selects(peer["podSelector"], other.labels) for peer in rule.get("to", ())):
+                        leaving |= {range(p["port"], p.get("endPort", p["port"]) + 1) for p in rule["ports"]}
+        assert leaving == opened(overlay, pod.labels, other)
 
 
 def test_groups_are_not_recreated_when_a_container_ends() -> None:
