@@ -169,6 +169,8 @@ def _figures(node: LiveNode) -> list[str]:
     cached = percent(stats.cached_share if stats else None)
     if stats and stats.host_share:
         cached += f", host {percent(stats.host_share)}"
+    if stats and stats.pulled_share:
+        cached += f", pulled {percent(stats.pulled_share)}"
     return [count(node.running), count(node.waiting), percent(used), *last, cached]
 
 

@@ -22,6 +22,7 @@ _NODE_COUNTERS = {
         "admitted_prompt_tokens",
         "prefix_cached_tokens",
         "host_kv_hit_tokens",
+        "pulled_tokens",
         "sampled_tokens",
         "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens",
@@ -114,6 +115,7 @@ class NodeHistory:
             output_token_rate=self.rate("sampled_tokens"),
             cached_share=min(1.0, self.rate("prefix_cached_tokens") / prompts) if prompts else None,
             host_share=min(1.0, self.rate("host_kv_hit_tokens") / prompts) if prompts else None,
+            pulled_share=min(1.0, self.rate("pulled_tokens") / prompts) if prompts else None,
             tokens_per_drafted_decode=1.0 + accepted / drafted if drafted else None,
             acceptance=accepted / drafts if drafts else None,
         )

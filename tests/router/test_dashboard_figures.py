@@ -100,6 +100,7 @@ def status(reads: int, peer: str = 'p"1\\', handoffs: int = 0, connected: bool =
         "pdserve_admitted_prompt_tokens_total": 10.0 * reads,
         "pdserve_prefix_cached_tokens_total": 4.0 * reads,
         "pdserve_host_kv_hit_tokens_total": 3.0 * reads,
+        "pdserve_pulled_tokens_total": 2.0 * reads,
         "pdserve_spec_decode_num_drafts_total": 20.0 * reads,
         "pdserve_spec_decode_num_draft_tokens_total": 60.0 * reads,
         "pdserve_spec_decode_num_accepted_tokens_total": 30.0 * reads,
@@ -127,6 +128,7 @@ def test_two_status_samples_give_rates() -> None:
     assert stats.output_token_rate == pytest.approx(200)
     assert stats.cached_share == pytest.approx(0.4)
     assert stats.host_share == pytest.approx(0.3)
+    assert stats.pulled_share == pytest.approx(0.2)
     assert stats.tokens_per_drafted_decode == pytest.approx(2.5)
     assert stats.acceptance == pytest.approx(0.5)
     assert stats.leased_blocks == 7

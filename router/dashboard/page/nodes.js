@@ -52,7 +52,10 @@ const KV = {
 const RUNNING = column("Running", ifPresent((node) => count(node.running)));
 const WAITING = column("Waiting", ifPresent((node) => count(node.waiting)));
 const CACHED = column("From cache", stat((its) => percent(its.cached_share)),
-  ifPresent(({stats}) => (stats?.host_share ? `${percent(stats.host_share)} from host memory` : "")));
+  ifPresent(({stats}) => [
+    stats?.host_share ? `${percent(stats.host_share)} from host memory` : "",
+    stats?.pulled_share ? `${percent(stats.pulled_share)} from peers` : "",
+  ].filter(Boolean).join(", ")));
 
 const PREFILL = [
   NAME, STATE, RUNNING, WAITING, KV,
