@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from node.kv_events import EventLog, GroupKind, short_hash
 from pdserve.disk_kv import BlockName, DiskOrder, DiskWork
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
+from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.messages import Batch, Cancel, Mode, UseWeights
 from pdserve.sampling_params import SamplingParams
 
@@ -257,12 +259,12 @@ def test_kv_events_name_the_tier_that_has_a_block(kind: str) -> None:
         ask(node, rid, words(chance.randrange(12)))
         for changes in recorder.take():
             copy.take(*log.add(changes))
-        for medium, have in (("CPU", lambda area: area.host._entries), ("STORAGE", lambda area: area.below._found)):
-            keys = [
-                (group or of_slots, block_hash)
-                for of_slots, area in zip((0, num_groups), areas, strict=False)
-                for group, block_hash in have(area)
-            ]
+        tiers: dict[str, list[Iterable[BlockKey]]] = {
+            "CPU": [area.host._entries for area in areas],
+            "STORAGE": [tier_of(node)._parts[area].index._found for area in areas],
+        }
+        for medium, parts in tiers.items():
+            keys = [(group or number * num_groups, each) for number, part in enumerate(parts) for group, each in part]
             assert copy.tiers.get(medium, set()) == {(group, short_hash(each)) for group, each in keys}
             most[medium] = max(most.get(medium, 0), len(keys))
     assert most["STORAGE"] > most["CPU"] > 3
