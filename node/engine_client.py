@@ -203,9 +203,6 @@ class EngineClient:
 
     def _on_batch(self, batch: Batch) -> None:
         self.status = batch.status
-        if not self._unreported:
-            asyncio.get_running_loop().call_soon(self._report)  # after its tokens have been sent
-        self._unreported.append(batch)
         for read in batch.reads:
             self.on_read(read)
         for checked in batch.checked:
@@ -217,6 +214,9 @@ class EngineClient:
             self.on_failed_peer(epoch, reason)
         for rid in batch.revoke:
             self.on_revoke(rid)
+        if not self._unreported:
+            asyncio.get_running_loop().call_soon(self._report)  # behind the tasks that these events have woken
+        self._unreported.append(batch)
 
     def _report(self) -> None:
         for batch in self._unreported:
