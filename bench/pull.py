@@ -21,6 +21,8 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import numpy as np
 from decode_client import DecodeClient, connect, run_bench
@@ -39,27 +41,29 @@ class Bench:
         histories = [self._tokens(cached) for _ in range(self._args.repeat)]
         for history in histories:
             await self._client.token_times(history, 1)
+        taken: list[float] = []
+
+        async def send() -> None:
+            for history in histories:
+                await asyncio.sleep(self._args.pause)
+                prompt = [*history, *self._tokens(self._args.new)]
+                taken.append(await self._first_token(prompt, cached if pull else 0))
+
+        gaps = await self.beside(send())
+        return taken, gaps
+
+    async def beside(self, work: Coroutine[Any, Any, None]) -> list[float]:
+        """Return the gaps between tokens of the streams while ``work`` is done."""
         times: list[list[float]] = [[] for _ in range(self._args.streams)]
         streams = [asyncio.create_task(self._stream(each)) for each in times]
         await asyncio.sleep(SETTLE if streams else 0.0)
-        start, taken = time.perf_counter(), []
-        for history in histories:
-            await asyncio.sleep(self._args.pause)
-            taken.append(await self._first_token([*history, *self._tokens(self._args.new)], cached if pull else 0))
-        if not histories:
-            await asyncio.sleep(QUIET)
+        start = time.perf_counter()
+        await work
         end = time.perf_counter()
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        return taken, [gap for each in times for gap in gaps_between(each, start, end)]
-
-    async def quiet(self) -> list[float]:
-        """Return the gaps of the streams without prompts."""
-        repeat, self._args.repeat = self._args.repeat, 0
-        gaps = (await self.measure(0, pull=False))[1]
-        self._args.repeat = repeat
-        return gaps
+        return [gap for each in times for gap in gaps_between(each, start, end)]
 
     async def _first_token(self, prompt: list[int], prefix_tokens: int) -> float:
         start = time.perf_counter()
@@ -81,9 +85,8 @@ async def run(args: argparse.Namespace) -> None:
         await bench.measure(args.cached[0], pull=False)  # kernels, and the nodes' own measurements
         await bench.measure(args.cached[0], pull=True)
         if args.streams:
-            print(
-                json.dumps({"streams": args.streams, "gaps": {"quiet": percentiles(await bench.quiet())}}), flush=True
-            )
+            quiet = percentiles(await bench.beside(asyncio.sleep(QUIET)))
+            print(json.dumps({"streams": args.streams, "gaps": {"quiet": quiet}}), flush=True)
         for cached in args.cached:
             computed, beside_computed = await bench.measure(cached, pull=False)
             before = await client.counter("pdserve_leases_granted_total")
