@@ -25,7 +25,7 @@ StrictGrammar = Callable[[ToolUse, MarkerOf, bool], str]  # in Lark; the last: c
 
 ANY_OBJECT = '{"type": "object"}'
 TEXT = "TEXT: /(?s:.*)/"
-BLANKS = "BLANKS: /\\s{0,2}/"
+BLANKS = "BLANKS: /[ \\t\\r\\n]{0,2}/"  # what the parsers pass over
 
 
 def has_strict(use: ToolUse) -> bool:
@@ -51,7 +51,7 @@ def hermes_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
 def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
     """An output that begins with a brace is a list of calls."""
     tag = marker("<|python_tag|>")
-    more = "(/;?\\s{0,2}/ call)*" if use.parallel else ""
+    more = "(/;?[ \\t\\r\\n]{0,2}/ call)*" if use.parallel else ""
     if alone:
         return lark(f"start: ({tag.term})? call {more}", *_call_schemas(use, "parameters"))
     return lark(
