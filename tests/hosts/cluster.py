@@ -127,16 +127,24 @@ class Cluster:
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
-        """Wait until all pods are ready and every D is connected to every P."""
+        """Wait until all pods are ready and every node is connected to those that it reads from."""
         for pod in (*self.nodes, *self.running_pods("router")):  # a router becomes ready after the nodes
             self.wait_serving(pod)
         self.wait_connected()
 
     def wait_connected(self, seconds: float = START_SECONDS) -> None:
-        names = {pod.name for pod in self.running_pods("prefill")}
         self.wait_until(
-            lambda: all({*d.describe().connected_peers} == names for d in self.running_pods("decode")), seconds
+            lambda: all({*pod.describe().connected_peers} == self._peers(pod) for pod in self.nodes), seconds
         )
+
+    def _peers(self, pod: RunningPod) -> set[str]:
+        """Return the running nodes that one reads from: D from P, and with --kv-source from all others."""
+        read = self.nodes if pod.kind.flags("kv-source") else self.running_pods("prefill") * (pod.role == "decode")
+        return {each.name for each in read} - {pod.name}
+
+    def connected_prefills(self, pod: RunningPod) -> set[str]:
+        """Return the P that a node is connected to."""
+        return {*pod.describe().connected_peers} & {each.name for each in self.pods.values() if each.role == "prefill"}
 
     def with_local_secrets(self, words: list[str]) -> list[str]:
         """Return a command's words with the paths of Secrets on this machine."""

@@ -42,7 +42,7 @@ def is_at_stage(cluster: Cluster, stage: str) -> bool:
 
 
 def peers_are_lost(cluster: Cluster) -> bool:
-    return all(not node.describe().connected_peers for node in cluster.running_pods("decode"))
+    return not any(map(cluster.connected_prefills, cluster.running_pods("decode")))
 
 
 @pytest.mark.parametrize(
