@@ -174,9 +174,14 @@ def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = NAMES
         for rule in spec.get("ingress", ()):
             peers = rule.get("from")
             if peers is None or any(peer_selects(peer, Endpoint(labels, namespace)) for peer in peers):
-                ports = rule.get("ports")
-                found |= {None} if ports is None else {range(p["port"], p.get("endPort", p["port"]) + 1) for p in ports}
+                found |= ports_of(rule)
     return found
+
+
+def ports_of(rule: Manifest) -> set[range | None]:
+    """Return the ports of a rule; None if it has all."""
+    ports = rule.get("ports")
+    return {None} if ports is None else {range(p["port"], p.get("endPort", p["port"]) + 1) for p in ports}
 
 
 @each_pod
@@ -234,12 +239,12 @@ def test_ingress_and_egress_rules_match(overlay: str, pod: Pod) -> None:
     if not pod.is_node:
         return
     for other in (peer_of(overlay, pod), *([pod] if pod.flags("kv-source") else [])):
-        leaving: set[range] = set()
+        leaving: set[range | None] = set()
         for policy in of_kind(overlay, "NetworkPolicy"):
             if selects(policy["spec"]["podSelector"], pod.labels):
                 for rule in policy["spec"].get("egress", ()):
                     if any(selects(peer["podSelector"], other.labels) for peer in rule.get("to", ())):
-                        leaving |= {range(p["port"], p.get("endPort", p["port"]) + 1) for p in rule["ports"]}
+                        leaving |= ports_of(rule)
         assert leaving == opened(overlay, pod.labels, other)
 
 

@@ -119,6 +119,27 @@ def test_decode_nodes_find_only_prefill_nodes_of_their_revision(overlay: str) ->
 
 
 @each_overlay
+def test_nodes_pull_from_nodes_of_their_revision(overlay: str) -> None:
+    """P reads from D and P, D from D beside its P. Nodes of both roles list each other with --prefill."""
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
+    wanted = {"prefill": ["decode", "prefill"], "decode": ["decode"]}
+    for pod in pods(overlay):
+        sources = [re.fullmatch(r"dns://([a-z0-9-]+):(\d+)", check_source(each)) for each in pod.flags("kv-source")]
+        named = [(services[found[1]], int(found[2])) for found in sources if found]
+        read = [
+            each
+            for service, port in named
+            for each in pods(overlay)
+            if service["selector"].items() <= each.labels.items() and each.flags("port") == [str(port)]
+        ]
+        assert [each.role for each in read] == wanted.get(pod.role.removesuffix("-ranks"), [])
+        assert all(each.labels[REVISION] == pod.labels[REVISION] for each in read)
+        for service, port in named:
+            assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+            assert [each["port"] for each in service["ports"]] == [port]
+
+
+@each_overlay
 def test_router_sources_name_existing_services(overlay: str) -> None:
     services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
     routers = [pod for pod in pods(overlay) if pod.role == "router"]
