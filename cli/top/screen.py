@@ -26,6 +26,7 @@ _MARKS = {
     "unused": ("–", "dim"),
 }
 _MIN_HISTORY_HEIGHT = 24  # lines; a lower screen shows no history
+_MIN_ORIGIN_WIDTH = 100  # columns; a narrower screen does not say where cached tokens came from
 _GONE = ("lost", "unreachable")
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -43,7 +44,8 @@ def screen(report: LiveReport, url: str, width: int, height: int | None = None) 
     lengths = wanted if height is None else fit(wanted, height - len(head) - 2 * len(wanted))  # a title and a blank
     several = len(now.models) > 1
     tables = [
-        _nodes(role, nodes, several, length) for (role, nodes), length in zip(roles.items(), lengths, strict=False)
+        _nodes(role, nodes, several, length, width)
+        for (role, nodes), length in zip(roles.items(), lengths, strict=False)
     ]
     tables.append(_connections(now.connections, lengths[-1]))
     return Group(*head, *(part for table in tables for part in (Text(), table)))
@@ -144,7 +146,7 @@ def sparkline(values: Sequence[float | None], columns: int) -> tuple[str, float]
     return "".join(bars), most
 
 
-def _nodes(role: str, nodes: Sequence[LiveNode], shows_model: bool, length: int) -> Table:
+def _nodes(role: str, nodes: Sequence[LiveNode], shows_model: bool, length: int, width: int) -> Table:
     last = ("prompt/s", "backlog") if role == "prefill" else ("output/s", "step")
     title = "nodes of both roles" if role == "both" else f"{role} nodes"
     table = _table(title, "state", "run", "wait", "KV", *last, "cached")
@@ -152,12 +154,12 @@ def _nodes(role: str, nodes: Sequence[LiveNode], shows_model: bool, length: int)
         mark, style = _MARKS.get(node.state, ("?", "yellow"))
         state = node.state if node.lost_seconds is None else f"{node.state} {age(node.lost_seconds)}"
         name = clean(node.name or node.address) + (f" ({clean(node.model)})" if shows_model and node.model else "")
-        table.add_row(Text(name), Text(f"{mark} {clean(state)}", style), *_figures(node))
+        table.add_row(Text(name), Text(f"{mark} {clean(state)}", style), *_figures(node, width))
     _add_footer(table, nodes, length)
     return table
 
 
-def _figures(node: LiveNode) -> list[str]:
+def _figures(node: LiveNode, width: int) -> list[str]:
     if node.state in _GONE:
         return [UNKNOWN] * 6
     stats = node.stats
@@ -167,10 +169,9 @@ def _figures(node: LiveNode) -> list[str]:
     else:
         last = [rate(stats.output_token_rate if stats else None), seconds(node.step_seconds)]
     cached = percent(stats.cached_share if stats else None)
-    if stats and stats.host_share:
-        cached += f", host {percent(stats.host_share)}"
-    if stats and stats.pulled_share:
-        cached += f", pulled {percent(stats.pulled_share)}"
+    if stats and width >= _MIN_ORIGIN_WIDTH:
+        cached += f", host {percent(stats.host_share)}" if stats.host_share else ""
+        cached += f", pulled {percent(stats.pulled_share)}" if stats.pulled_share else ""
     return [count(node.running), count(node.waiting), percent(used), *last, cached]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -14,6 +15,7 @@ from router.dashboard.live import (
     LiveHistory,
     LiveModel,
     LiveNode,
+    LiveNodeStats,
     LiveNow,
     LiveReport,
     LiveTraffic,
@@ -58,6 +60,31 @@ def test_any_report_fits_the_terminal(
     lines = captured.get().splitlines()
     assert len(lines) <= height
     assert not any(character in line for line in lines for character in "\x1b\x07\r\x9b")
+
+
+@pytest.mark.parametrize(
+    ("width", "host", "pulled", "shown"),
+    [
+        (80, 0.31, 0.22, "94 %"),
+        (100, 0.31, 0.22, "94 %, host 31 %, pulled 22 %"),
+        (100, None, 0.22, "94 %, pulled 22 %"),
+        (100, 1.0, 1.0, "94 %, host 100 %, pulled 100 %"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_origins_of_cached_tokens_are_shown_where_they_fit(
+    role: str, width: int, host: float | None, pulled: float | None, shown: str
+) -> None:
+    stats = LiveNodeStats(0, 12345.0, 12345.0, 0.94, host, pulled, None, None)
+    load = {"running": 1234, "backlog_tokens": 12345, "step_seconds": 0.0123, "total_blocks": 9, "stats": stats}
+    node = LiveNode("node-of-a-long-name", role, "a:1", "m", "connecting", **load)  # type: ignore[arg-type]
+    now = LiveNow("0", [], TRAFFIC, [node], None, [], 0, 0)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(screen(LiveReport("", now, NO_HISTORY), "http://r", width))
+    (row,) = (line for line in captured.get().splitlines() if "connecting" in line)
+    assert row.startswith("node-of-a")
+    assert row.endswith(f"  {shown}")
 
 
 @given(texts)
