@@ -51,7 +51,7 @@ class LiveNodeStats(msgspec.Struct, frozen=True):
     output_token_rate: float
     cached_share: float | None  # share of prompt tokens in the node's prefix cache
     host_share: float | None  # share of prompt tokens whose KV came from host memory; also in ``cached_share``
-    pulled_share: float | None  # share of prompt tokens whose KV came from a peer's prefix cache; moved streams count too
+    pulled_share: float | None  # share of prompt tokens whose KV came from a peer's cache; moved streams count too
     tokens_per_drafted_decode: float | None  # of a sequence whose decode verifies drafts
     acceptance: float | None  # share of drafts that are right
 

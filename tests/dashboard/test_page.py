@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fleet import MODEL_NAME, Fleet, NodeProcess
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from watched_fleet import HOSTILE, Streams
 from web_pages import CONTRASTS, PATIENCE, Watched
 
@@ -67,6 +67,27 @@ def test_dashboard_rows_show_node_values(page: Page, fleet: Fleet, streams: Stre
     expect(page.locator("#tile-running b")).to_have_text("0")
     for name in ("d-one", "d-<img"):
         expect(cell(row(page, name), "KV in use")).to_contain_text("0 of ")
+
+
+def test_nodes_show_where_cached_tokens_came_from(watched: Watched, fleet: Fleet) -> None:
+    """The shares are added to the router's answer: the nodes here have neither host memory nor sources."""
+
+    def add_shares(route: Route) -> None:
+        response = route.fetch()
+        report = response.json()
+        for node in report["now"]["nodes"]:
+            if node["stats"]:
+                node["stats"].update(
+                    cached_share=0.94, host_share=0.31, pulled_share=0.22 if node["name"] == "p-one" else None
+                )
+        route.fulfill(response=response, json=report)
+
+    watched.page.route("**/dashboard/state*", add_shares)
+    page = live(watched.open(f"{fleet.url}/dashboard"))
+    shown = cell(row(page, "p-one"), "From cache")
+    expect(shown.locator("b")).to_have_text("94\u202f%")
+    expect(shown.locator("small")).to_have_text("host 31\u202f%, pulled 22\u202f%")
+    expect(cell(row(page, "d-one"), "From cache").locator("small")).to_have_text("host 31\u202f%")
 
 
 def test_markup_in_node_names_is_escaped(page: Page) -> None:

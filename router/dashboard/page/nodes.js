@@ -53,8 +53,8 @@ const RUNNING = column("Running", ifPresent((node) => count(node.running)));
 const WAITING = column("Waiting", ifPresent((node) => count(node.waiting)));
 const CACHED = column("From cache", stat((its) => percent(its.cached_share)),
   ifPresent(({stats}) => [
-    stats?.host_share ? `${percent(stats.host_share)} from host memory` : "",
-    stats?.pulled_share ? `${percent(stats.pulled_share)} from peers` : "",
+    stats?.host_share ? `host ${percent(stats.host_share)}` : "",
+    stats?.pulled_share ? `pulled ${percent(stats.pulled_share)}` : "",
   ].filter(Boolean).join(", ")));
 
 const PREFILL = [
