@@ -168,6 +168,11 @@ class HandoffDriver(HandoffExecutor):
             self._engine.send(HandoffEnds(generation.rid, 0.0))
 
     @property
+    def _seconds(self) -> float:
+        """Seconds since the prompt was sent; 0: it was not."""
+        return 0.0 if self._handoff is None else time.monotonic() - self._handoff.sent_at
+
+    @property
     def _patience(self) -> float:
         """Seconds for a pull of a known number of tokens; a handoff has no limit."""
         bounded = self._generation.message.pull and self._generation.message.prefix_tokens
@@ -199,10 +204,9 @@ class HandoffDriver(HandoffExecutor):
         self._engine.send(msgspec.structs.replace(confirmed, waited=waited))
         self._ended = True
         if self._generation.message.pull:
-            assert self._handoff is not None
             num_tokens = confirmed.num_tokens - self._generation.num_handoff_tokens + self._uncached_tokens
-            peers, seconds = self._handoffs.peers, time.monotonic() - self._handoff.sent_at
-            peers.metrics.count_pull(num_tokens, peers.costs, seconds)
+            peers = self._handoffs.peers
+            peers.metrics.count_pull(num_tokens, peers.costs, self._seconds)
         self._generation.trace.on_confirmed()
 
     def _fail(self, error: PdserveError) -> None:
@@ -218,7 +222,7 @@ class HandoffDriver(HandoffExecutor):
             self._guard(self._prefill_at, other)
             return
         self.abandon()
-        handoffs.peers.metrics.count_failed_pull(error)
+        handoffs.peers.metrics.count_failed_pull(error, self._seconds if pull else 0.0)
         if isinstance(error, ReadFailed):
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):
