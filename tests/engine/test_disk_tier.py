@@ -22,7 +22,8 @@ from engine.kv_cache.disk_tier import DiskTier
 from pdserve.disk_kv import BlockName, DiskOrder, DiskWork
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
-from pdserve.ipc.messages import Batch, Cancel, Mode, UseWeights
+from pdserve.ipc.cache_changes import Medium
+from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, UseWeights
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(30, 8)  # blocks of host memory: two prompts of 50 tokens
@@ -105,16 +106,30 @@ def test_saved_and_lost_time_is_counted() -> None:
     now = 0.0
     node = filled(seconds=lambda plan: 1e-3 * plan.num_tokens)
     tier_of(node)._clock = lambda: now
-    totals = node.scheduler.totals
+    totals, reported, step = node.scheduler.totals, list[Fetched](), node.step
+
+    def recorded() -> Batch:
+        batch = step()
+        reported.extend(batch.fetched)
+        return batch
+
+    node.step = recorded  # type: ignore[method-assign]
     order = begin_read(node, 7, words(1))
     now += 0.01
     rest(node)
-    assert totals.disk_kv_saved_seconds == pytest.approx(len(order.names) * BLOCK * 1e-3 - 0.01)
+    num_tokens = len(order.names) * BLOCK
+    assert totals.disk_kv_saved_seconds == pytest.approx(num_tokens * 1e-3 - 0.01)
     assert totals.host_kv_saved_seconds > 0.0
+    disk, host = reported
+    assert (disk.rid, disk.medium, disk.num_tokens) == (7, Medium.DISK, num_tokens)
+    assert (disk.seconds, disk.expected, disk.computing) == pytest.approx((0.01, 0.0, num_tokens * 1e-3))
+    assert (host.rid, host.medium, host.num_tokens) == (7, Medium.HOST, num_tokens)
     begin_read(node, 8, words(2))
     now += 1.0
     rest(node)
     assert totals.disk_kv_lost_seconds > 0.5
+    assert [each.medium for each in reported[2:]] == [Medium.DISK, Medium.HOST]
+    assert 0.0 < reported[2].expected < reported[2].computing < reported[2].seconds == pytest.approx(1.0)
     assert 0.0 < totals.disk_kv_expected_saved_seconds < 0.1
     node.close()
 
