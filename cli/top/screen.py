@@ -167,10 +167,10 @@ def _figures(node: LiveNode) -> list[str]:
     else:
         last = [rate(stats.output_token_rate if stats else None), seconds(node.step_seconds)]
     cached = percent(stats.cached_share if stats else None)
+    if stats and stats.pulled_share:
+        cached += f" + {percent(stats.pulled_share)} pulled"
     if stats and stats.host_share:
         cached += f", host {percent(stats.host_share)}"
-    if stats and stats.pulled_share:
-        cached += f", pulled {percent(stats.pulled_share)}"
     return [count(node.running), count(node.waiting), percent(used), *last, cached]
 
 

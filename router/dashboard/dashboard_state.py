@@ -90,22 +90,29 @@ class DashboardState:
     def _live_now(self) -> live.LiveNow:
         nodes = [self._live_node(node) for node in self._nodes]
         nodes.sort(key=lambda node: (node.role != "prefill", node.state == "ready", node.name, node.address))
-        names = {node.address: node.name or node.address for node in nodes if node.role != "decode"}
+        names = {node.address: node.name or node.address for node in nodes}
         connections: list[live.LiveConnection] = []
+        pulling: list[live.LiveConnection] = []
         decodes: list[NodeHistory] = []
         for (role, address), history in self._poller.histories.items():
-            if role != "prefill" and history.has_rates:
+            if not history.has_rates:
+                continue
+            _, name, _ = self._last_seen.get((role, address), (0.0, address, ""))
+            found = history.connections(name, names)
+            if role == "prefill":
+                pulling += [each for each in found if each.byte_rate]
+            else:
                 decodes.append(history)
-                _, name, _ = self._last_seen.get((role, address), (0.0, address, ""))
-                connections += history.connections(name, names)
+                connections += found
+        handoffs = sum_handoffs(decodes, connections, self._poller.exposed.quantiles()) if decodes else None
+        connections += pulling
         connections.sort(key=lambda each: (each.transport != "none", -each.byte_rate, each.prefill, each.decode))
-        exposed = self._poller.exposed.quantiles()
         return live.LiveNow(
             version=_VERSION,
             models=[self._live_model(name, nodes) for name in self._models],
             traffic=self._traffic.traffic(),
             nodes=nodes,
-            handoffs=sum_handoffs(decodes, connections, exposed) if decodes else None,
+            handoffs=handoffs,
             connections=connections[:_MAX_CONNECTIONS],
             num_connections=len(connections),
             num_connected=sum(each.transport != "none" for each in connections),

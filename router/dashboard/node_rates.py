@@ -120,8 +120,8 @@ class NodeHistory:
             acceptance=accepted / drafts if drafts else None,
         )
 
-    def connections(self, decode: str, names: Mapping[str, str]) -> list[LiveConnection]:
-        """Connections of the decode node ``decode``; ``names`` are prefill nodes' names by address."""
+    def connections(self, reader: str, names: Mapping[str, str]) -> list[LiveConnection]:
+        """Connections of the node ``reader`` to those that it reads from; ``names`` are names of nodes by address."""
         first, last = self._samples[0], self._samples[-1]
         elapsed = last.at - first.at
         found: list[LiveConnection] = []
@@ -131,7 +131,7 @@ class NodeHistory:
             found.append(
                 LiveConnection(
                     prefill=names.get(address, address),
-                    decode=decode,
+                    decode=reader,
                     transport=peer.transport,
                     byte_rate=max(0.0, num_bytes) / elapsed,
                     throughput=num_bytes / seconds if num_bytes > 0 and seconds > 0 else None,

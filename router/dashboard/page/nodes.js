@@ -54,7 +54,7 @@ const WAITING = column("Waiting", ifPresent((node) => count(node.waiting)));
 const CACHED = column("From cache", stat((its) => percent(its.cached_share)),
   ifPresent(({stats}) => [
     stats?.host_share ? `${percent(stats.host_share)} from host memory` : "",
-    stats?.pulled_share ? `${percent(stats.pulled_share)} from peers` : "",
+    stats?.pulled_share ? `+ ${percent(stats.pulled_share)} from peers` : "",
   ].filter(Boolean).join(", ")));
 
 const PREFILL = [
