@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from pdserve import __version__
 from router.dashboard import live
-from router.dashboard.node_rates import NodeHistory, sum_handoffs
+from router.dashboard.node_rates import Reader, live_reads
 from router.dashboard.status_poller import Key, StatusPoller
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 from router.fleet.node_client import NodeClient
@@ -91,22 +91,12 @@ class DashboardState:
         nodes = [self._live_node(node) for node in self._nodes]
         nodes.sort(key=lambda node: (node.role != "prefill", node.state == "ready", node.name, node.address))
         names = {node.address: node.name or node.address for node in nodes}
-        connections: list[live.LiveConnection] = []
-        pulling: list[live.LiveConnection] = []
-        decodes: list[NodeHistory] = []
-        for (role, address), history in self._poller.histories.items():
-            if not history.has_rates:
-                continue
-            _, name, _ = self._last_seen.get((role, address), (0.0, address, ""))
-            found = history.connections(name, names)
-            if role == "prefill":
-                pulling += [each for each in found if each.byte_rate]
-            else:
-                decodes.append(history)
-                connections += found
-        handoffs = sum_handoffs(decodes, connections, self._poller.exposed.quantiles()) if decodes else None
-        connections += pulling
-        connections.sort(key=lambda each: (each.transport != "none", -each.byte_rate, each.prefill, each.decode))
+        readers = [
+            Reader(key[0], self._last_seen.get(key, (0.0, key[1], ""))[1], history)
+            for key, history in self._poller.histories.items()
+            if history.has_rates
+        ]
+        handoffs, connections = live_reads(readers, names, self._poller.exposed.quantiles())
         return live.LiveNow(
             version=_VERSION,
             models=[self._live_model(name, nodes) for name in self._models],
