@@ -12,7 +12,8 @@ tokens per output token, after one of 4 system prompts with tools.
 ``--shrink`` divides lengths and sizes of memory and multiplies the costs per token by the same factor, so that a fleet
 needs less CPU for the same times. Each row of the table has a fleet of its own with empty caches. Of all prompt tokens,
 ``cached`` are those that no node computed, and the next columns those whose KV came back from host memory or from the
-cache of a peer. Answers in the history of a prompt are not those that the nodes gave, so no cache has them.
+cache of a peer (``--pulls``); ``saved`` and ``lost`` are the seconds of both, by the nodes' metrics. Answers
+in the history of a prompt are not those that the nodes gave, so no cache has them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Results:
     local: float = 0.0  # prompts that decode nodes prefilled by choice
     loaded: float = 0.0  # tokens, from host memory
     pulled: float = 0.0  # tokens, from the prefix cache of a peer
+    saved: float = 0.0  # seconds, by loads and pulls
+    lost: float = 0.0  # likewise
     seconds: float = 0.0
 
     def row(self, name: str) -> str:
@@ -62,7 +65,8 @@ class Results:
         times = " | ".join(f"{1000 * seconds:.0f}" for seconds in (cuts[49], cuts[89], cuts[98]))
         shares = [tokens / self.prompt_tokens for tokens in (self.cached_tokens, self.loaded, self.pulled)]
         shares.append(self.local / len(self.ttft))
-        return f"| {name} | {times} | {' | '.join(f'{share:.0%}' for share in shares)} | {self.seconds:.0f} |"
+        seconds = " | ".join(f"{seconds:.0f}" for seconds in (self.saved, self.lost, self.seconds))
+        return f"| {name} | {times} | {' | '.join(f'{share:.0%}' for share in shares)} | {seconds} |"
 
 
 def coding_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
@@ -139,10 +143,15 @@ def running_fleet(args: argparse.Namespace, policy: str, host_tokens: int) -> It
         if host_tokens:
             flags += ["--host-kv-memory", str(host_tokens // times * token_bytes)]
         flags += ["--max-batch-tokens", str(8192 // times), "--max-waiting", "4096", "--peer-timeout", "30"]
+        listed = model / "nodes"
+        listed.touch()
+        if args.pulls:
+            flags += ["--kv-source", f"file://{listed}"]
         with Fleet() as fleet:
             for start, count in ((fleet.start_prefill, args.prefill), (fleet.start_decode, args.decode)):
                 for _ in range(count):
                     start(model, flags)
+            listed.write_text("".join(f"{node.address}\n" for node in fleet.nodes))
             fleet.start_router(model, ["--policy", policy])
             fleet.wait_ready()
             yield fleet
@@ -184,6 +193,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--kv-tokens", type=positive_int, default=KV_TOKENS, help="on the device of each node")
     parser.add_argument("--host-tokens", type=int, nargs="+", default=[0], help="in host memory of each node; 0: none")
+    parser.add_argument("--pulls", action="store_true", help="all nodes may read prefixes from each other's caches")
     parser.add_argument("--policies", nargs="+", choices=[*POLICIES], default=[*POLICIES])
     args = parser.parse_args(None if argv is None else list(argv))
     if args.trace is None:
@@ -197,15 +207,19 @@ def main(argv: Iterable[str] | None = None) -> None:
         f"{len(requests)} requests in {requests[-1].at / args.speed:.0f} s, {tokens / len(requests):.0f} prompt tokens"
     )
     print(f"each; {1 - len(blocks) / named:.0%} of the blocks came before\n")
-    print("| policy | host tokens | TTFT p50 (ms) | p90 | p99 | cached | from host | from peers | on D | seconds |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    head = "TTFT p50 (ms) | p90 | p99 | cached | from host | from peers | on D | saved (s) | lost (s) | seconds"
+    print(f"| policy | host tokens | {head} |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for policy, host_tokens in itertools.product(args.policies, args.host_tokens):
         with running_fleet(args, policy, host_tokens) as fleet:
             results = asyncio.run(replay(fleet.url, requests, args.shrink, args.speed))
             nodes = [*fleet.prefill, *fleet.decode]
             results.local = sum(node.counter("local_prefills") for node in fleet.decode)
             results.loaded = sum(node.counter("host_kv_hit_tokens") for node in nodes)
-            results.pulled = sum(node.counter("pulled_tokens") for node in fleet.decode)
+            results.pulled = sum(node.counter("pulled_tokens") for node in nodes)
+            saved, lost = ([f"{source}_{what}_seconds" for source in ("host_kv", "pull")] for what in ("saved", "lost"))
+            results.saved = sum(node.counter(name) for node in nodes for name in saved)
+            results.lost = sum(node.counter(name) for node in nodes for name in lost)
         print(results.row(f"{policy} | {host_tokens}"), flush=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
 from node.engine_client import EngineClient
+from node.load_spans import prefill_attributes
 from node.request_events import Event, error_of
 from node.stream_writer import StreamWriter
 from pdserve.errors import DeadlineExceeded, PdserveError
@@ -15,6 +16,7 @@ from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import (
     Cancel,
     Drafted,
+    Fetched,
     Mode,
     Pause,
     Prefilled,
@@ -172,12 +174,15 @@ class NodeGeneration:
         cached_tokens = 0
         if not self._has_output:
             self._has_output = True
-            self.trace.on_output(self._prefilled.queued)
             cached_tokens = self._prefilled.cached_tokens
+            computed = prefill_attributes(self._engine.status.costs, self.num_handoff_tokens - cached_tokens)
+            self.trace.on_output(self._prefilled.queued, computed)
         self._emit(choice, token_id, logprobs, finish=finish, cached_tokens=cached_tokens)
 
     def on_event(self, event: Event) -> None:
         match event:
+            case Fetched():
+                self.trace.on_fetched(event)
             case Prefilled():
                 self._prefilled = event
             case Drafted(_, accepted, rejected):

@@ -25,6 +25,7 @@ from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import HandoffEvent, NodeGeneration
 from decode_node.handoff_policy import HandoffPolicy
 from node.context import NodeContext
+from node.load_spans import pull_attributes
 from node.reading.handoff import Event, Handoff, ReadFailed
 from node.reading.handoff_executor import HandoffExecutor
 from node.reading.peer import KVPeer
@@ -150,6 +151,8 @@ class HandoffDriver(HandoffExecutor):
             raise PeerError(f"{peer.address} was lost while the request waited for KV blocks")
         now = time.monotonic()
         span = generation.trace.start_handoff(stream.peer.node_id, self._uncached_tokens)
+        if generation.message.pull:
+            span.set(pull_attributes(self._handoffs.peers.costs, self._uncached_tokens))
         num_layers = self._handoffs.node.config.kv_layers_with(stream.peer.other_drafts)
         request = generation.prefill_request(generation.num_handoff_tokens - self._uncached_tokens, span, num_layers)
         number = stream.prefill(request, self.on_event)
@@ -199,10 +202,10 @@ class HandoffDriver(HandoffExecutor):
         self._engine.send(msgspec.structs.replace(confirmed, waited=waited))
         self._ended = True
         if self._generation.message.pull:
-            assert self._handoff is not None
+            peers = self._handoffs.peers
             num_tokens = confirmed.num_tokens - self._generation.num_handoff_tokens + self._uncached_tokens
-            peers, seconds = self._handoffs.peers, time.monotonic() - self._handoff.sent_at
-            peers.metrics.count_pull(num_tokens, peers.costs, seconds)
+            peers.metrics.count_pull(num_tokens, peers.costs, self._seconds)
+            self._generation.trace.on_pulled(num_tokens)
         self._generation.trace.on_confirmed()
 
     def _fail(self, error: PdserveError) -> None:
@@ -218,7 +221,7 @@ class HandoffDriver(HandoffExecutor):
             self._guard(self._prefill_at, other)
             return
         self.abandon()
-        handoffs.peers.metrics.count_failed_pull(error)
+        handoffs.peers.metrics.count_failed_pull(error, self._seconds if pull else 0.0)
         if isinstance(error, ReadFailed):
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):

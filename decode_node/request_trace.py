@@ -16,10 +16,12 @@ import time
 from enum import StrEnum
 
 from decode_node.decode_metrics import DecodeMetrics
+from node.load_spans import record_fetch
 from pdserve.errors import PdserveError
+from pdserve.ipc.messages import Fetched
 from pdserve.logs import request_fields
 from pdserve.records import ReadResult
-from pdserve.tracing.spans import NO_SPAN, Attributes, Span, SpanKind
+from pdserve.tracing.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span, SpanKind
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,10 @@ class RequestTrace:
     def log_fields(self) -> dict[str, object]:
         return request_fields(self.request_id, self.span.trace_id)
 
+    def on_fetched(self, fetched: Fetched) -> None:
+        """Cached blocks have come from host memory or disk, or have not."""
+        record_fetch(self.span, fetched)
+
     def on_reserve(self) -> None:
         self._stage = TraceStage.RESERVE
 
@@ -100,6 +106,10 @@ class RequestTrace:
         self._read_bytes += read.num_bytes
         self._read_descriptors += read.num_descriptors
 
+    def on_pulled(self, num_tokens: int) -> None:
+        """The KV of ``num_tokens`` tokens was pulled; 0 or less: of none."""
+        self._handoff.set({"pdserve.pull.tokens": max(0, num_tokens)})
+
     def on_confirmed(self) -> None:
         """All of P's KV has been read and confirmed."""
         now = time.monotonic()
@@ -122,11 +132,14 @@ class RequestTrace:
             self._since = now
         self._stage = TraceStage.RECOMPUTE if self._stage is TraceStage.TRANSFER else TraceStage.PROMPT
 
-    def on_output(self, queued: float) -> None:
-        """The engine's first output has come. ``queued`` is the wait in seconds of a prompt that it computed."""
+    def on_output(self, queued: float, computed: Attributes) -> None:
+        """The engine's first output has come.
+
+        ``queued`` is the wait in seconds of a prompt that it computed; ``computed`` says for a trace how long it was.
+        """
         if self._stage is TraceStage.PROMPT:
             self._end_part("queue", min(self._since + queued, time.monotonic()))
-            self._end_part("prefill")
+            self._end_part("prefill", attributes=computed)
             self._on_first_token()
         else:
             self._end_part(self._stage)
@@ -146,11 +159,11 @@ class RequestTrace:
         if self._log:
             self._write_log(outcome)
 
-    def _end_part(self, part: str, at: float | None = None) -> None:
+    def _end_part(self, part: str, at: float | None = None, attributes: Attributes = NO_ATTRIBUTES) -> None:
         """End a part at a time, default now, where the next one begins."""
         now = time.monotonic() if at is None else at
         self._parts[part] = now - self._since
-        self.span.child(part, start=self._since).end(now)
+        self.span.child(part, attributes, start=self._since).end(now)
         self._since = now
 
     def _on_first_token(self) -> None:

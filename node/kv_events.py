@@ -21,6 +21,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +29,7 @@ import zmq
 
 from node.frontend_flags import KVEventOptions
 from pdserve.errors import CapacityError, ConfigError
-from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
+from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock
 from pdserve.kv import KVLayout, LatentSpec
 from pdserve.process import log_failure
 
@@ -43,6 +44,7 @@ _UNSENT_BATCHES = 1_000  # per subscriber; further ones are lost to it until it 
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _LONGEST_EVENT = 64  # blocks
+_MOST_BEHIND = 1 << 18  # blocks that only tiers have, of which tokens are kept: some 400 bytes each
 
 
 class GroupKind(NamedTuple):
@@ -78,7 +80,7 @@ class _Event:
     def removed(self, group: int, block_hashes: list[int], medium: str) -> Any:
         return self._event("BlockRemoved", {"block_hashes": block_hashes, "medium": medium, "group_idx": group})
 
-    def stored(self, blocks: Sequence[StoredBlock]) -> Any:
+    def stored(self, blocks: Sequence[StoredBlock], medium: str = DEVICE) -> Any:
         """Consecutive blocks of one prompt and group. A salt is a key of its first block, as later ones follow it."""
         first, tokens = blocks[0], array("I")
         for block in blocks:
@@ -87,13 +89,14 @@ class _Event:
         return self._stored(
             first.group,
             [short_hash(block.block_hash) for block in blocks],
+            medium=medium,
             parent=short_hash(first.parent) if first.parent else None,
             tokens=tokens.tolist(),
             extra_keys=[[first.cache_salt], *[None] * (len(blocks) - 1)] if salted else None,
         )
 
     def stored_in(self, medium: str, group: int, block_hashes: list[int]) -> Any:
-        """Blocks of a tier behind the prefix cache. Readers know their tokens since the device had them."""
+        """Blocks of a tier behind the prefix cache. Readers know their tokens from an event before, or not at all."""
         return self._stored(group, block_hashes, medium=medium)
 
     def _stored(
@@ -127,7 +130,11 @@ class _Event:
 
 
 class EventLog:
-    """Numbers and encodes batches of events, keeps the latest ones, and knows what the prefix cache has. Pure."""
+    """Numbers and encodes batches of events, keeps the latest ones, and knows what the cache and its tiers have. Pure.
+
+    Within a batch, blocks are stored before others are removed: so a reader that forgets the tokens of a block with its
+    last medium still has them when the block moves from one to the next.
+    """
 
     def __init__(
         self,
@@ -142,6 +149,7 @@ class EventLog:
         self._kept_bytes = kept_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._stored: dict[BlockKey, StoredBlock] = {}  # oldest first
+        self._behind: dict[BlockKey, StoredBlock] = {}  # likewise, of tiers only
         self._tiers: dict[Medium, dict[BlockKey, None]] = {medium: {} for medium in Medium}
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0  # of the kept batches
@@ -173,35 +181,67 @@ class EventLog:
     def _events_of(self, changes: CacheChanges) -> Iterator[Any]:
         if changes.cleared:
             yield self._event.cleared()
-        for group, block_hashes in _by_group(changes.removed):
-            yield self._event.removed(group, block_hashes, DEVICE)
         for blocks in _chains(changes.stored):
             yield self._event.stored(blocks)
+        for medium, keys in self._untold(changes).items():
+            yield from self._stored_in(medium, keys)
+        for tier in changes.tiers:
+            yield from self._stored_in(tier.medium, tier.stored)
+        for group, block_hashes in _by_group(changes.removed):
+            yield self._event.removed(group, block_hashes, DEVICE)
         for tier in changes.tiers:
             for group, block_hashes in _by_group(tier.removed):
                 yield self._event.removed(group, block_hashes, tier.medium)
-            for group, block_hashes in _by_group(tier.stored):
-                yield self._event.stored_in(tier.medium, group, block_hashes)
+
+    def _stored_in(self, medium: Medium, keys: Iterable[BlockKey]) -> Iterator[Any]:
+        for group, block_hashes in _by_group(keys):
+            yield self._event.stored_in(medium, group, block_hashes)
+
+    def _untold(self, changes: CacheChanges) -> dict[Medium, list[BlockKey]]:
+        """Return the blocks of tiers whose tokens readers learn only now: they were found on disk."""
+        new = [] if changes.cleared else [block.key for block in changes.stored if block.key not in self._behind]
+        return {medium: [key for key in new if key in keys] for medium, keys in self._tiers.items()}
 
     def _apply(self, changes: CacheChanges) -> None:
         if changes.cleared:
             self._stored.clear()
+            self._behind.clear()
             for keys in self._tiers.values():
                 keys.clear()
-        for key in changes.removed:
-            self._stored.pop(key, None)
         for block in changes.stored:
             self._stored[block.key] = block
+            self._behind.pop(block.key, None)
         for tier in changes.tiers:
             keys = self._tiers[tier.medium]
             for key in tier.removed:
                 keys.pop(key, None)
             keys.update(dict.fromkeys(tier.stored))
+        for key in changes.removed:
+            left = self._stored.pop(key, None)
+            if left is not None and self._media_of(key) and len(self._behind) < _MOST_BEHIND:
+                self._behind[key] = left
+        for tier in changes.tiers:
+            for key in tier.removed:
+                if not self._media_of(key):
+                    self._behind.pop(key, None)
+
+    def _media_of(self, key: BlockKey) -> list[str]:
+        """Return where a block is, the nearest first."""
+        return [*[DEVICE] * (key in self._stored), *(medium for medium, keys in self._tiers.items() if key in keys)]
 
     def _snapshot(self) -> bytes:
-        tiers = [TierChanges(medium, [], list(keys)) for medium, keys in self._tiers.items()]
-        changes = CacheChanges(cleared=True, removed=[], stored=list(_parents_first(self._stored)), tiers=tiers)
-        return self._encode(self._events_of(changes))
+        return self._encode(self._present())
+
+    def _present(self) -> Iterator[Any]:
+        """Yield the events that tell a new reader all. That of a block's nearest medium has its tokens, if known."""
+        yield self._event.cleared()
+        blocks = _parents_first({**self._behind, **self._stored})
+        for nearest, there in groupby(blocks, lambda block: self._media_of(block.key)[0]):
+            for chain in _chains(there):
+                yield self._event.stored(chain, nearest)
+        for medium, keys in self._tiers.items():
+            untold = [key for key in keys if key not in self._behind or self._media_of(key)[0] != medium]
+            yield from self._stored_in(medium, untold)
 
     def _encode(self, events: Iterable[Any]) -> bytes:
         """Encode events one by one, so that a large batch does not keep other threads from running."""

@@ -12,6 +12,7 @@ from pdserve.ipc.messages import (
     Batch,
     DecodeAheadEnded,
     Drafted,
+    Fetched,
     LastChunk,
     Leased,
     Pooled,
@@ -25,7 +26,8 @@ from pdserve.ipc.messages import (
 from pdserve.records import FinishReason, TokenLogprobs
 
 Event = (
-    Prefilled
+    Fetched
+    | Prefilled
     | Drafted
     | Scored
     | Pooled
@@ -74,8 +76,8 @@ class RequestEvents:
 
     def dispatch(self, batch: Batch) -> None:
         """Pass on the events of a step in their order: prompts first, then tokens, then what ends with these."""
-        early = batch.reserved, batch.refused, batch.reads, batch.checked, batch.scored, batch.prefilled, batch.pooled
-        self._dispatch(*early, batch.drafted, batch.last_chunks)
+        self._dispatch(batch.fetched, batch.reserved, batch.refused, batch.reads, batch.checked)
+        self._dispatch(batch.scored, batch.prefilled, batch.pooled, batch.drafted, batch.last_chunks)
         for rid, choice, token_id, finish, logprobs in batch.outputs.rows():
             if (handler := self._handlers.get(rid)) is not None:  # else it was closed meanwhile
                 handler.on_token(choice, token_id, finish, logprobs)

@@ -124,7 +124,7 @@ class Prefill(LeasedPrompt):
     def _on_complete(self, part: Leased) -> None:
         """Send the first token of each choice, which comes with the last part."""
         done = self._prefilled
-        self.trace.on_computed(done.queued, done.cached_tokens)
+        self.trace.on_computed(done.queued, done.cached_tokens, self._prompts.engine.status.costs)
         first = pb.FirstTokens(choices=self._samples, cached_tokens=done.cached_tokens, queued_ms=done.queued * 1000)
         self._send(first_tokens=first)
 

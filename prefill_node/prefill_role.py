@@ -104,16 +104,18 @@ class Prefills:
         send: Callable[[pb.PrefillEvent], None],
     ) -> None:
         prefill = Prefill(lease, prompts, trace=trace, send=send)
-        pull = self._pull(request, sampling, prefill.rid) if request.prefix_node else None
+        pull = self._pull(request, sampling, prefill) if request.prefix_node else None
         prefill.submit(request, sampling, decode_ahead=self._decode_ahead, pull=pull)
 
-    def _pull(self, request: pb.PrefillRequest, sampling: SamplingParams, rid: int) -> PrefixPull | None:
+    def _pull(self, request: pb.PrefillRequest, sampling: SamplingParams, prefill: Prefill) -> PrefixPull | None:
         """Return the pull of a prefix; None without a connection to its source, or if the prompt has several choices.
 
         The recurrent state that the choices continue from may be one that a pull leaves no slot for.
         """
         peer = self._peers.find(request.prefix_node)
-        return PrefixPull(self._node, self._peers, peer, request, rid) if peer is not None and sampling.n == 1 else None
+        if peer is None or sampling.n > 1:
+            return None
+        return PrefixPull(self._node, self._peers, peer, request, prefill.rid, prefill.trace.span)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

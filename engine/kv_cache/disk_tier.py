@@ -43,7 +43,7 @@ from pdserve.disk_kv import (
     Outcome,
 )
 from pdserve.ipc.cache_changes import BlockKey, Medium
-from pdserve.ipc.messages import Totals
+from pdserve.ipc.messages import Fetched, Totals
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
 
 _log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class _Read:
     kept: list[tuple[Area, HostEntry]] = field(default_factory=list)
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
+    expected: float = 0.0  # predicted seconds; 0: unknown
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     forgotten: bool = False  # the weights have changed meanwhile
 
@@ -178,8 +179,9 @@ class DiskTier(Tier):
         patience = max(_LEAST_PATIENCE, seconds)
         self._orders.append(DiskOrder(number, DiskWork.READ, tuple(read.names), tuple(read.places), patience))
         read.ordered_at, read.compute = self._clock(), self._host.seconds_to_compute(read.num_tokens)
+        read.expected = self._seconds_to_read(read.size)
         if self._cost and read.compute:
-            expected = read.compute - self._seconds_to_read(read.size) - self._host.seconds_to_fetch(read.size)
+            expected = read.compute - read.expected - self._host.seconds_to_fetch(read.size)
             self._totals.disk_kv_expected_saved_seconds += max(0.0, expected)
         self._reads[number] = read
         self._reading |= dict.fromkeys(read.names, number)
@@ -258,7 +260,7 @@ class DiskTier(Tier):
         if result.order_id in self._late:
             self._late.remove(result.order_id)
         else:
-            self._count_saved(read, succeeded=not (any(result.outcomes) or read.forgotten))
+            self._report(read, succeeded=not (any(result.outcomes) or read.forgotten))
         self._totals.disk_kv_load_bytes += result.num_bytes
         self._totals.disk_kv_load_seconds += result.seconds
         self._drop_kept(read)
@@ -280,10 +282,13 @@ class DiskTier(Tier):
                 del self._reading[name]
         self._stop_waiting(result.order_id)
 
-    def _count_saved(self, read: _Read, *, succeeded: bool) -> None:
-        """Sequences wait for a read no longer: count what that has saved, or lost."""
+    def _report(self, read: _Read, *, succeeded: bool) -> None:
+        """Sequences wait for a read no longer: report that, and count what it has saved, or lost."""
+        seconds, num_tokens = self._clock() - read.ordered_at, read.num_tokens if succeeded else 0
+        fetched = Fetched(read.sequence.rid, Medium.DISK, num_tokens, seconds, read.expected, read.compute)
+        self._events.fetched.append(fetched)
         if read.compute:
-            saved = read.compute * succeeded - (self._clock() - read.ordered_at)
+            saved = read.compute * succeeded - seconds
             self._totals.disk_kv_saved_seconds += max(0.0, saved)
             self._totals.disk_kv_lost_seconds += max(0.0, -saved)
 
@@ -292,7 +297,7 @@ class DiskTier(Tier):
         if number not in self._reads:
             return
         self._late.add(number)
-        self._count_saved(self._reads[number], succeeded=False)
+        self._report(self._reads[number], succeeded=False)
         self._totals.disk_kv_late_reads += 1
         self._stop_waiting(number)
 

@@ -37,6 +37,7 @@ class Fetch:
     size: float = 0.0  # in blocks
     kept: list[tuple[Area, list[int]]] = field(default_factory=list)
     ordered_at: float = 0.0
+    expected: float = 0.0  # predicted seconds; 0: unknown
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     generation: int = 0  # of the weights
     awaited: bool = True  # by its sequence, or for a pull

@@ -39,7 +39,7 @@ from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium
 from pdserve.ipc.kv_events import KVEvents
-from pdserve.ipc.messages import LeaseCached, Mode, Totals
+from pdserve.ipc.messages import Fetched, LeaseCached, Mode, Totals
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
 from pdserve.request_cost import LinearCost
 from pdserve.sampling_params import SamplingParams
@@ -278,9 +278,9 @@ class HostTier(Tier):
         for area, entry in fetch.entries():
             area.host.pin(entry)
         copy_id = next(self._numbers)
-        fetch.compute, predicted = self.seconds_to_compute(fetch.num_tokens), self.seconds_to_fetch(fetch.size)
-        if fetch.compute and predicted:
-            self._totals.host_kv_expected_saved_seconds += max(0.0, fetch.compute - predicted)
+        fetch.compute, fetch.expected = self.seconds_to_compute(fetch.num_tokens), self.seconds_to_fetch(fetch.size)
+        if fetch.compute and fetch.expected:
+            self._totals.host_kv_expected_saved_seconds += max(0.0, fetch.compute - fetch.expected)
         fetch.ordered_at, fetch.generation = self._clock(), self._generation
         self._loads[copy_id] = fetch
         self._copies.append(fetch.copy(copy_id))
@@ -326,10 +326,8 @@ class HostTier(Tier):
         self._cost.add(fetch.size, now - max(fetch.ordered_at, self._measured_at))
         self._measured_at = now
         valid = fetch.generation == self._generation
-        if fetch.compute and fetch.awaited:
-            saved = fetch.compute * (all(right) and valid) - (now - fetch.ordered_at)
-            self._totals.host_kv_saved_seconds += max(0.0, saved)
-            self._totals.host_kv_lost_seconds += max(0.0, -saved)
+        if fetch.awaited:
+            self._report(fetch, now - fetch.ordered_at, succeeded=all(right) and valid)
         outcome = iter(right)
         for part in fetch.parts:
             for place, entry, block in zip(part.places, part.entries, part.blocks, strict=True):
@@ -345,6 +343,15 @@ class HostTier(Tier):
             self._totals.host_kv_hit_tokens += fetch.num_tokens
         if not fetch.awaited:
             self._drop_kept(fetch)
+
+    def _report(self, fetch: Fetch, seconds: float, *, succeeded: bool) -> None:
+        """Report a fetch, and count what it has saved, or lost."""
+        rid, num_tokens = fetch.sequence.rid, fetch.num_tokens if succeeded else 0
+        self._events.fetched.append(Fetched(rid, Medium.HOST, num_tokens, seconds, fetch.expected, fetch.compute))
+        if fetch.compute:
+            saved = fetch.compute * succeeded - seconds
+            self._totals.host_kv_saved_seconds += max(0.0, saved)
+            self._totals.host_kv_lost_seconds += max(0.0, -saved)
 
     def _cache(self, sequence: Sequence, area: Area, place: tuple[int, int], key: BlockKey, block: int) -> None:
         index, group = place

@@ -1,7 +1,7 @@
 """Times one prompt of a peer, as spans and as a log line.
 
-queue ─► prefill ─► first tokens
-            └ lease ──────────────────────► released, aborted or expired
+load, pull ─► queue ─► prefill ─► first tokens
+                          └ lease ──────────────────────► released, aborted or expired
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import logging
 import time
 
 from node.leasing.leases import LeaseState
+from node.load_spans import prefill_attributes, record_fetch
 from pdserve.errors import PdserveError
+from pdserve.ipc.messages import Fetched
 from pdserve.logs import request_fields
+from pdserve.request_cost import StepCosts
 from pdserve.tracing.spans import Span
 
 _log = logging.getLogger(__name__)
@@ -23,53 +26,61 @@ class PromptTrace:
     def __init__(self, request_id: str, num_tokens: int, span: Span, log: bool) -> None:
         self.request_id = request_id
         self._num_tokens = num_tokens
-        self._span = span
+        self.span = span
         self._log = log
         self._arrived_at = time.monotonic()
         self._leased_at = 0.0  # 0: not yet
 
     @property
     def log_fields(self) -> dict[str, object]:
-        return request_fields(self.request_id, self._span.trace_id)
+        return request_fields(self.request_id, self.span.trace_id)
 
     def on_part(self, num_tokens: int, num_blocks: int) -> None:
         """``num_blocks`` more blocks were announced, up to the first ``num_tokens`` of the prompt."""
         self._leased_at = self._leased_at or time.monotonic()
-        self._span.event("announced", {"pdserve.tokens": num_tokens, "pdserve.blocks": num_blocks})
+        self.span.event("announced", {"pdserve.tokens": num_tokens, "pdserve.blocks": num_blocks})
 
-    def on_computed(self, queued: float, cached_tokens: int) -> None:
-        """The first tokens were sampled. The prompt waited ``queued`` seconds for its first step."""
+    def on_fetched(self, fetched: Fetched) -> None:
+        """Cached blocks have come from host memory or disk, or have not."""
+        record_fetch(self.span, fetched)
+
+    def on_computed(self, queued: float, cached_tokens: int, costs: StepCosts) -> None:
+        """The first tokens were sampled. The prompt waited ``queued`` seconds for its first step.
+
+        ``costs`` are this node's.
+        """
         now = time.monotonic()
         begun = min(self._arrived_at + queued, now)
-        self._span.child("queue", start=self._arrived_at).end(begun)
-        self._span.child("prefill", start=begun).end(now)
-        self._span.set({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
+        self.span.child("queue", start=self._arrived_at).end(begun)
+        attributes = prefill_attributes(costs, self._num_tokens - cached_tokens)
+        self.span.child("prefill", attributes, start=begun).end(now)
+        self.span.set({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
         if self._log:
             fields = {"prompt_tokens": self._num_tokens, "cached_tokens": cached_tokens}
             parts = {"queue_seconds": round(queued, 6), "prefill_seconds": round(now - begun, 6)}
             text = "request %s: %d tokens prefilled, %d of them cached: queue %.4f s, prefill %.4f s"
-            extra = request_fields(self.request_id, self._span.trace_id, **fields, **parts)
+            extra = request_fields(self.request_id, self.span.trace_id, **fields, **parts)
             _log.info(text, self.request_id, self._num_tokens, cached_tokens, queued, now - begun, extra=extra)
 
     def on_pulled(self, cached_tokens: int) -> None:
         """The KV of ``cached_tokens`` tokens was found in the prefix cache, and is all that the peer gets."""
-        self._span.set({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
+        self.span.set({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
         if self._log:
             fields = {"prompt_tokens": self._num_tokens, "cached_tokens": cached_tokens}
-            extra = request_fields(self.request_id, self._span.trace_id, **fields)
+            extra = request_fields(self.request_id, self.span.trace_id, **fields)
             text = "request %s: KV of %d of %d tokens is cached for a pull"
             _log.info(text, self.request_id, cached_tokens, self._num_tokens, extra=extra)
 
     def on_failed(self, error: PdserveError) -> None:
-        self._span.child("prefill", start=self._arrived_at).end()
-        self._span.fail(error)
+        self.span.child("prefill", start=self._arrived_at).end()
+        self.span.fail(error)
         if self._log:
-            extra = request_fields(self.request_id, self._span.trace_id, error=type(error).__name__)
+            extra = request_fields(self.request_id, self.span.trace_id, error=type(error).__name__)
             _log.info("request %s: not prefilled: %s", self.request_id, error, extra=extra)
 
     def on_lease_end(self, state: LeaseState) -> None:
         if self._leased_at:
-            self._span.child("lease", {"pdserve.lease.end": state}, start=self._leased_at).end()
+            self.span.child("lease", {"pdserve.lease.end": state}, start=self._leased_at).end()
         if state is LeaseState.EXPIRED:
-            self._span.fail("lease_expired")
-        self._span.end()
+            self.span.fail("lease_expired")
+        self.span.end()

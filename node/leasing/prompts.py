@@ -17,7 +17,7 @@ from node.leasing.leases import Lease, LeaseId, LeaseState, LeaseTable
 from node.leasing.prompt_trace import PromptTrace
 from node.request_events import Event, error_of
 from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
-from pdserve.ipc.messages import Cancel, FreeLease, LeaseCached, Leased, Refused
+from pdserve.ipc.messages import Cancel, Fetched, FreeLease, LeaseCached, Leased, Refused
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
@@ -76,6 +76,8 @@ class LeasedPrompt(Lease):
 
     def on_event(self, event: Event) -> None:
         match event:
+            case Fetched():
+                self.trace.on_fetched(event)
             case Leased() if self._prompts.announce(self, event.last):
                 self._on_part(event)
             case Refused():

@@ -55,6 +55,11 @@ class HandoffExecutor(ABC):
     def _confirm(self, confirmed: KVConfirmed) -> None:
         """Have the engine use what it has read."""
 
+    @property
+    def _seconds(self) -> float:
+        """Seconds since the prompt was sent to the peer; 0: it was not."""
+        return 0.0 if self._handoff is None else time.monotonic() - self._handoff.sent_at
+
     def _wake_at(self, when: float) -> None:
         """Set the timer, whose event is None, to a time of ``time.monotonic``; infinity stops it."""
         if self._timer is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from node.context import NodeContext
+from node.load_spans import pull_attributes
 from node.reading.handoff import Event, Handoff, ReadFailed
 from node.reading.handoff_executor import HandoffExecutor
 from node.reading.peer import KVPeer
@@ -27,6 +28,7 @@ from pdserve.records import TOKEN_BYTES
 from pdserve.request_cost import pull_deadline, worth_pulling
 from pdserve.rpc.protobuf import sampling_to_pb
 from pdserve.sampling_params import SamplingParams
+from pdserve.tracing.spans import NO_SPAN, Attributes, Span, SpanKind
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,16 +39,28 @@ _NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0)  # the source compute
 class PrefixPull(HandoffExecutor):
     """One pull, from the reservation of blocks to its end. It begins with the engine's first event."""
 
-    def __init__(self, node: NodeContext, peers: KVPeers, peer: KVPeer, request: pb.PrefillRequest, rid: int) -> None:
-        """``request`` is the prompt, with its source and how much that is expected to have; ``rid`` is the engine's."""
+    def __init__(
+        self,
+        node: NodeContext,
+        peers: KVPeers,
+        peer: KVPeer,
+        request: pb.PrefillRequest,
+        rid: int,
+        parent: Span,
+    ) -> None:
+        """``request`` is the prompt, with its source and how much that is expected to have; ``rid`` is the engine's.
+
+        ``parent`` is the span of the prompt on this node.
+        """
         super().__init__(node.engine)
         self._node = node
         self._peers = peers
         self._peer = peer
         self._request = request
         self._rid = rid
+        self._parent = parent
+        self._span = NO_SPAN
         self._cached_tokens = 0  # here
-        self._sent_at = 0.0  # 0: nothing was asked of the source
         self._ended = False
 
     def on_engine_event(self, event: Reserved | ReadEnded | ReadChecked) -> None:
@@ -62,6 +76,7 @@ class PrefixPull(HandoffExecutor):
         """End the pull, as its prompt has ended. Idempotent."""
         if not self._ended:
             self._ended = True
+            self._span.end()
             self._give_up()
 
     def _guard(self, step: Callable[[T], None], value: T) -> None:
@@ -80,15 +95,18 @@ class PrefixPull(HandoffExecutor):
         """Ask the source, if the tokens that it is expected to have are worth it."""
         request = self._request
         most = len(request.token_ids) // TOKEN_BYTES - 1  # this node samples, so it computes the last token
-        missing = min(request.prefix_tokens, most) - cached_tokens
+        missing = max(0, min(request.prefix_tokens, most) - cached_tokens)
         costs, now = self._peers.costs, time.monotonic()
-        if missing <= 0 or not worth_pulling(costs, missing):
+        expected: Attributes = {"pdserve.pull.node": request.prefix_node, **pull_attributes(costs, missing)}
+        if not missing or not worth_pulling(costs, missing):
+            self._parent.event("no pull", expected)
             self._continue()
             return
         stream = self._stream = self._peer.stream
         if stream is None:
             raise PeerError(f"{self._peer.address} was lost while the request waited for KV blocks")
         self._cached_tokens = cached_tokens
+        self._span = self._parent.child("pull", expected, SpanKind.CLIENT)
         pull = pb.PrefillRequest(
             request_id=request.request_id,
             token_ids=request.token_ids[: most * TOKEN_BYTES],
@@ -96,13 +114,12 @@ class PrefixPull(HandoffExecutor):
             cache_salt=request.cache_salt,
             skip_tokens=cached_tokens,
             timeout_ms=request.timeout_ms,
-            traceparent=request.traceparent,
-            tracestate=request.tracestate,
+            traceparent=self._span.traceparent,
+            tracestate=self._span.tracestate,
             cached_only=True,
             kv_layers=self._node.config.kv_layers_with(stream.peer.other_drafts),
         )
         number = stream.prefill(pull, self.on_event)
-        self._sent_at = now
         self._handoff = Handoff(
             self._rid,
             number,
@@ -123,7 +140,9 @@ class PrefixPull(HandoffExecutor):
     def _confirm(self, confirmed: KVConfirmed) -> None:
         self._ended = True
         num_tokens = confirmed.num_tokens - self._cached_tokens
-        self._peers.metrics.count_pull(num_tokens, self._peers.costs, time.monotonic() - self._sent_at)
+        self._peers.metrics.count_pull(num_tokens, self._peers.costs, self._seconds)
+        self._span.set({"pdserve.pull.tokens": max(0, num_tokens)})
+        self._span.end()
         self._engine.send(confirmed)
 
     def _continue(self) -> None:
@@ -136,7 +155,9 @@ class PrefixPull(HandoffExecutor):
             return
         self._ended = True
         self._peers.metrics.pull_failures.inc()
-        self._peers.metrics.count_failed_pull(error, time.monotonic() - self._sent_at if self._sent_at else 0.0)
+        self._peers.metrics.count_failed_pull(error, self._seconds)
+        self._span.fail(error)
+        self._span.end()
         _log.info("request %s is computed without its pull: %s", self._request.request_id or self._rid, error)
         self._give_up()
         if isinstance(error, ReadFailed):

@@ -43,7 +43,7 @@ from msgspec import Meta
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
-from pdserve.ipc.cache_changes import CacheChanges
+from pdserve.ipc.cache_changes import CacheChanges, Medium
 from pdserve.kv import KVLayout
 from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResult, TokenLogprobs
@@ -350,6 +350,17 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int  # a multiple of block_size, less than the prompt's length
 
 
+class Fetched(msgspec.Struct, frozen=True, array_like=True):
+    """Cached blocks of a request that waits for them have come from a tier behind the prefix cache, or have not."""
+
+    rid: int
+    medium: Medium
+    num_tokens: int  # that need not be computed; 0: it failed, or was given up
+    seconds: float  # that it took
+    expected: float  # seconds, as predicted; 0: unknown
+    computing: float  # seconds to compute as many tokens, as predicted; 0: unknown
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True):
     """A request that is not served. ``kind`` is the name of a class in pdserve.errors."""
 
@@ -504,6 +515,7 @@ class Batch(msgspec.Struct, tag=True):
     outputs: OutputTokens = msgspec.field(default_factory=OutputTokens)
     last_chunks: list[LastChunk] = []
     decode_ahead_ended: list[DecodeAheadEnded] = []  # applies after the outputs
+    fetched: list[Fetched] = []
     reserved: list[Reserved] = []
     refused: list[Refused] = []
     reads: list[ReadEnded] = []

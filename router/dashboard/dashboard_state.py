@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from pdserve import __version__
 from router.dashboard import live
-from router.dashboard.node_rates import NodeHistory, sum_handoffs
+from router.dashboard.node_rates import Reader, live_reads
 from router.dashboard.status_poller import Key, StatusPoller
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 from router.fleet.node_client import NodeClient
@@ -90,22 +90,19 @@ class DashboardState:
     def _live_now(self) -> live.LiveNow:
         nodes = [self._live_node(node) for node in self._nodes]
         nodes.sort(key=lambda node: (node.role != "prefill", node.state == "ready", node.name, node.address))
-        names = {node.address: node.name or node.address for node in nodes if node.role != "decode"}
-        connections: list[live.LiveConnection] = []
-        decodes: list[NodeHistory] = []
-        for (role, address), history in self._poller.histories.items():
-            if role != "prefill" and history.has_rates:
-                decodes.append(history)
-                _, name, _ = self._last_seen.get((role, address), (0.0, address, ""))
-                connections += history.connections(name, names)
-        connections.sort(key=lambda each: (each.transport != "none", -each.byte_rate, each.prefill, each.decode))
-        exposed = self._poller.exposed.quantiles()
+        names = {node.address: node.name or node.address for node in nodes}
+        readers = [
+            Reader(key[0], self._last_seen.get(key, (0.0, key[1], ""))[1], history)
+            for key, history in self._poller.histories.items()
+            if history.has_rates
+        ]
+        handoffs, connections = live_reads(readers, names, self._poller.exposed.quantiles())
         return live.LiveNow(
             version=_VERSION,
             models=[self._live_model(name, nodes) for name in self._models],
             traffic=self._traffic.traffic(),
             nodes=nodes,
-            handoffs=sum_handoffs(decodes, connections, exposed) if decodes else None,
+            handoffs=handoffs,
             connections=connections[:_MAX_CONNECTIONS],
             num_connections=len(connections),
             num_connected=sum(each.transport != "none" for each in connections),

@@ -51,7 +51,7 @@ class LiveNodeStats(msgspec.Struct, frozen=True):
     output_token_rate: float
     cached_share: float | None  # share of prompt tokens in the node's prefix cache
     host_share: float | None  # share of prompt tokens whose KV came from host memory; also in ``cached_share``
-    pulled_share: float | None  # share of prompt tokens whose KV came from a peer's cache; moved streams count too
+    pulled_share: float | None  # the same from a peer's cache, moved streams included; not in ``cached_share``
     tokens_per_drafted_decode: float | None  # of a sequence whose decode verifies drafts
     acceptance: float | None  # share of drafts that are right
 
@@ -91,10 +91,13 @@ class LiveHandoffs(msgspec.Struct, frozen=True):
 
 
 class LiveConnection(msgspec.Struct, frozen=True):
-    """KV reads of a decode node from a prefill node, over about 10 s. Nodes without a known name show an address."""
+    """KV reads of a node from another one, over about 10 s. Nodes without a known name show an address.
 
-    prefill: str
-    decode: str
+    Prefill nodes read in pulls only; they are here while they do.
+    """
+
+    prefill: str  # the source: a decode node in some pulls
+    decode: str  # the reader: likewise a prefill node
     transport: str  # "none": not connected
     byte_rate: float
     throughput: float | None  # bytes per second of reading time

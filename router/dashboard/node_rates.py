@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -120,8 +121,8 @@ class NodeHistory:
             acceptance=accepted / drafts if drafts else None,
         )
 
-    def connections(self, decode: str, names: Mapping[str, str]) -> list[LiveConnection]:
-        """Connections of the decode node ``decode``; ``names`` are prefill nodes' names by address."""
+    def connections(self, reader: str, names: Mapping[str, str]) -> list[LiveConnection]:
+        """Connections of the node ``reader`` to those that it reads from; ``names`` are names of nodes by address."""
         first, last = self._samples[0], self._samples[-1]
         elapsed = last.at - first.at
         found: list[LiveConnection] = []
@@ -131,7 +132,7 @@ class NodeHistory:
             found.append(
                 LiveConnection(
                     prefill=names.get(address, address),
-                    decode=decode,
+                    decode=reader,
                     transport=peer.transport,
                     byte_rate=max(0.0, num_bytes) / elapsed,
                     throughput=num_bytes / seconds if num_bytes > 0 and seconds > 0 else None,
@@ -162,6 +163,35 @@ class ExposedLatency:
         per_bucket = [totals[high] - totals[low] for low, high in zip([-inf, *bounds], bounds, strict=False)]
         finite = [bound for bound in bounds if bound < inf]
         return Quantiles(*(quantile(finite, per_bucket, share) for share in (0.5, 0.99))) if finite else Quantiles()
+
+
+class Reader(NamedTuple):
+    """A node that may read from others; its history has rates."""
+
+    role: str
+    name: str
+    history: NodeHistory
+
+
+def live_reads(
+    readers: Iterable[Reader], names: Mapping[str, str], exposed: Quantiles
+) -> tuple[LiveHandoffs | None, list[LiveConnection]]:
+    """Return the handoffs of all nodes that decode, None without any, and the connections: broken ones, then busy ones.
+
+    ``names`` are names of nodes by address. Connections of prefill nodes are there while these pull.
+    """
+    decodes, connections, pulling = list[NodeHistory](), list[LiveConnection](), list[LiveConnection]()
+    for role, name, history in readers:
+        found = history.connections(name, names)
+        if role == "prefill":
+            pulling += [each for each in found if each.byte_rate]
+        else:
+            decodes.append(history)
+            connections += found
+    handoffs = sum_handoffs(decodes, connections, exposed) if decodes else None
+    connections += pulling
+    connections.sort(key=lambda each: (each.transport != "none", -each.byte_rate, each.prefill, each.decode))
+    return handoffs, connections
 
 
 def sum_handoffs(

@@ -26,7 +26,7 @@ from router.fleet.policy import (
     Placement,
     PolicyRequest,
     RoutingHint,
-    cheapest_options,
+    compared_options,
     no_serving_node,
     pooling_node,
     typical_costs,
@@ -198,7 +198,8 @@ class Fleet:
         self._account(request, placement, decode, prefill)
         placed = _placed(message, placement.decode)
         if message.traceparent and self._policy == PREFIX_AWARE:
-            placed["pdserve.placement.options"] = [str(option) for option in cheapest_options(snapshot, request)]
+            options = compared_options(snapshot, request, placement)
+            placed["pdserve.placement.options"] = [str(option) for option in options]
         return NodeCall(view, decode.stream, number, decode, prefill, placed)
 
     def move(self, message: pb.Generate, handler: OutputHandler, to: Placement, num_tokens: int) -> NodeCall:

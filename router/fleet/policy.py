@@ -17,7 +17,7 @@ from pdserve.errors import Overloaded
 from pdserve.request_cost import LinearCost, PromptTimes, RequestLoad, StepCosts
 
 _MOST_SOURCES = 4  # of a pull, that are considered
-_MOST_OPTIONS = 4  # in a trace
+_MOST_OPTIONS = 6  # in a trace
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
 
 
@@ -176,15 +176,24 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     return Placement(best.node.node_id, prefill, best.source.node.node_id, best.source.num_tokens)
 
 
-def cheapest_options(snapshot: FleetSnapshot, request: PolicyRequest) -> list[Option]:
-    """Return the ways that ``prefix_aware`` compares: the cheapest, and each that pulls also without its pull."""
+def compared_options(snapshot: FleetSnapshot, request: PolicyRequest, chosen: Placement) -> list[Option]:
+    """Return ways that ``prefix_aware`` has compared: what was chosen, others of the same D, then the cheapest ones.
+
+    Each that pulls is there also without its pull.
+    """
     options = []
-    for way in nsmallest(_MOST_OPTIONS, _candidates(snapshot, request), key=lambda way: way.seconds):
+    for way in _candidates(snapshot, request):
         prefill = None if way.prefill is None else way.prefill.node_id
         if way.source is not None:
             options.append(Option(way.seconds, way.node.node_id, prefill, way.source.node.node_id))
         options.append(Option(way.seconds + way.saved, way.node.node_id, prefill, None))
-    return options
+
+    def rank(option: Option) -> tuple[bool, bool, bool, float]:
+        other_decode, other_prefill = option.decode != chosen.decode, option.prefill != chosen.prefill
+        other_nodes = other_decode or other_prefill
+        return other_nodes or option.source != chosen.source, other_nodes, other_decode, option.seconds
+
+    return nsmallest(_MOST_OPTIONS, options, key=rank)
 
 
 def _candidates(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Candidate]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 
 import pytest
+from collector import Collector
 
+from node.load_spans import record_fetch
 from pdserve.errors import ConfigError
+from pdserve.ipc.cache_changes import Medium
+from pdserve.ipc.messages import Fetched
 from pdserve.tracing.spans import NO_SPAN, SpanKind
 from pdserve.tracing.trace_flags import collector_url, make_tracer
 from router.options import parse_options
@@ -49,3 +53,15 @@ def test_process_without_traces_forwards_span_contexts() -> None:
     assert (span.traceparent, span.tracestate) == CONTEXT
     assert tracer.continue_span("decode node", "", "") is NO_SPAN
     assert tracer.begin("POST /", [(b"traceparent", CONTEXT[0].encode())]) is NO_SPAN
+
+
+def test_load_is_a_span_of_the_measured_time_with_the_predicted_ones() -> None:
+    with Collector() as collector:
+        tracer = make_tracer(collector_url(collector.url), "decode", "d0")
+        span = tracer.continue_span("decode node", *CONTEXT, {"pdserve.request_id": "r"})
+        record_fetch(span, Fetched(1, Medium.HOST, 96, seconds=0.25, expected=0.0, computing=0.5))
+        span.end()
+        tracer.close()
+        load = collector.wait("r", "load", root_name="decode node").child("load")
+    assert load.attributes == {"pdserve.load.medium": "CPU", "pdserve.load.tokens": 96, "pdserve.load.computing": 0.5}
+    assert (load.end - load.start) / 1e9 == pytest.approx(0.25)

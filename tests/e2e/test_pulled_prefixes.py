@@ -8,9 +8,11 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
+from collector import Collector
 from fleet import Fleet, NodeProcess, add_tokenizer
 from node_client import PrefillClient, PrefillFailed, RouterClient, greedy
 
@@ -93,8 +95,18 @@ def expected(model: Path) -> Callable[[list[int]], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with start(model, tmp_path_factory.mktemp("listed") / "nodes", 2, SLOW, SIMULATED) as fleet:
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Fleet]:
+    traces, listed = ["--traces", collector.url], tmp_path_factory.mktemp("listed") / "nodes"
+    with (
+        mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "20"}),
+        start(model, listed, 2, [*SLOW, *traces], [*SIMULATED, *traces]) as fleet,
+    ):
         yield fleet
 
 
@@ -131,6 +143,31 @@ def test_p_pulls_the_history_from_d_and_from_another_p(
     assert found.cached_tokens == second.counter("pulled_tokens") == cached
     assert decode.counter("pulled_tokens") == decode.counter("handoff_failures") == 0
     assert [node.counter("pull_failures") for node in fleet.nodes] == [0, 0, 0]
+
+
+def test_traces_show_what_a_pull_was_to_take_and_has_taken(
+    fleet: Fleet, router: RouterClient, collector: Collector
+) -> None:
+    """The source's span is below that of the pull."""
+    (first, _), (decode,) = fleet.prefill, fleet.decode
+    before = history(router, 14)
+    cached, turn = full_blocks(len(before) - 1), before + new_prompt(40, 15)
+    named = {"prefix_node": id_of(decode), "prefix_tokens": cached}
+    for trace, prompt, ended in (("a" * 32, turn, "pull"), ("b" * 32, turn[:-1], "prefill")):
+        context = {"traceparent": f"00-{trace}-{'1' * 16}-01"}
+        router.generate(prompt, greedy(2), id_of(first), **named, **context)
+        root = collector.wait(trace, "decode node", "lease", ended, root_name="decode node")
+        at_p = root.child("handoff").child("prefill node")
+        if ended == "prefill":
+            assert "no pull" in at_p.events, "the prefix is cached here since the first request"
+            continue
+        pull, prefill = at_p.child("pull"), at_p.child("prefill").attributes
+        assert prefill["pdserve.prefill.tokens"] == len(prompt) - cached
+        assert pull.child("prefill node").attributes["gen_ai.usage.cache_read.input_tokens"] == cached
+        assert pull.attributes["pdserve.pull.tokens"] == pull.attributes["pdserve.pull.expected_tokens"] == cached
+        assert pull.attributes["pdserve.pull.node"] == id_of(decode)
+        assert 0.0 < pull.attributes["pdserve.pull.expected"] < pull.attributes["pdserve.pull.computing"]
+        assert prefill["pdserve.prefill.expected"] > 0.0
 
 
 def test_d_pulls_the_prefix_of_a_new_prompt(

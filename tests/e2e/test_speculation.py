@@ -173,7 +173,7 @@ def test_answers_of_recurrent_layers_are_the_same(prefill: str, decode: str, tmp
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("model", "source"), [(LLAMA, "lookup"), (MIMO, "mtp")])
 def test_v2_answers_are_those_of_v1(model: Model, source: str, tmp_path: Path) -> None:
-    wanted = [*bodies(5)[1::3], bodies(5)[-1]]  # few: an interpreter executes the kernels of V2
+    wanted = [each | {"max_tokens": 16} for each in (*bodies(5)[1::3], bodies(5)[-1])]  # few, as an interpreter is slow
     with Served(model, tmp_path / "v1") as served:
         expected = answers(served.fleet, wanted)
     flags, speculating = ("--block-size", "16"), [f"1 {source}"]

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 from fast_set import sampled
-from kv_event_reader import CacheCopy
 from slow_disk import Files, SlowDisk
 from slow_host_memory import SlowHostMemory
 from tiered_node import ask, memory_of, rest, words
 from toy import reference
 from toy_node import BLOCK, Node
 
-from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.disk_tier import DiskTier
-from node.kv_events import EventLog, GroupKind, short_hash
 from pdserve.disk_kv import BlockName, DiskOrder, DiskWork
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
-from pdserve.ipc.cache_changes import BlockKey
-from pdserve.ipc.messages import Batch, Cancel, Mode, UseWeights
+from pdserve.ipc.cache_changes import Medium
+from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, UseWeights
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(30, 8)  # blocks of host memory: two prompts of 50 tokens
@@ -110,16 +106,30 @@ def test_saved_and_lost_time_is_counted() -> None:
     now = 0.0
     node = filled(seconds=lambda plan: 1e-3 * plan.num_tokens)
     tier_of(node)._clock = lambda: now
-    totals = node.scheduler.totals
+    totals, reported, step = node.scheduler.totals, list[Fetched](), node.step
+
+    def recorded() -> Batch:
+        batch = step()
+        reported.extend(batch.fetched)
+        return batch
+
+    node.step = recorded  # type: ignore[method-assign]
     order = begin_read(node, 7, words(1))
     now += 0.01
     rest(node)
-    assert totals.disk_kv_saved_seconds == pytest.approx(len(order.names) * BLOCK * 1e-3 - 0.01)
+    num_tokens = len(order.names) * BLOCK
+    assert totals.disk_kv_saved_seconds == pytest.approx(num_tokens * 1e-3 - 0.01)
     assert totals.host_kv_saved_seconds > 0.0
+    disk, host = reported
+    assert (disk.rid, disk.medium, disk.num_tokens) == (7, Medium.DISK, num_tokens)
+    assert (disk.seconds, disk.expected, disk.computing) == pytest.approx((0.01, 0.0, num_tokens * 1e-3))
+    assert (host.rid, host.medium, host.num_tokens) == (7, Medium.HOST, num_tokens)
     begin_read(node, 8, words(2))
     now += 1.0
     rest(node)
     assert totals.disk_kv_lost_seconds > 0.5
+    assert [each.medium for each in reported[2:]] == [Medium.DISK, Medium.HOST]
+    assert 0.0 < reported[2].expected < reported[2].computing < reported[2].seconds == pytest.approx(1.0)
     assert 0.0 < totals.disk_kv_expected_saved_seconds < 0.1
     node.close()
 
@@ -236,45 +246,6 @@ def test_node_reports_what_it_has_anywhere() -> None:
 
 
 # ---------------------------------------------------------------- faults
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kv_events_name_the_tier_that_has_a_block(kind: str) -> None:
-    node, recorder, chance = make_node(**KINDS[kind]), NetChanges(), random.Random(2)
-    node.scheduler.connector.record_cache(recorder)
-    num_groups = node.scheduler.pool.groups.num_groups
-    log, copy, late = EventLog([GroupKind("any", None)] * (num_groups + 1), BLOCK), CacheCopy(), CacheCopy()
-    areas = [area for area in tier_of(node)._host.areas if area is not None]
-    most: dict[str, int] = {}
-    step = node.step
-
-    def recorded() -> Batch:
-        batch = step()
-        for changes in batch.cache_changes:
-            copy.take(*log.add(changes))
-        return batch
-
-    node.step = recorded  # type: ignore[method-assign]
-    for rid in range(1, 30):
-        ask(node, rid, words(chance.randrange(12)))
-        for changes in recorder.take():
-            copy.take(*log.add(changes))
-        tiers: dict[str, list[Iterable[BlockKey]]] = {
-            "CPU": [area.host._entries for area in areas],
-            "STORAGE": [tier_of(node)._parts[area].index._found for area in areas],
-        }
-        for medium, parts in tiers.items():
-            keys = [(group or number * num_groups, each) for number, part in enumerate(parts) for group, each in part]
-            assert copy.tiers.get(medium, set()) == {(group, short_hash(each)) for group, each in keys}
-            most[medium] = max(most.get(medium, 0), len(keys))
-    assert most["STORAGE"] > most["CPU"] > 3
-    late.take(log.next_number - 1, log._snapshot())
-    assert (late.blocks.keys(), late.tiers) == (copy.blocks.keys(), copy.tiers)
-    node.scheduler.forget_cached()
-    for changes in recorder.take():
-        copy.take(*log.add(changes))
-    assert not any(copy.tiers.values())
-    node.close()
 
 
 def files_of(node: Node, prompt: list[int]) -> list[BlockName]:

@@ -6,7 +6,10 @@ import pytest
 from node_client import RouterClient, greedy
 from node_fleet import Nodes
 
+from node.reading.reading_metrics import ReadingMetrics
+from pdserve.errors import LeaseRevoked
 from pdserve.metrics import FastHistogram, flat, series
+from pdserve.request_cost import HANDOFF_SECONDS, LinearCost, StepCosts
 
 
 def test_kv_reads_are_counted_by_peer(nodes: Nodes) -> None:
@@ -42,3 +45,27 @@ def test_series_and_histograms_are_in_prometheus_notation() -> None:
         "a_seconds_sum": pytest.approx(4.1),
         "a_seconds_count": 3,
     }
+
+
+def test_pulls_count_the_time_that_they_save_or_lose() -> None:
+    """A token takes a millisecond to compute, and a tenth of that to read."""
+    costs = StepCosts(prompt=LinearCost(0.0, 1e-3), read=LinearCost(0.0, 1e-4))
+    metrics = ReadingMetrics()
+
+    def added() -> list[float]:
+        before = dict(counted)
+        counted.update(flat(metrics.collect()))
+        names = [f"pdserve_pull_{name}_seconds_total" for name in ("expected_saved", "saved", "lost")]
+        return [counted[name] - before.get(name, 0.0) for name in names]
+
+    counted: dict[str, float] = {}
+    metrics.count_pull(1000, costs, 0.3)
+    assert added() == pytest.approx([0.9 - HANDOFF_SECONDS, 0.7, 0.0])
+    metrics.count_pull(1000, costs, 1.2)
+    assert added() == pytest.approx([0.9 - HANDOFF_SECONDS, 0.0, 0.2])
+    metrics.count_pull(0, costs, 0.1)
+    assert added() == pytest.approx([0.0, 0.0, 0.1])
+    metrics.count_failed_pull(LeaseRevoked("taken back"), 0.4)
+    assert added() == pytest.approx([0.0, 0.0, 0.4])
+    metrics.count_pull(1000, StepCosts(), 0.5)
+    assert added() == [0.0, 0.0, 0.0], "nothing is known about computing"

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from pdserve.metrics import FastHistogram, labels_of, quantile, series, subdivided
 from pdserve.pb import pdserve_pb2 as pb
-from router.dashboard.node_rates import NAMES, ExposedLatency, NodeHistory, parse_status, sum_handoffs
+from router.dashboard.node_rates import (
+    NAMES,
+    ExposedLatency,
+    NodeHistory,
+    Reader,
+    live_reads,
+    parse_status,
+    sum_handoffs,
+)
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)
@@ -141,6 +149,25 @@ def test_two_status_samples_give_rates() -> None:
     assert handoffs.total == 20
     assert handoffs.exposed.p50 == pytest.approx(0.01)
     assert handoffs.exposed.p99 == pytest.approx(0.0982)
+
+
+def test_connections_of_prefill_nodes_are_shown_while_they_pull() -> None:
+    def reading(reads: int, peer: str) -> NodeHistory:
+        history = NodeHistory()
+        for second in range(2):
+            history.add(parse_status(second, "e", status(second * reads, peer)))
+        return history
+
+    readers = [
+        Reader("decode", "d", reading(1, "a:1")),
+        Reader("prefill", "p", reading(2, "a:2")),
+        Reader("prefill", "idle", reading(0, "a:2")),
+    ]
+    handoffs, connections = live_reads(readers, {"a:1": "p", "a:2": "d"}, ExposedLatency().quantiles())
+    assert [(each.prefill, each.decode) for each in connections] == [("d", "p"), ("p", "d")]
+    assert handoffs is not None
+    assert handoffs.byte_rate == pytest.approx(1e9), "pulls are no handoffs"
+    assert live_reads(readers[1:], {}, ExposedLatency().quantiles())[0] is None
 
 
 def test_another_epoch_resets_the_history() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from router.fleet.policy import (
     Placement,
     Policy,
     PolicyRequest,
-    cheapest_options,
+    compared_options,
     least_loaded,
     prefix_aware,
     prompt_shares,
@@ -268,12 +270,34 @@ def test_free_prefill_node_pulls_from_a_busy_one() -> None:
 def test_options_of_a_trace_have_what_was_chosen_and_the_same_without_a_pull() -> None:
     nodes = (decode("d0", requests=60, decoding=60), reading_prefill("p0", "d0"))
     snapshot, ask = FleetSnapshot("m", nodes), PolicyRequest(12_000, {"d0": 11_008})
-    chosen, options = prefix_aware(snapshot, ask), cheapest_options(snapshot, ask)
+    chosen = prefix_aware(snapshot, ask)
+    options = compared_options(snapshot, ask, chosen)
     assert (options[0].decode, options[0].prefill, options[0].source) == (chosen.decode, chosen.prefill, chosen.source)
     assert options[1][1:] == (chosen.decode, chosen.prefill, None)
     assert options[0].seconds < options[1].seconds
     assert all(option.seconds >= options[0].seconds for option in options)
     assert str(options[0]).endswith("s: decode on d0, prefill on p0, pulled from d0")
+
+
+def test_options_of_a_trace_begin_with_what_was_chosen_in_any_fleet() -> None:
+    """Then come those of the same decode node, and few others."""
+    chance = random.Random(1)
+    for _ in range(50):
+        nodes = tuple(decode(f"d{index}", decoding=chance.randrange(60)) for index in range(20))
+        nodes += tuple(reading_prefill(f"p{index}", "d1", "d2") for index in range(chance.randrange(4)))
+        objective = chance.choice([math.inf, 0.2, 0.001])
+        snapshot = FleetSnapshot("m", nodes, counter=chance.randrange(9))
+        ask = PolicyRequest(12_000, {"d1": 11_008}, ttft=objective, tpot=objective / 10)
+        chosen = prefix_aware(snapshot, ask)
+        options = compared_options(snapshot, ask, chosen)
+        assert (options[0].decode, options[0].prefill, options[0].source) == (
+            chosen.decode,
+            chosen.prefill,
+            chosen.source,
+        )
+        same = [option.decode == chosen.decode for option in options]
+        assert same == sorted(same, reverse=True)
+        assert len(options) == 6
 
 
 def test_decode_node_pulls_what_it_computes_itself() -> None:

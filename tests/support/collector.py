@@ -110,27 +110,27 @@ class Collector:
         with self._lock:
             return {span.raw.trace_id.hex() for span in self._spans}
 
-    def wait(self, name: str, *ended: str) -> Span:
+    def wait(self, name: str, *ended: str, root_name: str = "POST") -> Span:
         """Wait for a request's root span and for spans of all names in ``ended``; return the root span.
 
-        ``name`` is the request id or the trace id.
+        ``name`` is the request id or the trace id. ``root_name`` is how the name of the root begins.
         """
         end = time.monotonic() + _WAIT_SECONDS
         while True:
-            root = self._find(name)
+            root = self._find(name, root_name)
             names = [span.name for span in root.walk()] if root is not None else []
             if root is not None and {*ended} <= {*names}:
                 return root
             assert time.monotonic() < end, f"trace {name} has spans {names}, expected {ended}"
             time.sleep(0.02)
 
-    def _find(self, name: str) -> Span | None:
+    def _find(self, name: str, root_name: str) -> Span | None:
         """Return the root span with all spans below it that have arrived so far."""
         with self._lock:
             spans = [Span(span.raw, span.resource, []) for span in self._spans]
         for root in spans:
             names = root.raw.trace_id.hex(), root.attributes.get("pdserve.request_id")
-            if root.service == "pdserve-router" and root.name.startswith("POST") and name in names:
+            if root.name.startswith(root_name) and name in names:
                 trace = [span for span in spans if span.raw.trace_id == root.raw.trace_id]
                 by_id = {span.raw.span_id: span for span in trace}
                 for span in sorted(trace, key=lambda span: span.start):

@@ -94,10 +94,9 @@ class CacheCopy:
         kv_cache_spec_sliding_window: int | None,
     ) -> None:
         if medium != "GPU":
-            assert (parent_block_hash, token_ids, extra_keys) == (None, [], None)
-            added = {(group_idx, number) for number in block_hashes}
-            assert not added & self.tiers.setdefault(medium, set())
-            self.tiers[medium] |= added
+            self.tiers.setdefault(medium, set()).update((group_idx, number) for number in block_hashes)
+        if not token_ids:
+            assert (medium != "GPU", parent_block_hash, extra_keys) == (True, None, None)
             return
         assert len(token_ids) == block_size * len(block_hashes)
         salt, prefix = "", cast("tuple[int, ...] | None", ())
@@ -112,7 +111,13 @@ class CacheCopy:
                 prefix = (*prefix, *token_ids[index * block_size : (index + 1) * block_size])
             self._prefixes[number] = salt, prefix
             known = KnownBlock(salt, prefix, kv_cache_spec_kind, kv_cache_spec_sliding_window)
-            self.blocks[group_idx, number] = known
+            if medium == "GPU":
+                self.blocks[group_idx, number] = known
+
+    @property
+    def unknown(self) -> set[tuple[int, int]]:
+        """Blocks behind the prefix cache whose tokens no event had."""
+        return {key for keys in self.tiers.values() for key in keys if key[1] not in self._prefixes}
 
     @property
     def num_unreachable(self) -> int:

@@ -1,0 +1,37 @@
+"""What a trace says about KV that was loaded, pulled or computed: tokens, and seconds as predicted. docs/traces.md.
+
+The duration of a span is what was measured. Values that are not known yet are left out.
+"""
+
+from __future__ import annotations
+
+import time
+
+from pdserve.ipc.messages import Fetched
+from pdserve.request_cost import StepCosts, pull_seconds
+from pdserve.tracing.spans import Attributes, Span, Value
+
+
+def record_fetch(span: Span, fetched: Fetched) -> None:
+    """Record a load from host memory or disk that has just ended."""
+    now = time.monotonic()
+    attributes: Attributes = {"pdserve.load.medium": fetched.medium, "pdserve.load.tokens": fetched.num_tokens}
+    times = _known("pdserve.load.", expected=fetched.expected, computing=fetched.computing)
+    span.child("load", {**attributes, **times}, start=now - fetched.seconds).end(now)
+
+
+def pull_attributes(costs: StepCosts, num_tokens: int) -> dict[str, Value]:
+    """Return the predictions for a pull of ``num_tokens`` tokens by a node of these costs."""
+    expected = pull_seconds(costs, num_tokens) if costs.read else 0.0
+    times = _known("pdserve.pull.", expected=expected, computing=costs.prompt.slope * num_tokens)
+    return {"pdserve.pull.expected_tokens": num_tokens, **times}
+
+
+def prefill_attributes(costs: StepCosts, num_tokens: int) -> dict[str, Value]:
+    """Return the size of a prompt that was computed, and the prediction for a node that does nothing else."""
+    expected = costs.prompt.at(num_tokens) if costs.prompt else 0.0
+    return {"pdserve.prefill.tokens": num_tokens, **_known("pdserve.prefill.", expected=expected)}
+
+
+def _known(prefix: str, **seconds: float) -> dict[str, Value]:
+    return {f"{prefix}{name}": value for name, value in seconds.items() if value}
