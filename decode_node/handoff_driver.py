@@ -7,8 +7,8 @@ reserved ─► worth it? ─► prefill at P ─► first tokens ─► last pa
          prefill on D   ◄────┴──────────────────────────────────────┴────────────┘   (recompute; or an error)
 
 P is the prefill node. In a pull it computes nothing, and its last part may end before the prompt. If P drains before it
-has announced a part, another P gets the prompt. If all choices end with the tokens that P samples, the request is over,
-and the handoff is abandoned.
+has announced a part or sent first tokens, another P gets the prompt. If all choices end with the tokens that P samples,
+the request is over, and the handoff is abandoned.
 """
 
 from __future__ import annotations
@@ -209,14 +209,14 @@ class HandoffDriver(HandoffExecutor):
         self._generation.trace.on_confirmed()
 
     def _fail(self, error: PdserveError) -> None:
-        """Try another P if this one drains and has announced nothing; else apply the failure policy."""
+        """Try another P if this one drains and has sent nothing yet; else apply the failure policy."""
         if self._ended:
             return
         handoffs, generation = self._handoffs, self._generation
         generation.trace.on_handoff_failed(error)
-        announced = self._handoff is not None and self._handoff.announced
+        begun = self._handoff is not None and (self._handoff.announced or self._handoff.outputs)
         pull = generation.message.pull  # another P has nothing of it
-        if isinstance(error, Draining) and not (announced or pull) and (other := handoffs.peers.other()) is not None:
+        if isinstance(error, Draining) and not (begun or pull) and (other := handoffs.peers.other()) is not None:
             generation.trace.restart()
             self._guard(self._prefill_at, other)
             return

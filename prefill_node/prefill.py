@@ -43,7 +43,8 @@ class Prefill(LeasedPrompt):
         self, lease: LeaseId, prompts: LeasedPrompts, *, trace: PromptTrace, send: Callable[[pb.PrefillEvent], None]
     ) -> None:
         super().__init__(lease, prompts, trace=trace, send=send)
-        self._samples: list[pb.SampledToken] = []  # by choice, until the last part
+        self._num_choices = 1
+        self._samples: list[pb.SampledToken] = []  # the first of each choice
         self._prefilled = Prefilled(self.rid, 0, 0.0)
         self._decodes_ahead = True  # or will, until the engine reports the end
         self._deferred: Callable[[], None] | None = None  # until the step in flight has ended
@@ -57,6 +58,7 @@ class Prefill(LeasedPrompt):
         ``pull`` reads a prefix before; None: all that is not cached here is computed.
         """
         self._set_deadline(request.timeout_ms)
+        self._num_choices = sampling.n
         self._pull = pull
         submit = Submit(
             rid=self.rid,
@@ -114,15 +116,17 @@ class Prefill(LeasedPrompt):
     def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         sample = pb.SampledToken(token_id=token_id, logprobs=logprobs_to_pb(logprobs) if logprobs else None)
         self._decodes_ahead = finish is None
-        if self.complete:
+        if len(self._samples) == self._num_choices:
             self._send(next_token=sample)
         else:
             self._samples.append(sample)
+            if len(self._samples) == self._num_choices:
+                self._on_first_tokens()
         if self._deferred is not None:  # after the other tokens of this step
             asyncio.get_running_loop().call_soon(self._run_deferred)
 
-    def _on_complete(self, part: Leased) -> None:
-        """Send the first token of each choice, which comes with the last part."""
+    def _on_first_tokens(self) -> None:
+        """Send the first token of each choice. The last part follows."""
         done = self._prefilled
         self.trace.on_computed(done.queued, done.cached_tokens, self._prompts.engine.status.costs)
         first = pb.FirstTokens(choices=self._samples, cached_tokens=done.cached_tokens, queued_ms=done.queued * 1000)

@@ -236,6 +236,22 @@ def _late() -> Callable[[pb.PrefillEvent], Altered]:
     return alter
 
 
+def _drains_behind_first_tokens() -> Callable[[pb.PrefillEvent], Altered]:
+    """Once, and without a part."""
+    drained = pb.PrefillEvent(failed=pb.Failure(code=pb.Failure.DRAINING))
+    heard: list[None] = []
+
+    def alter(event: pb.PrefillEvent) -> Altered:
+        if heard or event.HasField("accepted"):
+            return (event,)
+        if event.HasField("kv_ready"):
+            return ()
+        heard.append(None)
+        return (event, drained)
+
+    return alter
+
+
 EVENTS = {
     "accepted twice": _twice("accepted"),
     "a part twice": _twice("kv_ready"),
@@ -251,6 +267,7 @@ EVENTS = {
     "a token that is none": _first_token(1 << 20),
     "a next token before the first": _next_tokens(5, before=1),
     "a next token that is none": _next_tokens(1 << 20, behind=1),
+    "drains behind first tokens": _drains_behind_first_tokens(),
     "an event of no kind": lambda event: (pb.PrefillEvent(), event),
 }
 
