@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from engine.channel import Channel
 from engine.executor.rank import Ranks
@@ -23,6 +24,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel, stages: int = 1) -> None:
         self.loop_timer = LoopTimer(lambda: self._pipeline.expected)
         self._scheduler = scheduler
+        scheduler.room.emit = partial(self._emit, cache=False)
         self._ranks = ranks
         self._pipeline = StepPipeline(ranks, stages)
         self._channel = channel
@@ -64,7 +66,7 @@ class Engine:
         self._planning = True
         plan = self._scheduler.plan(self._pipeline.busy)
         self._planning = False
-        self._emit(cache=False)  # reservations and refusals do not wait for the device
+        self._emit(cache=False)  # refusals do not wait for the device
         for result in self._pipeline.launch(plan, self._scheduler.expected, planned_at):
             self._apply(result)  # it would wait for the end of a long launch
         self._emit()

@@ -15,7 +15,7 @@ is one that every group has: full groups all of its blocks, the others those in 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 from itertools import islice
 
@@ -49,8 +49,8 @@ class CacheWatcher:
     def unused(self, key: BlockKey, block: int) -> None:
         """The last user of a cached block has dropped it, other than a window that moves on: it may be evicted."""
 
-    def left(self, key: BlockKey) -> None:
-        """A block has left the prefix cache: it was evicted, or the whole cache was emptied."""
+    def left(self, keys: Collection[BlockKey]) -> None:
+        """Blocks have left the prefix cache: they were evicted, or the whole cache was emptied."""
 
     def forgotten(self, key: BlockKey) -> None:
         """The content of a block is of no more use. The block leaves the cache next."""
@@ -222,14 +222,12 @@ class BlockPool:
 
     def _evict(self, blocks: Iterable[int]) -> None:
         """Remove blocks from the prefix cache."""
-        keys = [self._key_of.pop(block) for block in blocks]
-        removed, left = self.recorder.remove, self.watcher.left
-        for key in keys:
-            group, block_hash = key
+        keys = list(map(self._key_of.pop, blocks))
+        for group, block_hash in keys:
             del self._block_of[group][block_hash]
-            removed(key)
-            left(key)
-        self.events.remove(*(block_hash for group, block_hash in keys if not group))
+        self.recorder.remove(keys)
+        self.watcher.left(keys)
+        self.events.remove(*[block_hash for group, block_hash in keys if not group])
 
     def _release(self, blocks: Sequence[int]) -> None:
         """Free blocks that were evictable and have been evicted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.request import Sequence
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
 from pdserve.ipc.kv_events import KVEvents
@@ -13,8 +15,8 @@ class CacheRecorder:
     def store(self, sequence: Sequence, index: int, group: int) -> None:
         """Logical block ``index`` of a sequence has entered the cache of a group."""
 
-    def remove(self, key: BlockKey) -> None:
-        """A block has left the cache."""
+    def remove(self, keys: Collection[BlockKey]) -> None:
+        """Blocks have left the cache."""
 
     def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
         """A tier behind the cache has a block now, or has lost it."""
@@ -50,9 +52,10 @@ class NetChanges(CacheRecorder):
         tokens = sequence.token_ids[index * size : (index + 1) * size].tobytes()
         self._stored[key] = StoredBlock(group, block_hash, parent, tokens, sequence.request.cache_salt)
 
-    def remove(self, key: BlockKey) -> None:
-        if self._stored.pop(key, None) is None:
-            self._removed[key] = None
+    def remove(self, keys: Collection[BlockKey]) -> None:
+        for key in keys:
+            if self._stored.pop(key, None) is None:
+                self._removed[key] = None
 
     def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
         changes = self._tiers[medium]
@@ -86,9 +89,8 @@ class StateRecorder(CacheRecorder):
     def store(self, sequence: Sequence, index: int, group: int) -> None:
         self._recorder.store(sequence, index, self._group)
 
-    def remove(self, key: BlockKey) -> None:
-        _, block_hash = key
-        self._recorder.remove((self._group, block_hash))
+    def remove(self, keys: Collection[BlockKey]) -> None:
+        self._recorder.remove([(self._group, block_hash) for _, block_hash in keys])
 
     def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
         _, block_hash = key

@@ -41,7 +41,7 @@ from engine.request import Sequence
 from engine.step_cost_meter import LineFit, StepCostMeter
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.cache_changes import CacheChanges
-from pdserve.ipc.messages import Batch, LeaseCached, Leased, ReadChecked, ReadEnded, Reserved, StartRead, Totals
+from pdserve.ipc.messages import Batch, LeaseCached, Leased, ReadChecked, ReadEnded, StartRead, Totals
 from pdserve.kv_groups import Pair
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
@@ -337,7 +337,6 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     def load(self, sequence: Sequence) -> None:
         self._loads[sequence.rid] = _Load(sequence, sequence.num_computed // self._block_size)
-        self._events.reserved.append(Reserved(sequence.rid, sequence.num_computed))
 
     def start_read(self, message: StartRead) -> None:
         load = self._loads.get(message.rid)

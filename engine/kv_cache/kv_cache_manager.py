@@ -72,6 +72,11 @@ class KVCacheManager:
         """Return whether ``allocate`` would succeed now."""
         return self._find(sequence) is not None
 
+    def find_cached(self, sequence: Sequence) -> int | None:
+        """Return the tokens with cached KV that ``allocate`` would find now; None if too few blocks are free."""
+        found = self._find(sequence)
+        return None if found is None else len(found.cached) // self._num_groups * self._block_size
+
     def allocate(self, sequence: Sequence) -> bool:
         """Allocate blocks for all tokens: cached ones first, then adjacent ones. Return False if too few are free.
 

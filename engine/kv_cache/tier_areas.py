@@ -7,7 +7,7 @@ below    a tier behind host memory       ─┘
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -167,10 +167,12 @@ class AreaWatcher(CacheWatcher):
         elif key not in self._area.storing:
             self._area.waiting.setdefault(key, block)
 
-    def left(self, key: BlockKey) -> None:
-        if self._area.waiting.pop(key, None) is not None:
-            self._totals().host_kv_missed_blocks += 1
-        self._record(key, added=False)
+    def left(self, keys: Collection[BlockKey]) -> None:
+        waiting = self._area.waiting
+        if waiting:
+            self._totals().host_kv_missed_blocks += sum(waiting.pop(key, None) is not None for key in keys)
+        for key in keys:
+            self._record(key, added=False)
 
     def forgotten(self, key: BlockKey) -> None:
         self._area.waiting.pop(key, None)

@@ -12,7 +12,8 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.revocation import Lacking
 from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
-from pdserve.ipc.messages import Totals
+from engine.scheduler.step_results import Emit, no_emit
+from pdserve.ipc.messages import Batch, Reserved, Totals
 
 _FETCHED_AHEAD = 8  # waiting sequences whose KV is fetched while others are computed
 
@@ -26,6 +27,7 @@ class Room:
         kv: KVCacheManager,
         pool: BlockPool,
         connector: KVConnectorScheduler,
+        events: Batch,
         totals: Totals,
         *,
         max_num_seqs: int,
@@ -35,9 +37,11 @@ class Room:
         self._kv = kv
         self._pool = pool
         self._connector = connector
+        self._events = events
         self._totals = totals
         self._max_num_seqs = max_num_seqs
         self._clock = clock
+        self.emit: Emit = no_emit  # called when an event should not wait for the rest of a plan
 
     @property
     def free_places(self) -> int:
@@ -124,11 +128,23 @@ class Room:
                 lacks_blocks = passed and passed_blocks + needed > self._pool.count(Use.FREE)
                 if self.fetch(sequence):
                     continue
-                if lacks_blocks or not self.allocate(sequence):
+                if lacks_blocks or not self._reserve(sequence):
                     return
                 self.admit(sequence)
                 self._live.loading[sequence.rid] = sequence
                 self._connector.load(sequence)
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Allocate the blocks of a load. That they are free is told before: to evict what they cache takes a while."""
+        num_cached = None if sequence.blocks else self._kv.find_cached(sequence)
+        if num_cached is not None:
+            self._events.reserved.append(Reserved(sequence.rid, num_cached))
+            self.emit()
+        if not self.allocate(sequence):
+            return False
+        if num_cached is None:
+            self._events.reserved.append(Reserved(sequence.rid, sequence.num_computed))
+        return True
 
     def preempt_paused(self) -> bool:
         """Free the blocks of the sequence that has been paused longest. Return False if there is none with blocks."""

@@ -38,6 +38,9 @@ class KVEvents(Generic[K]):
 
 def _record(keys: Iterable[K], changes: dict[K, None], opposite: dict[K, None]) -> None:
     """Record changes, or undo the opposite ones that were not reported yet."""
+    if not opposite:
+        changes.update(dict.fromkeys(keys))
+        return
     for key in keys:
         if key in opposite:
             del opposite[key]
