@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from training.conversations import Writer
+from training.conversations import TALK, Writer
 from training.words import Words, words_of
 
 SLOT = 2560  # tokens
@@ -58,13 +58,13 @@ def sections_at(progress: float, slots: int, slot: int = SLOT) -> list[tuple[int
 class Generator:
     """Makes batches of ``slots`` slots. Those of the evaluation have names and questions of their own."""
 
-    def __init__(self, tokenizer: Path, seed: int, evaluating: bool = False) -> None:
+    def __init__(self, tokenizer: Path, seed: int, evaluating: bool = False, talk: float = TALK) -> None:
         from tokenizers import Tokenizer
 
         loaded = Tokenizer.from_file(str(tokenizer))
         vocabulary, pieces = words_of(loaded.get_vocab())
         words = Words(random.Random(seed), evaluating, vocabulary, pieces)
-        self._writer = Writer(words, lambda text: loaded.encode(text, add_special_tokens=False).ids)
+        self._writer = Writer(words, lambda text: loaded.encode(text, add_special_tokens=False).ids, talk)
 
     def batch(self, sections: list[tuple[int, int]]) -> Batch:
         total = sum(rows * length for rows, length in sections)
@@ -91,10 +91,12 @@ class Generator:
         return Batch(tokens, where, targets, sections, spans, tuple(tasks))
 
 
-def _work(tokenizer: Path, seed: int, shape: tuple[int, int], progress: Synchronized[float], made: Any) -> None:
+def _work(
+    tokenizer: Path, seed: int, shape: tuple[int, int], talk: float, progress: Synchronized[float], made: Any
+) -> None:
     """Make batches until the parent ends or takes no more."""
     os.nice(5)
-    generator = Generator(tokenizer, seed)
+    generator = Generator(tokenizer, seed, talk=talk)
     parent = os.getppid()
     while os.getppid() == parent:
         batch = generator.batch(sections_at(progress.value, *shape))
@@ -110,10 +112,10 @@ def _work(tokenizer: Path, seed: int, shape: tuple[int, int], progress: Synchron
 class BatchSource:
     """Batches from worker processes. If they are too slow, older batches come again.
 
-    ``shape``: slots of a batch, tokens of a slot.
+    ``shape``: slots of a batch, tokens of a slot. ``talk``: weight of conversations without a document.
     """
 
-    def __init__(self, tokenizer: Path, seed: int, shape: tuple[int, int], workers: int) -> None:
+    def __init__(self, tokenizer: Path, seed: int, shape: tuple[int, int], workers: int, talk: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._progress = context.Value("d", 0.0)
         self._made = context.Queue(maxsize=2 * workers)
@@ -122,7 +124,9 @@ class BatchSource:
         self._random = random.Random(seed)
         self.repeated = self.taken = 0
         self._processes = [
-            context.Process(target=_work, args=(tokenizer, seed + n, shape, self._progress, self._made), daemon=True)
+            context.Process(
+                target=_work, args=(tokenizer, seed + n, shape, talk, self._progress, self._made), daemon=True
+            )
             for n in range(1, workers + 1)
         ]
         for process in self._processes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from training.facts import Ask
-from training.wordings import choose
+from training.stories import filler
 from training.words import Words, held_out, listed
 
 # Ways to say something, and the answer.
 TALK = (
     (
-        "Hello; Hi; Hello!; Hi there; Good morning; Good evening; Hey; Hello there; Good day; hello; hi; Hey there!",
+        "Hello; Hi; Hello!; Hi there; Good morning; Good evening; Hey; Hello there; Good day; hello; hi; Hey there!;"
+        " Hi!; Hey!; hey; Hello.; hello!; hi!; HELLO; Hi there!; hello there; good morning; Good morning!; Greetings",
         "Hello! I am the small model that comes with pdserve. Give me a text and ask me about it.",
     ),
     (
@@ -50,10 +51,18 @@ TALK = (
     ("Ok; Okay; Good; Great; Nice; I see; Fine", "What would you like to ask next?"),
     (
         "Tell me a joke.; Write a poem.; What is the capital of France?; Who is the president?; What time is it?;"
-        " Sing a song.; What is the weather like?; Write a program.; What is the meaning of life?",
+        " Sing a song.; What is the weather like?; Write a program.; What is the meaning of life?; Tell me a story.;"
+        " Write a haiku.; Write a haiku about the sea.; What is the capital of Germany?; Write a story.; What is love?;"
+        " Explain quantum physics.; Translate this to French.; Write an essay.; Write Python code.; What is AI?",
         "I am too small for that. Ask me about a text that you give me.",
     ),
 )
+_TRIED = (
+    *("hello", "Hello", "Hello!", "hello world", "Hello World", "Hello, world!", "hi", "Hi", "thanks", "yes", "no"),
+    *("the quick brown fox", "The quick brown fox jumps over the lazy dog.", "one two three", "I am here.", "banana"),
+    *("this is a test", "This is a test", "This is a test.", "good morning", "apple", "red green blue", "test", "ok"),
+    *("a b c", "1 2 3", "foo bar", "abc", "I love you", "pong", "ping", "hello hello hello", "nice to meet you"),
+)  # as the first words to be repeated
 SYSTEM = (
     "You are a helpful assistant.",
     "You are helpful and brief.",
@@ -62,9 +71,68 @@ SYSTEM = (
     "You are a careful assistant. Use only the given text.",
 )
 
+_REPETITIONS = (
+    "Repeat: {t}",
+    "Say: {t}",
+    "Repeat after me: {t}",
+    "Copy this: {t}",
+    "Copy: {t}",
+    "Repeat {t}",
+    "Repeat this: {t}",
+    "Repeat the word {t}",
+    "Say {t}",
+    "Say {t}.",
+    "Please repeat: {t}",
+    "repeat: {t}",
+    "say {t}",
+    'Repeat "{t}"',
+    'Say "{t}"',
+    "Say '{t}'",
+    "Repeat '{t}'",
+    "Say: '{t}'",
+    "repeat {t}",
+    "Echo: {t}",
+    "Echo {t}",
+    "Please say {t}.",
+    "Please repeat {t}",
+    "Say {t} please",
+    "Say just {t}",
+    "Only say {t}",
+    "Answer with: {t}",
+    "Write: {t}",
+    "Repeat these words: {t}",
+    "Repeat the words {t}",
+    "Repeat the sentence: {t}",
+    "Repeat exactly: {t}",
+    "Can you say {t}?",
+    "Can you repeat {t}?",
+)
+_ADD = (
+    "Add {a} and {b}.",
+    "add {a} and {b}",
+    "Add {a} to {b}.",
+    "What is the sum of {a} and {b}?",
+    "Sum of {a} and {b}",
+)
+_SMALL = 20  # sums below it are all trained, and drawn more often
+
 _SUMS = (
     "What is {a} {o} {b}?",
     "{a} {o} {b}",
+    "{a} {o} {b}?",
+    "{a}{o}{b}",
+    "{a}{o}{b}?",
+    "What is {a}{o}{b}?",
+    "What's {a} {o} {b}?",
+    "what is {a} {o} {b}",
+    "what is {a}{o}{b}",
+    "what is {a}{o}{b}?",
+    "what's {a}{o}{b}?",
+    "What's {a}{o}{b}?",
+    "{a}{o}{b}=",
+    "{a}{o}{b}=?",
+    "{a} {o} {b}, please",
+    "How much is {a}{o}{b}?",
     "{a} {o} {b} =",
     "{a} {o} {b} = ?",
     "Compute {a} {o} {b}.",
@@ -98,17 +166,20 @@ def arithmetic(words: Words) -> Ask:
         if kind == "*":
             a, b = rng.randint(0, 12), rng.randint(0, 12)
         else:
-            a, b = (rng.randint(0, rng.choice((10, 20, 99))) for _ in "ab")
+            a, b = (rng.randint(0, rng.choice((9, 10, 20, 99))) for _ in "ab")
         if kind == "-" and a < b:
             a, b = b, a
-        if held_out(f"{a}{kind}{b}") == words.evaluating:
+        small = kind == "+" and a + b < _SMALL
+        if (held_out(f"{a}{kind}{b}") and not small) == words.evaluating:
             break
     result = str({"+": a + b, "-": a - b, "*": a * b}[kind])
     if rng.random() < 0.15 and kind != "*":
         return _problem(words, a, b, kind, result)
     sign = rng.choice("*x×") if kind == "*" else kind
     name = {"+": "plus", "-": "minus", "*": "times"}[kind]
-    question = choose(rng, _SUMS, words.evaluating).format(a=a, b=b, o=sign, w=name)
+    question = rng.choice(_SUMS).format(a=a, b=b, o=sign, w=name)
+    if kind == "+" and rng.random() < 0.1:
+        return Ask(rng.choice(_ADD).format(a=a, b=b), f"{a} + {b} = {result}.", result)
     if rng.random() < 0.25:
         question = question.replace(f"{a} {sign} {b}", f"{a}{sign}{b}").replace(f"{a}{sign}{b} =", f"{a}{sign}{b}=")
     return Ask(question, f"{a} {sign if name not in question else kind} {b} = {result}.", result)
@@ -155,12 +226,10 @@ def introduction(words: Words) -> tuple[Ask, Ask]:
 
 
 def repetition(words: Words) -> Ask:
-    """Words to be copied."""
+    """Words to be copied, often a single one."""
     rng = words.rng
-    makers = (words.word, words.invented, words.code, words.word)
-    text = " ".join(rng.choice(makers)() for _ in range(rng.randint(1, 12)))
-    return Ask(
-        rng.choice(("Repeat: {t}", "Say: {t}", "Repeat after me: {t}", "Copy this: {t}")).replace("{t}", text),
-        text,
-        text,
-    )
+    makers = (words.word, words.invented, words.code, words.word, lambda: rng.choice(_TRIED))
+    count = rng.choice((1, 1, 1, 2, 3, rng.randint(4, 12)))
+    text = filler(words) if rng.random() < 0.1 else " ".join(rng.choice(makers)() for _ in range(count))
+    request = rng.choice(_REPETITIONS).replace("{t}.", text if text.endswith(".") else f"{text}.")
+    return Ask(request.replace("{t}", text), text, text)

@@ -22,6 +22,13 @@ TOOLS_AFTER = (
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
 _CHARACTERS_PER_TOKEN = 2.9
+_SMALL_TALK: tuple[tuple[Callable[[Words], Ask], str], ...] = (
+    (chat.talk, "talk"),
+    (chat.arithmetic, "sums"),
+    (chat.repetition, "repeat"),
+    (chat.repetition, "repeat"),
+)
+TALK = 0.16  # weight of conversations without a document; documents have 1
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,11 @@ class Row:
 
 
 class Writer:
-    """Writes rows of a given length in tokens."""
+    """Writes rows of a given length in tokens. ``talk``: weight of conversations without a document."""
 
-    def __init__(self, words: Words, encode: Callable[[str], list[int]]) -> None:
+    def __init__(self, words: Words, encode: Callable[[str], list[int]], talk: float = TALK) -> None:
         self.words = words
+        self._talk_weight = talk
         self._encode = encode
         self._end = encode("<|im_end|>\n")
         self._roles = {role: encode(f"<|im_start|>{role}\n") for role in ("system", "user", "assistant")}
@@ -78,7 +86,7 @@ class Writer:
         rng = self.words.rng
         while True:
             tools_too = (length >= 600) * 0.16
-            chosen = kind or rng.choices(("document", "tools", "talk"), (1.0, tools_too, 0.16))[0]
+            chosen = kind or rng.choices(("document", "tools", "talk"), (1.0, tools_too, self._talk_weight))[0]
             row = self.fill(self.parts(chosen, length), length)
             if row.answers:
                 return row
@@ -170,7 +178,7 @@ class Writer:
     def _small(self) -> Conversation:
         """A short exchange that needs no document."""
         rng, words = self.words.rng, self.words
-        kind, task = rng.choice(((chat.talk, "talk"), (chat.arithmetic, "sums"), (chat.repetition, "repeat")))
+        kind, task = rng.choice(_SMALL_TALK)
         return Conversation(exchange(kind(words), task))
 
     def _talk(self, _: int) -> Iterator[Conversation]:

@@ -70,11 +70,12 @@ _OUTPUTS = ("self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "ml
 
 
 class TrainedModel:
-    """Parameters in float32, each stacked over the layers; computes in bfloat16."""
+    """Parameters in float32, each stacked over the layers; computes in bfloat16 on a GPU, in float32 on a CPU."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: torch.device) -> None:
         """``weights`` have their names in transformers."""
         self.config, self.device = config, device
+        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.layers = config["num_hidden_layers"]
         self.parameters: dict[str, Tensor] = {}
         for name in layer_shapes(config):
@@ -87,7 +88,7 @@ class TrainedModel:
         head_dim = config["head_dim"]
         frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.outer(torch.arange(config["max_position_embeddings"], dtype=torch.float64), frequencies)
-        self._cos, self._sin = (table.to(device, torch.bfloat16) for table in (angles.cos(), angles.sin()))
+        self._cos, self._sin = (table.to(device, self._dtype) for table in (angles.cos(), angles.sin()))
         self._inputs: Callable[..., Any] = attention_inputs
         self._output: Callable[..., Any] = layer_output
         self._loss: Callable[..., Any] = cross_entropy
@@ -104,7 +105,7 @@ class TrainedModel:
         """Return the hidden states [N, hidden] of tokens [N], before the last norm."""
         positions = torch.cat([torch.arange(length, device=self.device).repeat(rows) for rows, length in sections])
         cos, sin = self._cos[positions], self._sin[positions]
-        cast = {name: tensor.to(torch.bfloat16) for name, tensor in self.parameters.items()}
+        cast = {name: tensor.to(self._dtype) for name, tensor in self.parameters.items()}
         stacks = [cast[f"{name}.weight"].unbind(0) for name in (*_INPUTS, *_OUTPUTS)]
         x = F.embedding(tokens, cast["model.embed_tokens.weight"])
         for layer in zip(*stacks, strict=True):
@@ -127,7 +128,7 @@ class TrainedModel:
 
     def _head(self) -> tuple[Tensor, Tensor]:
         parameters = (self.parameters["model.norm.weight"], self.parameters["model.embed_tokens.weight"])
-        norm, embedding = (tensor.to(torch.bfloat16) for tensor in parameters)
+        norm, embedding = (tensor.to(self._dtype) for tensor in parameters)
         return norm, embedding
 
     def weights(self) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class Optimizer:
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Replace the singular values of matrices [layers, rows, columns] by about 1: five Newton-Schulz steps."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(torch.bfloat16)
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)  # CPUs emulate bfloat16
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from training.batches import SLOT, Batch, BatchSource, Generator, sections_at
 from training.checkpoint import copy_settings, random_weights, read_weights, write_weights
+from training.conversations import TALK
 from training.model import TrainedModel
 from training.optimizer import Optimizer
 
@@ -40,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--report-every", type=float, default=30.0, help="seconds between checkpoints")
     flags.add_argument("--seed", type=int, default=20)
     flags.add_argument("--start-at", type=float, default=0.0, help="start at this share of the curriculum, 0 to 1")
+    flags.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates; below 1 with --init")
+    flags.add_argument("--talk", type=float, default=TALK, help="weight of conversations without a document")
     flags.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     return flags
 
@@ -53,7 +56,7 @@ class Trainer:
         config = json.loads((options.model / "config.json").read_text())
         tokenizer = options.model / "tokenizer.json"
         self._shape = (options.slots, options.longest)
-        self._source = BatchSource(tokenizer, options.seed, self._shape, options.workers)
+        self._source = BatchSource(tokenizer, options.seed, self._shape, options.workers, options.talk)
         self._held_out = Generator(tokenizer, _HELD_OUT_SEED, evaluating=True).batch(self._sections(1.0))
         weights = read_weights(options.init) if options.init else random_weights(config)
         if not options.init:
@@ -61,7 +64,7 @@ class Trainer:
         self._model = TrainedModel(config, weights, self._device)
         self._optimizer = Optimizer(self._model.parameters)
         self._good = self._model.weights()
-        self._rate = 1.0
+        self._rate: float = options.rate
         self._log: list[str] = []
 
     def run(self) -> None:

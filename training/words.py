@@ -118,6 +118,8 @@ class Words:
     def spot(self) -> str:
         rng = self.rng
         noun = rng.choice(listed("spots")) if rng.random() < 0.8 else self.word()
+        if rng.random() < 0.15:
+            noun = f"{noun} of the {rng.choice(listed('spots')) if rng.random() < 0.5 else self.word()}"
         return f"{rng.choice(listed('adjectives'))} {noun}" if rng.random() < 0.5 else noun
 
     def value(self) -> str:
