@@ -61,6 +61,10 @@ class KVCacheManager:
         self._num_full = len(windows) - len(self._windows)  # groups
 
     @property
+    def num_free(self) -> int:
+        return self._pool.count(Use.FREE)
+
+    @property
     def has_windows(self) -> bool:
         return bool(self._windows)
 
@@ -123,7 +127,7 @@ class KVCacheManager:
     def lacking_to_grow(self, sequences: Iterable[Sequence]) -> Lacking:
         """Return what ``grow`` lacks."""
         missing = sum(self._num_missing(*end) for end in self._short(sequences))
-        return Lacking(Shortage(missing - self._pool.count(Use.FREE)))
+        return Lacking(Shortage(missing - self.num_free))
 
     def grow_for_drafts(self, sequences: Iterable[Sequence], behind: int = 0) -> None:
         """Allocate blocks for the drafts of each sequence, while blocks are free; a step needs no drafts.
@@ -139,7 +143,7 @@ class KVCacheManager:
         """Allocate blocks of groups with a window for its next ``num_tokens`` tokens, as far as they are free."""
         end = self._logical(sequence.num_launched + min(num_tokens, sequence.missing))
         begin = sequence.covered // self._block_size
-        end = min(end, begin + self._pool.count(Use.FREE) // len(self._windows))
+        end = min(end, begin + self.num_free // len(self._windows))
         if end > begin:
             self._grow_to([(sequence, 0, end)])
 
@@ -255,7 +259,7 @@ class KVCacheManager:
 
     def _shortage(self, found: _Found) -> Shortage:
         held = _blocks_of(found.cached) if self._windows else found.cached
-        return Shortage(found.num_fresh - self._pool.count(Use.FREE) + self._pool.count_free(held), held)
+        return Shortage(found.num_fresh - self.num_free + self._pool.count_free(held), held)
 
     def _slots_of(self, slot: int) -> tuple[int, ...]:
         return () if slot == NO_SLOT else (slot,)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.revocation import Lacking
@@ -25,7 +24,6 @@ class Room:
         self,
         live: LiveSequences,
         kv: KVCacheManager,
-        pool: BlockPool,
         connector: KVConnectorScheduler,
         events: Batch,
         totals: Totals,
@@ -35,7 +33,6 @@ class Room:
     ) -> None:
         self._live = live
         self._kv = kv
-        self._pool = pool
         self._connector = connector
         self._events = events
         self._totals = totals
@@ -63,7 +60,7 @@ class Room:
         connector = self._connector
         if not connector.fetches or not self._live.waiting:
             return
-        room = self._pool.count(Use.FREE)
+        room = self._kv.num_free
         for sequence in islice(self._live.waiting, min(self.free_places, _FETCHED_AHEAD)):
             if sequence.blocks:
                 continue
@@ -125,7 +122,7 @@ class Room:
                 passed += 1
                 passed_blocks += needed
             elif not (sequence.blocked or sequence.in_flight):
-                lacks_blocks = passed and passed_blocks + needed > self._pool.count(Use.FREE)
+                lacks_blocks = passed and passed_blocks + needed > self._kv.num_free
                 if self.fetch(sequence):
                     continue
                 if lacks_blocks or not self._reserve(sequence):

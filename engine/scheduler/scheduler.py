@@ -104,14 +104,7 @@ class Scheduler:
         self._drafting = Drafting(drafts, self._kv, self.meter, self.totals, stages)
         self._constraints.propose = self._drafting.propose
         self.room = Room(
-            self._live,
-            self._kv,
-            self.pool,
-            self.connector,
-            self.events,
-            self.totals,
-            max_num_seqs=max_num_seqs,
-            clock=clock,
+            self._live, self._kv, self.connector, self.events, self.totals, max_num_seqs=max_num_seqs, clock=clock
         )
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
         self._fair_share = FairShare(self._live)
