@@ -50,6 +50,7 @@ def test_no_check_fails_on_this_machine() -> None:
     assert findings.keys() == {*checks.split(), "ucx ports"}
 
 
+@pytest.mark.slow
 def test_a_machine_by_itself_has_no_warnings() -> None:
     """UCX's warning has its place in the table."""
     status, findings = doctor("--device", "cpu", UCX_NET_DEVICES="lo", UCX_NO_SUCH_SETTING="1", UCX_TLS="tcp,shm")
