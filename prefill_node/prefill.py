@@ -22,7 +22,6 @@ from pdserve.errors import EngineCrashed, PdserveError
 from pdserve.ipc.messages import (
     DecodeAheadEnded,
     LastChunk,
-    Leased,
     Mode,
     Prefilled,
     ReadChecked,
