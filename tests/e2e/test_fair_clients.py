@@ -84,7 +84,7 @@ KEYS = Tenant(BUSY), Tenant(QUIET)
 @pytest.mark.parametrize(
     ("fleet", "busy", "quiet"),
     [
-        pytest.param((NODES, False), *ADDRESSES, id="nodes, addresses"),
+        pytest.param((NODES, False), *ADDRESSES, id="nodes, addresses", marks=pytest.mark.slow),
         pytest.param((ROUTER, True), *KEYS, id="router, keys", marks=pytest.mark.slow),
         pytest.param((NODES, True), *KEYS, id="nodes, keys", marks=pytest.mark.slow),
         pytest.param((ROUTER, False), *ADDRESSES, id="router, addresses", marks=pytest.mark.slow),

@@ -71,6 +71,7 @@ def test_request_id_is_in_the_logs_of_all_processes(model: Path) -> None:
     assert prefill["prefill_seconds"] < decode["prefill_seconds"]
 
 
+@pytest.mark.slow
 def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
     """Lines that its processes write while they drain are in the log, too."""
     command = [sys.executable, "-m", "cli", "up", str(EMBEDDED_MODEL), "--port", "0", "--device", "cpu", *FLAGS]

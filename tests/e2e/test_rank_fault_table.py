@@ -9,7 +9,7 @@
 After each row: within 5 s no node holds a block; lost nodes reconnect by themselves; the next request is handed off and
 has the right tokens. No row ever yields a wrong token. Rank 0 is in the engine process.
 
-    python -m pytest tests/e2e/test_rank_fault_table.py      the whole table, in minutes; scripts/test runs a few rows
+    python -m pytest tests/e2e/test_rank_fault_table.py      in minutes
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import psutil
 import pytest
@@ -36,15 +37,11 @@ SECOND = {"prefill": "rank 1 (stage 1, shard 0)", "decode": "rank 1 (stage 0, sh
 STAGES = ("computing", "reading", "before Release", "decoding")
 FAULTS = ("killed", "stopped", "paused", "slow")
 LASTING = FAULTS[:2]
-FAST_ROWS = {("decode", "stopped", "rank 1", "decoding")}
 
-pytestmark = pytest.mark.timeout(180)
-
-
-STAGES_OF_P = ["1", pytest.param("2", marks=pytest.mark.slow)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # tests/nodes/test_ranks.py has quick ones
 
 
-@pytest.fixture(scope="module", params=STAGES_OF_P)
+@pytest.fixture(scope="module", params=["1", "2"])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("faults") / "model", "qwen3", num_hidden_layers=2)
     # A step of two ranks takes several times as long as one of a single rank.
@@ -62,18 +59,11 @@ def pair(started: Pair) -> Iterator[Pair]:
             node.resume(part)
 
 
-def rows(role: str) -> list[object]:
-    """Return all (fault, part, stage), all but those of FAST_ROWS marked slow."""
-    return [
-        pytest.param(fault, part, stage, marks=[] if (role, fault, part, stage) in FAST_ROWS else pytest.mark.slow)
-        for fault in FAULTS
-        for part in PARTS
-        for stage in STAGES
-    ]
+ROWS = [*product(FAULTS, PARTS, STAGES)]
 
 
 @pytest.mark.parametrize("started", ["2"], indirect=True)
-@pytest.mark.parametrize(("fault", "part", "stage"), rows("prefill"))
+@pytest.mark.parametrize(("fault", "part", "stage"), ROWS)
 def test_requests_survive_a_failed_rank_of_the_prefill_node(fault: str, part: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
         recover = inject(fault, pair.prefill, part)
@@ -85,7 +75,7 @@ def test_requests_survive_a_failed_rank_of_the_prefill_node(fault: str, part: st
     pair.check_served()
 
 
-@pytest.mark.parametrize(("fault", "part", "stage"), rows("decode"))
+@pytest.mark.parametrize(("fault", "part", "stage"), ROWS)
 def test_requests_survive_a_failed_rank_of_the_decode_node(fault: str, part: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
         recover = inject(fault, pair.decode, part)

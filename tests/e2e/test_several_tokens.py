@@ -96,7 +96,7 @@ def test_stop_ids_limits_choices_and_masks_without_a_handoff(model: Path, expect
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        (SEVERAL, SIMULATED),
+        pytest.param(SEVERAL, SIMULATED, marks=pytest.mark.slow),  # test_speculation.py has a quick one
         pytest.param(SEVERAL, SEVERAL, marks=pytest.mark.slow),
         pytest.param(SIMULATED, SEVERAL, marks=pytest.mark.slow),
     ],

@@ -149,7 +149,8 @@ def router_metric(fleet: Fleet, name: str) -> float:
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
 
 
-@pytest.mark.parametrize("served", ["simulated", pytest.param("fleet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("served", ["simulated", "fleet"])
 def test_deadline_passes_while_a_request_is_paused(served: str, request: pytest.FixtureRequest, model: Path) -> None:
     """Its blocks are freed before the client reads. Then the client gets what was sent, and the error."""
     fleet: Fleet = request.getfixturevalue(served)

@@ -243,6 +243,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         yield up
 
 
+@pytest.mark.slow  # the next test has a quick one
 def test_prefill_node_that_dies_starts_again_and_no_request_notices(simulated: Up) -> None:
     up = simulated
     with ThreadPoolExecutor(20) as threads:

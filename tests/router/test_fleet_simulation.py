@@ -26,7 +26,8 @@ def leaning(simulation: Simulation, since: int) -> list[set[int]]:
     return [{node for node, share in enumerate(shares) if share > 0.5} for shares in simulation.shares[since:]]
 
 
-@pytest.mark.parametrize("routers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("routers", [1, 2])
 def test_roles_stay_under_constant_load(routers: int) -> None:
     simulation, jobs = Simulation(["both"] * 8, routers=routers), poisson(80.0, 20.0, 2000, 200)
     simulation.run(jobs)

@@ -117,7 +117,7 @@ changes = st.lists(st.tuples(st.sampled_from(FIELDS), json_texts), max_size=4)
 
 
 @given(path=st.sampled_from(sorted(BODIES)), changed=changes, cut=st.integers(0, 60))
-@settings(max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_is_served_or_rejected(
     http: httpx.Client, path: str, changed: list[tuple[str, str]], cut: int
 ) -> None:
