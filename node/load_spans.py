@@ -1,6 +1,6 @@
-"""What a trace says about KV that was loaded, pulled or computed: tokens, and seconds as predicted. docs/traces.md.
+"""Spans and attributes for KV that a node loads, pulls or computes (docs/traces.md).
 
-The duration of a span is what was measured. Values that are not known yet are left out.
+Attributes hold numbers of tokens and predicted seconds; unknown values are left out. The duration of a span is the measured time.
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ def arithmetic(words: Words) -> Ask:
         return _problem(words, a, b, kind, result)
     sign = rng.choice("*x×") if kind == "*" else kind
     name = {"+": "plus", "-": "minus", "*": "times"}[kind]
-    question = rng.choice(_SUMS).format(a=a, b=b, o=sign, w=name)
     if kind == "+" and rng.random() < 0.1:
         return Ask(rng.choice(_ADD).format(a=a, b=b), f"{a} + {b} = {result}.", result)
+    question = rng.choice(_SUMS).format(a=a, b=b, o=sign, w=name)
     if rng.random() < 0.25:
         question = question.replace(f"{a} {sign} {b}", f"{a}{sign}{b}").replace(f"{a}{sign}{b} =", f"{a}{sign}{b}=")
     return Ask(question, f"{a} {sign if name not in question else kind} {b} = {result}.", result)

@@ -169,7 +169,7 @@ def test_default_clients_get_through(
         shown = dict(line.partition(" ")[::2] for line in text.splitlines())
         assert shown.get("models") == "200", (way, text)
         counted.add(next(iter(re.findall(r'"count":(\d+)', shown["upload"])), shown["upload"]))
-        assert ": keep-alive" in shown["stream"], (way, text)
+        assert shown["stream"].count(": keep-alive") >= SILENCE // 10 - 2, (way, text)
         for name, tokens in (("stream", "AAB"), ("again", "AB")):
             assert [shown[name].count(f'"text":"{token}"') for token in "AB"] == [tokens.count("A"), 1], (way, text)
             assert "[DONE]" in shown[name], (way, text)

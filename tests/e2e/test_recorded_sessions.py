@@ -130,7 +130,7 @@ def check_usage(answers: list[Answer]) -> None:
 def check_calls(answers: list[Answer]) -> None:
     """A small model does not end every call before the limit; most must be complete."""
     complete = [answer.within_limit for answer in answers if answer.called]
-    assert sum(complete) > len(complete) / 2
+    assert sum(complete) > len(complete) * 2 / 3
 
 
 def cancel(session: Session, client: httpx.Client, body: Fields) -> str:
