@@ -1,6 +1,7 @@
 """Spans and attributes for KV that a node loads, pulls or computes (docs/traces.md).
 
-Attributes hold numbers of tokens and predicted seconds; unknown values are left out. The duration of a span is the measured time.
+Attributes hold numbers of tokens and predicted seconds; unknown values are left out. The duration of a span is the
+measured time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wordings of questions and requests. A quarter of them is held out for the evaluation, but none of small talk (chat.py).
+"""Wordings of questions and requests. A quarter of them is held out for the evaluation, none of small talk (chat.py).
 
 A wording is a template: "What is the job of {e}?". ``variants`` derives others of the same meaning from it. So each
 way to ask is met in some template, while the held-out pairs of template and way are never trained.
