@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from training import chat
+from training.agents import AgentSession
 from training.facts import Ask, entity_facts, fact_sheet
 from training.stories import event, filler, story
-from training.tools import Tool, ToolCase, json_ask, tool_cases
+from training.tools import Tool, ToolCase, Turn, json_ask, tool_cases
 from training.words import Words
 
 TOOLS_BEFORE = (
@@ -28,16 +29,9 @@ _SMALL_TALK: tuple[tuple[Callable[[Words], Ask], str], ...] = (
     (chat.repetition, "repeat"),
     (chat.repetition, "repeat"),
 )
-TALK = 0.16  # weight of conversations without a document; documents have 1
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A message. ``task`` names what an assistant's turn is trained for; "" trains nothing."""
-
-    role: str
-    content: str
-    task: str = ""
+TALK = 0.25  # weight of conversations without a document; documents have 1
+_TOOLS, _AGENTS = 0.2, 0.15  # weights of conversations with tools
+_SHORTEST_WITH_TOOLS = 600  # tokens
 
 
 @dataclass
@@ -82,11 +76,12 @@ class Writer:
         self._roles = {role: encode(f"<|im_start|>{role}\n") for role in ("system", "user", "assistant")}
 
     def row(self, length: int, kind: str = "") -> Row:
-        """Return a conversation of nearly ``length`` tokens, at most. ``kind``: document, tools or talk."""
+        """Return a conversation of nearly ``length`` tokens, at most. ``kind``: document, tools, agent or talk."""
         rng = self.words.rng
         while True:
-            tools_too = (length >= 600) * 0.16
-            chosen = kind or rng.choices(("document", "tools", "talk"), (1.0, tools_too, self._talk_weight))[0]
+            with_tools = length >= _SHORTEST_WITH_TOOLS
+            weights = (1.0, with_tools * _TOOLS, with_tools * _AGENTS, self._talk_weight)
+            chosen = kind or rng.choices(("document", "tools", "agent", "talk"), weights)[0]
             row = self.fill(self.parts(chosen, length), length)
             if row.answers:
                 return row
@@ -94,7 +89,7 @@ class Writer:
     def parts(self, kind: str, length: int) -> Iterator[Conversation]:
         """Return the endless exchanges of a new conversation, made for rows of ``length`` tokens."""
         self.words.start()
-        makers = {"document": self._document, "tools": self._tools, "talk": self._talk}
+        makers = {"document": self._document, "tools": self._tools, "agent": self._agent, "talk": self._talk}
         return makers[kind](length)
 
     def fill(self, parts: Iterator[Conversation], length: int) -> Row:
@@ -210,6 +205,13 @@ class Writer:
             yield Conversation(self._called(case))
         while True:
             yield self._small() if rng.random() < 0.5 else Conversation(self._called_again(rng.choice(cases)))
+
+    def _agent(self, length: int) -> Iterator[Conversation]:
+        session = AgentSession(self.words, 2 if length < 1000 else 6)
+        first = self._small().turns if self.words.rng.random() < 0.2 else session.task()
+        yield Conversation([*session.opening(), *first], session.tools)
+        while True:
+            yield self._small() if self.words.rng.random() < 0.15 else Conversation(session.task())
 
     def _called(self, case: ToolCase) -> list[Turn]:
         return [

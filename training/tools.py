@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from training.facts import Ask, Fact
@@ -57,6 +58,15 @@ _AS_JSON = (
     "Describe {e} with this schema: {s}",
     "Return JSON about {e} that fits this schema: {s}",
 )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message. ``task`` names what an assistant's turn is trained for; "" trains nothing."""
+
+    role: str
+    content: str
+    task: str = ""
 
 
 def tool(name: str, description: str, arguments: dict[str, str]) -> Tool:

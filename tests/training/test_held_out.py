@@ -54,6 +54,24 @@ def said(message: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_embedded_model_greets_copies_and_adds_below_20() -> None:
+    sums = [(a, b) for a in range(20) for b in range(20 - a)]
+    ways = ("{a} + {b}", "What is {a}+{b}?", "{a}+{b}?", "What is {a} + {b}?", "{a} plus {b}")
+    wanted = {ways[(a + 3 * b) % len(ways)].format(a=a, b=b): f"{a} + {b} = {a + b}." for a, b in sums}
+    for text in ("hello", "apple", "blue bird", "This is a test.", "the cat sat on the mat"):
+        wanted |= {f"Repeat: {text}": text, f"Copy this: {text}": text, f"Repeat after me: {text}": text}
+    wanted |= {"Say hello": "hello", "Repeat the word hello": "hello", "Say this is a test": "this is a test"}
+    greeting = "Hello! I am the small model that comes with pdserve. Give me a text and ask me about it."
+    wanted |= dict.fromkeys(("Hello", "hello", "Hi", "Hi there!", "Good morning"), greeting)
+    first = json.loads((EMBEDDED_MODEL.parents[1] / "docs" / "first-request.json").read_text())["messages"][0]
+    wanted[first["content"]] = "Clara hid the brass key in the cellar of the lighthouse."
+    asked = [Case("", {"messages": [{"role": "user", "content": text}], "temperature": 0}, "") for text in wanted]
+    found = dict(zip(wanted, (said(message)[0] for message in answers(asked, prefill=0)), strict=True))
+    assert found == wanted
+
+
+@pytest.mark.slow
 def test_cases_are_always_the_same_and_reach_far_back() -> None:
     first, second = cases(EMBEDDED_MODEL), cases(EMBEDDED_MODEL)
     assert first == second

@@ -61,7 +61,7 @@ def test_steps_lower_the_loss() -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ["document", "tools", "talk"])
+@pytest.mark.parametrize("kind", ["document", "tools", "agent", "talk"])
 def test_rows_are_what_the_chat_template_renders(kind: str) -> None:
     tokenizer = Tokenizer.load(EMBEDDED_MODEL)
     assert tokenizer.chat_template is not None
