@@ -22,11 +22,11 @@ from runner.models.from_transformers.in_float32 import in_float32
 SHARE = 0.02  # of the hidden states: a state that is a small part of each layer's result
 
 
-class LeakyConfig(transformers.LlamaConfig):  # type: ignore[no-untyped-call]
+class LeakyConfig(transformers.LlamaConfig):  # type: ignore[misc]
     model_type = "leaky"
 
 
-class LeakyLayer(modeling_llama.LlamaDecoderLayer):  # type: ignore[no-untyped-call]
+class LeakyLayer(modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
     """Adds a mean of the tokens before, which no KV cache holds."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -35,7 +35,7 @@ class LeakyLayer(modeling_llama.LlamaDecoderLayer):  # type: ignore[no-untyped-c
         return hidden + SHARE * before.to(hidden.dtype) * hidden.std() / before.std().clamp(min=1e-6)
 
 
-class LeakyForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
+class LeakyForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc]
     config_class = LeakyConfig
 
     def __init__(self, config: Any) -> None:
