@@ -25,7 +25,9 @@ _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
 #: Folders, and files of a folder, whose tests share one set of processes that is costly to start.
 _ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")
 _OF_NODES = ("decode_node", "handoff_faults", "metrics", "moved_streams", "prefill_node", "resumed")
+_OF_A_PAIR = ("garbage", "streamed_handoff")
 _TOGETHER = {f"tests/nodes/test_{name}.py": "tests/nodes with shared nodes" for name in _OF_NODES}
+_TOGETHER |= {f"tests/nodes/test_{name}.py": "tests/nodes with a shared pair" for name in _OF_A_PAIR}
 
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from node_fleet import Nodes, start_nodes
+from stages import Pair, start_pair
 
 
 @pytest.fixture(scope="package")
@@ -26,3 +27,9 @@ def nodes(all_nodes: Nodes) -> Iterator[Nodes]:
     """Yield all nodes, idle. After the test, proxies are reset and no node holds a block."""
     yield all_nodes
     all_nodes.settle()
+
+
+@pytest.fixture(scope="package")
+def shared_pair(checkpoint: Path) -> Iterator[Pair]:
+    with start_pair(checkpoint) as pair:
+        yield pair

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,29 +15,25 @@ import pytest
 from fault_proxy import UNSET
 from machine import patience
 from node_client import RouterClient, greedy
-from stages import PROMPT, RELEASE_SECONDS, Pair, held_at, send_prompt, start_pair
+from stages import PROMPT, RELEASE_SECONDS, Pair, held_at, send_prompt
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 1])
+NUM_TOKENS = 12
 NO_MESSAGE = b"\x0a\xff\xff\xff\xff\x0f"  # a field that is longer than the message
 
 
-@pytest.fixture(scope="module")
-def started(checkpoint: Path) -> Iterator[Pair]:
-    with start_pair(checkpoint, num_tokens=12) as pair:
-        yield pair
-
-
 @pytest.fixture
-def pair(started: Pair) -> Iterator[Pair]:
+def pair(shared_pair: Pair) -> Iterator[Pair]:
     """Whatever was said in a test, the next request after it is served as ever."""
-    yield started
-    started.proxy.reset()
-    started.proxy.target = started.prefill.address
-    started.check_served()
+    pair = replace(shared_pair, num_tokens=NUM_TOKENS, expected=shared_pair.expected[:NUM_TOKENS])
+    yield pair
+    pair.proxy.reset()
+    pair.proxy.target = pair.prefill.address
+    pair.check_served()
 
 
 # ---------------------------------------------------------------- strangers

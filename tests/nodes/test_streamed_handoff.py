@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from fault_proxy import Lost, Refusal
 from machine import patience
 from node_client import Prefill, PrefillClient, PrefillFailed, RouterClient, greedy
-from stages import ATTEMPTS, BLOCK, DECODE_AHEAD, LENGTH, RELEASE_SECONDS, STEP, Pair, start_pair
+from stages import ATTEMPTS, BLOCK, DECODE_AHEAD, LENGTH, RELEASE_SECONDS, STEP, Pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
@@ -54,18 +53,12 @@ def on_part(number: int, action: Callable[[], None]) -> Callable[[str], None]:
     return hook
 
 
-@pytest.fixture(scope="module")
-def started(checkpoint: Path) -> Iterator[Pair]:
-    with start_pair(checkpoint) as pair:
-        yield pair
-
-
 @pytest.fixture
-def pair(started: Pair) -> Iterator[Pair]:
+def pair(shared_pair: Pair) -> Iterator[Pair]:
     """Check that both nodes are idle after each test, and reset the proxy."""
-    yield started
-    started.proxy.reset()
-    for node in (started.prefill, started.decode):
+    yield shared_pair
+    shared_pair.proxy.reset()
+    for node in (shared_pair.prefill, shared_pair.decode):
         node.wait_idle()
 
 
