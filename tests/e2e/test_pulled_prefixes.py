@@ -347,6 +347,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("real") / "m", "qwen3", num_hidden_layers=2))
 
 
+@pytest.mark.slow  # tests/nodes/test_moved_streams.py has a quick test
 def test_answer_after_a_pull_is_that_of_the_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """In float32, with checksums. D alone has the history, generated tokens included."""
     flags = ["--block-size", str(BLOCK), "--kv-checksum", "on", "--max-model-len", "2048", "--dtype", "float32"]

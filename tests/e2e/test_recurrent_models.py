@@ -67,7 +67,7 @@ def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        pytest.param("qwen3.5-moe", "pp2", "1", marks=pytest.mark.slow),  # the next test has it
+        ("qwen3.5-moe", "pp2", "1"),
         pytest.param("qwen3-next", "pp2", "1", marks=pytest.mark.slow),
         pytest.param("qwen3.5", "tp2", "tp2", marks=pytest.mark.slow),
         pytest.param("qwen3.5", "1", "pp2", marks=pytest.mark.slow),
@@ -81,6 +81,7 @@ def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: 
         check_model(served)
 
 
+@pytest.mark.slow
 def test_turns_of_an_agent_are_exact_and_an_answer_moves(tmp_path: Path) -> None:
     """From a node of two stages to two nodes; then a decode node dies while it computes an answer."""
     model = MODELS["qwen3.5-moe"]._replace(fields=MIXED)

@@ -168,7 +168,7 @@ def closing_requests() -> Iterator[tuple[bytes, bool]]:
         yield data, True
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["fin", "reset"])
+@pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fin", "reset"])
 def test_clients_that_close_at_any_stage_leave_no_traceback(
     tokenizer_dir: Path, scripted_node: ScriptedNode, capfd: pytest.CaptureFixture[str], reset: bool
 ) -> None:

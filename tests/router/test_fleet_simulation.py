@@ -11,7 +11,8 @@ from simulated_node import Job
 NEAR = 1.15  # times the result of the best fixed split
 
 
-@pytest.mark.parametrize(("nodes", "splits"), [(2, (0, 1)), pytest.param(8, (0, 1, 6), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "splits"), [(2, (0, 1)), (8, (0, 1, 6))])
 def test_each_burst_is_served_nearly_as_by_the_best_fixed_split(nodes: int, splits: tuple[int, ...]) -> None:
     elastic = shift(["both"] * nodes, 6.0)
     fixed = [shift(split(prefill, nodes), 6.0) for prefill in splits]

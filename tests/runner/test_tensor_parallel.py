@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-ep": ("deepseek_v3", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
-FEW = [(name, "V1", 2) for name in ("llama-tied", "gpt-oss", "glm4-moe-ep", "qwen3-next")]
+FEW = [(name, "V1", 2) for name in ("llama-tied", "glm4-moe-ep", "qwen3-next")]
 FEW += [("qwen3", "V2", 2)]
 
 
