@@ -101,7 +101,8 @@ def test_ranks_exit_when_frontend_or_engine_is_killed(fleet: Fleet, checkpoint: 
     assert_gone(fleet, processes)
 
 
-def test_every_rank_reads_its_part_of_the_kv_and_sigterm_ends_all_ranks(fleet: Fleet, checkpoint: Path) -> None:
+@pytest.mark.slow  # tests/e2e/test_transformers_handoff.py has a quick test
+def test_every_rank_reads_its_part_of_the_kv(fleet: Fleet, checkpoint: Path) -> None:
     prefill = fleet.start_prefill(checkpoint, FLAGS)
     node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2", "--handoff-min-tokens", "0"])
     fleet.start_router(checkpoint)
@@ -113,6 +114,11 @@ def test_every_rank_reads_its_part_of_the_kv_and_sigterm_ends_all_ranks(fleet: F
     assert node.counter("handoff_recomputes") == node.counter("kv_read_failures") == 0
     node.wait_idle()
     prefill.wait_idle()
+
+
+def test_sigterm_ends_all_ranks(fleet: Fleet, checkpoint: Path) -> None:
+    node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
+    fleet.wait_ready()
     processes = processes_of(node)
     node.signal(signal.SIGTERM)
     assert_gone(fleet, processes)
