@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import ModuleType
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.model.model_config import TRANSFORMERS
@@ -85,27 +84,10 @@ def _importing_torch(config: NodeConfig) -> Iterator[None]:
     try:
         if config.model.impl == TRANSFORMERS:
             import runner.models.from_transformers.decoder  # noqa: F401
-        elif config.device.kind == "cpu":
-            _import_torch_without_tracing()
         yield
         gc.freeze()
     finally:
         gc.enable()
-
-
-def _import_torch_without_tracing() -> None:
-    """Import torch without the module that registers Python versions of its operators for tracing.
-
-    It takes a third of torch's import, 0.5 s, and a native model on a CPU is never traced. The operators that torch
-    implements in C++ work on meta tensors without it. A later import of this module loads it.
-    """
-    name = "_meta_registrations"
-    sys.modules[f"torch.{name}"] = ModuleType(f"torch.{name}")
-    try:
-        import torch
-    finally:
-        del sys.modules[f"torch.{name}"]
-    vars(torch).pop(name, None)
 
 
 def _limit_thread_spinning(config: NodeConfig) -> None:
