@@ -85,6 +85,11 @@ class LiveSequences:
         return any(not sequence.for_peer for sequence in self.loading.values())
 
     @property
+    def streams_coming(self) -> bool:
+        """Whether one of these will decode as soon as its KV is here."""
+        return any(not sequence.for_peer and sequence.split is None for sequence in self.loading.values())
+
+    @property
     def longest_paused(self) -> Sequence | None:
         """The first sequence to preempt; None if every sequence with blocks runs or loads."""
         return next((sequence for sequence in self.preemptible.values() if not sequence.in_flight), None)

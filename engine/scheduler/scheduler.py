@@ -365,7 +365,7 @@ class Scheduler:
         if not runnable.prompts and self.room.head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
-        coming = int(self._live.streams_loading)  # a stream that comes must not wait for a whole step
+        coming = int(self._live.streams_coming)  # a stream that comes must not wait for a whole step
         builder.budget = self._itl_target.budget(
             decoding=decoding or coming, waited=waited, arrival_in=self._joining.arrival_in(self._busy)
         )

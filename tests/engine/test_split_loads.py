@@ -6,6 +6,7 @@ import time
 from array import array
 
 import pytest
+from test_itl_target import Model, node_with_streams
 from toy import reference
 from toy_node import BLOCK, DEPTHS, Node
 
@@ -241,3 +242,20 @@ def test_streams_decode_beside_a_split() -> None:
     assert world.reader.tokens[5, 0] == reference([3] * 6, 0, 20)
     world.computed += 6 + 19
     world.finish(num_computed=MEETING + REST)
+
+
+def test_first_part_is_computed_in_full_steps_if_nothing_decodes() -> None:
+    """The stream will not come before its prompt is computed."""
+    model = Model()
+    node = node_with_streams(model, (1, 1), streams=1)
+    node.obey(Cancel(0))
+    node.submit(9, [9] * 6000, SamplingParams(max_tokens=2), Mode.HANDOFF)
+    node.step()
+    node.obey(ComputeBeside(9, 4000))
+    model.steps.clear()
+    node.run()
+    assert [[*step.chunks.values()] for step in model.steps] == [[2000], [2000]]
+    node.obey(Cancel(9))
+    node.run()
+    node.assert_all_free()
+    node.close()
