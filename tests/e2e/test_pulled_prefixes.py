@@ -413,10 +413,9 @@ def test_answer_after_a_pull_is_that_of_the_model(real: Real, reader: str, split
     computed = full_blocks(cached // 2) if split else 0
     assert change(node, NAMES, before) == [cached - computed, computed]
     assert found.cached_tokens == cached - computed
-    assert real.decode.counter("handoff_failures") == real.prefill.counter("pull_failures") == 0
 
 
-@pytest.mark.parametrize("fault", ["byte flipped", "source stopped", "source killed"])
+@pytest.mark.parametrize("fault", ["byte flipped", "source killed", "source stopped"])
 def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
     """D computes the first half. The source fails before a byte has come, or a byte of the other half has changed."""
     source, names = real.prefill, (*NAMES, "kv_checksum_failures")
@@ -439,6 +438,6 @@ def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
             source.resume("node")
         elif fault == "source killed":
             source.restart()
-            wait_connected(real.fleet)
+        wait_connected(real.fleet)
         real.check(found.tokens, turn)
     assert change(real.decode, names, before) == [0, 0, fault == "byte flipped"]

@@ -1,12 +1,14 @@
-"""Makes nodes split their pulls, whatever these cost, and reads fail: Python imports this first.
+"""Makes nodes pull or split, whatever that costs, and reads fail: Python imports this first.
 
-SPLIT_PULLS names a directory. While its file "split" exists, a node computes the first half of what it pulls. While
-"hold" exists, no read is posted. While "flip" exists, a bit of each read changes on its way.
+SPLIT_PULLS names a directory. A node pulls all that a peer has, however long that takes. While the file "split" exists,
+it computes the first half meanwhile. While "hold" exists, no read is posted. While "flip" exists, a bit of each read
+changes on its way.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 import time
@@ -17,15 +19,12 @@ from typing import Any
 def _patch_plans(switch: Path) -> None:
     from pdserve import request_cost
 
-    plan = request_cost.plan_pull
-
-    def half(costs: Any, num_tokens: int, *, split_block: int = 0, **kwargs: Any) -> Any:
-        if not switch.exists():
-            return plan(costs, num_tokens, split_block=split_block, **kwargs)
-        first = num_tokens // 2 // split_block * split_block
+    def plan(costs: Any, num_tokens: int, *, split_block: int = 0, **kwargs: Any) -> Any:
+        first = num_tokens // 2 // split_block * split_block if switch.exists() else 0
         return request_cost.PullPlan(first, num_tokens - first, 0.1)
 
-    request_cost.plan_pull = half
+    request_cost.plan_pull = plan
+    request_cost.pull_deadline = lambda *args, **kwargs: math.inf
 
 
 def _patch_reads(hold: Path, flip: Path) -> None:
