@@ -4,12 +4,15 @@
     python bench/kv_transfer.py --json transfer.json    also writes the figures as JSON
     UCX_TLS=tcp python bench/kv_transfer.py             as between machines without RDMA
     python bench/kv_transfer.py --device cuda --block-kib 2048 --megabytes 512 --prompt-block-kib 2048
+    python bench/kv_transfer.py --device cuda --pinned-source --block-kib 2048 --megabytes 512 --runs 1
 
 Each row reads ``--megabytes`` with the NIXL connector once per repetition, from the call of ``read`` until ``poll``
 returns the result; the figures are medians. "run" is the number of adjacent blocks on both sides: with 1 no blocks are
 adjacent by design, "all" is one range. "descriptors" is the number of descriptors after adjacent blocks are merged.
 The copy alternates with the reads, in this process: on a CPU numpy copies the same blocks; with ``--device cuda`` one
 contiguous copy of as many bytes runs between the GPUs of the source and the reader (the first two, or the only one).
+With ``--pinned-source``, the GPU reads pinned host memory of the source's process, and the copy is one from pinned host
+memory of its own: what the source would take to load the blocks for the reader.
 
 The line below the table is the KV of one prompt (``--prompt-blocks`` blocks of ``--prompt-block-kib``): by default
 1,000 tokens of a model of 27 M parameters, 63 blocks of 128 KiB.
@@ -69,14 +72,15 @@ def main() -> None:
     total = options.megabytes * 2**20
     rows: list[Row] = []
     for block_bytes in block_sizes:
-        pair = Pair(options.device, block_bytes, max(2, total // block_bytes))
+        pair = Pair(options.device, block_bytes, max(2, total // block_bytes), pinned=options.pinned_source)
         for run in options.runs:
             rows.append(pair.measure(total // block_bytes, run or total // block_bytes, options.repeat)[0])
             if len(rows) == 1:
                 print(HEADING)
             print(line(rows[-1]), flush=True)
         pair.close()
-    pair = Pair(options.device, options.prompt_block_kib * 1024, 2 * options.prompt_blocks)
+    prompt_bytes = options.prompt_block_kib * 1024
+    pair = Pair(options.device, prompt_bytes, 2 * options.prompt_blocks, pinned=options.pinned_source)
     prompt, worst = pair.measure(options.prompt_blocks, 1, 4 * options.repeat)
     report = Report(
         machine=platform.processor() or platform.machine(),
@@ -98,6 +102,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GB/s of KV block reads between two processes, and of a plain copy")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--pinned-source", action="store_true", help="read from pinned host memory into a GPU")
     parser.add_argument("--block-kib", type=int, nargs="+", default=[4, 16, 64, 128, 512, 2048], metavar="KIB")
     parser.add_argument(
         "--runs", type=int, nargs="+", default=[1, 4, 0], help="adjacent blocks per run; 0: all of them"
@@ -107,7 +112,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompt-blocks", type=int, default=63)
     parser.add_argument("--prompt-block-kib", type=int, default=128)
     parser.add_argument("--json", metavar="FILE", help="write all figures as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.pinned_source and options.device != "cuda":
+        parser.error("--pinned-source needs --device cuda")
+    return options
 
 
 # ---------------------------------------------------------------- two processes
@@ -121,7 +129,7 @@ class HostCache:
         self._source = self._blocks
         self.region = KVRegion(self._blocks.ctypes.data, self._blocks.nbytes, "cpu", 0)
 
-    def prepare_copies(self) -> None:
+    def prepare_copies(self, pinned: bool) -> None:
         self._source = self._blocks.copy()
 
     def copy(self, local: NDArray[np.int64], remote: NDArray[np.int64], run: int) -> None:
@@ -140,16 +148,27 @@ class CudaCache:
         self._blocks = self._source = self._allocate(device)
         self.region = KVRegion(self._blocks.data_ptr(), self._blocks.nbytes, "cuda", device)
 
-    def prepare_copies(self) -> None:
-        self._source = self._allocate(0)
+    def prepare_copies(self, pinned: bool) -> None:
+        self._source = self._blocks.cpu().pin_memory() if pinned else self._allocate(0)
 
     def copy(self, local: NDArray[np.int64], remote: NDArray[np.int64], run: int) -> None:
-        self._blocks[: len(local)].copy_(self._source[: len(remote)])
+        self._blocks[: len(local)].copy_(self._source[: len(remote)], non_blocking=True)
         self._torch.cuda.synchronize(self._blocks.device)
 
     def _allocate(self, device: int) -> Any:
         shape = (self._layout.num_blocks, self._layout.block_bytes)
         return self._torch.ones(shape, dtype=self._torch.uint8, device=f"cuda:{device}")
+
+
+class PinnedCache:
+    """Blocks in pinned host memory. It is a source only."""
+
+    def __init__(self, layout: KVLayout, index: int) -> None:
+        import torch
+
+        shape = (layout.num_blocks, layout.block_bytes)
+        self._blocks = torch.ones(shape, dtype=torch.uint8, pin_memory=True)
+        self.region = KVRegion(self._blocks.data_ptr(), self._blocks.nbytes, "cpu", 0)
 
 
 CACHES: dict[str, type[HostCache] | type[CudaCache]] = {"cpu": HostCache, "cuda": CudaCache}
@@ -159,14 +178,15 @@ SOURCE, READER = 0, 1  # GPU indexes
 class Pair:
     """A source in its own process and a reader in this one, with caches of ``num_blocks`` blocks."""
 
-    def __init__(self, device: str, block_bytes: int, num_blocks: int) -> None:
+    def __init__(self, device: str, block_bytes: int, num_blocks: int, *, pinned: bool) -> None:
+        """``pinned``: the source has its blocks in pinned host memory."""
         self._layout = layout_of(block_bytes, num_blocks)
         context = multiprocessing.get_context("spawn")  # NIXL does not survive a fork
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(device, self._layout, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(device, self._layout, theirs, pinned), daemon=True)
         self._process.start()
         self._cache = CACHES[device](self._layout, READER)
-        self._cache.prepare_copies()
+        self._cache.prepare_copies(pinned)
         self._progress = threading.Event()
         self._connector = NixlConnector(ConnectorSetup(f"reader-{os.urandom(4).hex()}"))
         self._connector.register(self._cache.region, self._layout, self._progress.set)
@@ -222,9 +242,9 @@ class Pair:
         return seconds, result.num_descriptors
 
 
-def serve(device: str, layout: KVLayout, pipe: Connection) -> None:
+def serve(device: str, layout: KVLayout, pipe: Connection, pinned: bool) -> None:
     """Run the source: register, send the peer's description, and wait until the pipe is closed."""
-    cache = CACHES[device](layout, SOURCE)
+    cache = PinnedCache(layout, SOURCE) if pinned else CACHES[device](layout, SOURCE)
     connector = NixlConnector(ConnectorSetup(f"source-{os.urandom(4).hex()}"))
     rank = connector.register(cache.region, layout, lambda: None)
     pipe.send(Peer("source", "e1", (rank,)))

@@ -31,10 +31,19 @@ from node.reading.handoff_executor import HandoffExecutor
 from node.reading.peer import KVPeer
 from node.reading.peers import KVPeers
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
-from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, Reserved, StartRead
+from pdserve.ipc.messages import (
+    Cancel,
+    ComputeBeside,
+    HandoffEnds,
+    KVConfirmed,
+    PrefillLocally,
+    ReadEnded,
+    Reserved,
+    StartRead,
+)
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.request_cost import pull_deadline
+from pdserve.request_cost import NO_PULL
 from pdserve.rpc.protobuf import logprobs_from_pb
 
 _log = logging.getLogger(__name__)
@@ -83,6 +92,7 @@ class HandoffDriver(HandoffExecutor):
         self._generation = generation
         self._peer = peer
         self._uncached_tokens = 0  # tokens of the handoff whose KV is not on D
+        self._plan = NO_PULL  # of a pull of a known number of tokens
         self._ended = False
 
     def on_engine_event(self, event: HandoffEvent) -> None:
@@ -137,7 +147,10 @@ class HandoffDriver(HandoffExecutor):
         """Whether to hand off what is not cached here, or to pull what the router expects the peer to have."""
         request, policy = self._generation.message, self._handoffs.policy
         if request.pull and request.prefix_tokens:
-            return policy.choose_pull(request.prefix_tokens - cached_tokens, self._handoffs.peers.costs)
+            expected = min(request.prefix_tokens, self._generation.num_handoff_tokens)
+            plan = self._handoffs.peers.plan_pull(expected - cached_tokens)
+            self._plan = plan or NO_PULL
+            return policy.choose_pull(plan)
         return policy.choose_handoff(self._uncached_tokens, self._generation.sampling.prompt_logprobs)
 
     def _prefill_at(self, peer: KVPeer) -> None:
@@ -151,10 +164,14 @@ class HandoffDriver(HandoffExecutor):
             raise PeerError(f"{peer.address} was lost while the request waited for KV blocks")
         now = time.monotonic()
         span = generation.trace.start_handoff(stream.peer.node_id, self._uncached_tokens)
+        plan, present = self._plan, generation.num_handoff_tokens - self._uncached_tokens
         if generation.message.pull:
-            span.set(pull_attributes(self._handoffs.peers.costs, self._uncached_tokens))
+            span.set(pull_attributes(self._handoffs.peers.costs, self._uncached_tokens, plan if plan.pulled else None))
+        if plan.computed:
+            present += plan.computed
+            self._engine.send(ComputeBeside(generation.rid, present))
         num_layers = self._handoffs.node.config.kv_layers_with(stream.peer.other_drafts)
-        request = generation.prefill_request(generation.num_handoff_tokens - self._uncached_tokens, span, num_layers)
+        request = generation.prefill_request(present, span, num_layers)
         number = stream.prefill(request, self.on_event)
         self._handoff = Handoff(
             generation.rid,
@@ -167,14 +184,14 @@ class HandoffDriver(HandoffExecutor):
             due=now + self._patience,
         )
         self._wake_at(self._handoff.wake_at)
-        if generation.message.pull:  # the answer comes at once
+        if generation.message.pull and not plan.computed:  # the answer comes at once
             self._engine.send(HandoffEnds(generation.rid, 0.0))
 
     @property
     def _patience(self) -> float:
         """Seconds for a pull of a known number of tokens; a handoff has no limit."""
         bounded = self._generation.message.pull and self._generation.message.prefix_tokens
-        return pull_deadline(self._handoffs.peers.costs, self._uncached_tokens) if bounded else inf
+        return self._handoffs.peers.pull_deadline(self._uncached_tokens) if bounded else inf
 
     def _advance(self, event: Event) -> None:
         handoff = self._handoff
@@ -203,8 +220,9 @@ class HandoffDriver(HandoffExecutor):
         self._ended = True
         if self._generation.message.pull:
             peers = self._handoffs.peers
-            num_tokens = confirmed.num_tokens - self._generation.num_handoff_tokens + self._uncached_tokens
-            peers.metrics.count_pull(num_tokens, peers.costs, self._seconds)
+            present = self._generation.num_handoff_tokens - self._uncached_tokens + self._plan.computed
+            num_tokens = confirmed.num_tokens - present
+            peers.metrics.count_pull(num_tokens, peers.costs, self._seconds, computed=self._plan.computed)
             self._generation.trace.on_pulled(num_tokens)
         self._generation.trace.on_confirmed()
 

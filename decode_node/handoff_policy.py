@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
-from pdserve.request_cost import StepCosts, worth_handoff, worth_pulling
+from pdserve.request_cost import PullPlan, worth_handoff
 
 
 class FailurePolicy(StrEnum):
@@ -30,11 +30,10 @@ class HandoffPolicy:
             self._metrics.local_prefills.inc()
         return worth
 
-    def choose_pull(self, num_tokens: int, costs: StepCosts) -> bool:
-        """Return whether to pull so many tokens, which D computes otherwise; if not, count a local prefill."""
-        worth = num_tokens > 0 and worth_pulling(costs, num_tokens)
-        self._metrics.local_prefills.inc(not worth)
-        return worth
+    def choose_pull(self, plan: PullPlan | None) -> bool:
+        """Return whether there is a plan to pull; if not, D computes the prompt: count a local prefill."""
+        self._metrics.local_prefills.inc(plan is None)
+        return plan is not None
 
     def recompute_after(self, error: PdserveError, uncached_tokens: int, *, pull: bool = False) -> bool:
         """Count a failed or refused handoff; return whether to prefill its prompt on D: always, after a pull."""

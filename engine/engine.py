@@ -99,12 +99,14 @@ class Engine:
                     scheduler.connector.lease_cached(command)
                 case messages.StartRead():
                     scheduler.connector.start_read(command)
+                case messages.ComputeBeside(rid, num_tokens):
+                    scheduler.loads.split(rid, num_tokens)
                 case messages.HandoffEnds(rid, seconds):
-                    scheduler.handoff_ends(rid, seconds)
+                    scheduler.loads.ends_in(rid, seconds)
                 case messages.KVConfirmed(rid, num_tokens, outputs, waited):
-                    scheduler.kv_confirmed(rid, num_tokens, outputs, waited)
+                    scheduler.loads.confirmed(rid, num_tokens, outputs, waited)
                 case messages.PrefillLocally(rid, outputs):
-                    scheduler.prefill_locally(rid, outputs)
+                    scheduler.loads.given_up(rid, outputs)
                 case messages.Cancel(rid):
                     scheduler.cancel(rid)
                 case messages.Pause(rid):

@@ -37,6 +37,15 @@ class Constraint:
 
 
 @dataclass(slots=True, eq=False)
+class SplitLoad:
+    """A load that begins at ``meeting``, while steps compute the tokens before it (scheduler/loads.py)."""
+
+    meeting: int  # tokens
+    confirmed: int = 0  # tokens whose KV is here once those before ``meeting`` are computed; 0: it is being read
+    given_up: bool = False  # nothing of it will be used
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """The first fields are those of Submit. ``sequences`` holds the live choices."""
 
@@ -119,6 +128,7 @@ class Sequence:
     constraint: Constraint | None = None
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
     state: SequenceState | None = None  # of a model with recurrent layers, while it has blocks
+    split: SplitLoad | None = None  # while it loads and is computed at once
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
     num_drafts: int = 0  # that its next decode should have
     drafts: tuple[int, ...] = ()  # these, if they come with the plan
@@ -163,7 +173,12 @@ class Sequence:
 
     @property
     def missing(self) -> int:
-        """Tokens that no launched step computes: 1 while decoding, 0 while its last token is being sampled."""
+        """Tokens that no launched step computes: 1 while decoding, 0 while its last token is being sampled.
+
+        Those that a load brings do not count.
+        """
+        if self.split is not None:
+            return self.split.meeting - self.num_launched
         return self.length - self.num_launched if self.length < self.max_length else 0
 
     @property
@@ -197,7 +212,7 @@ class Sequence:
     @property
     def continues_output(self) -> bool:
         """Whether its next step continues an output: at most a block of tokens lacks KV, as after a pull."""
-        return self.num_outputs > 0 and self.missing <= self.hashes.block_size
+        return self.num_outputs > 0 and self.split is None and self.missing <= self.hashes.block_size
 
     @property
     def joins_after_handoff(self) -> bool:
@@ -228,6 +243,15 @@ class Sequence:
         if self.constraint is not None and not self.constraint.fixed:
             most = min(most, len(self.constraint.drafts))
         return min(most, self.max_length - self.length - 1)
+
+    @property
+    def end_here(self) -> int:
+        """End of the prompt, or of the part of it that steps compute beside a load."""
+        return self.prompt_len if self.split is None else self.split.meeting
+
+    def ends_after(self, num_tokens: int) -> bool:
+        """Whether it samples once ``num_tokens`` more tokens are computed: they are all that is missing."""
+        return num_tokens == self.missing and self.split is None
 
     @property
     def samples_due(self) -> int:
@@ -326,7 +350,7 @@ class Sequence:
 
     def launch_prompt(self, step: int, num_tokens: int) -> ScheduledSequence:
         """Count missing tokens as launched. The step samples if it computes the last one. Return its part of it."""
-        num_samples = self.samples_due if num_tokens == self.missing else 0
+        num_samples = self.samples_due if self.ends_after(num_tokens) else 0
         self.last_step = step
         self.num_launched += num_tokens
         self.length += num_samples > 0
@@ -396,11 +420,27 @@ class Sequence:
     def loaded(self, num_tokens: int) -> None:
         """All KV of its load is here: that of the first ``num_tokens`` tokens, at most ``load_len``.
 
-        What was pulled counts as cached; after a handoff no count is reported.
+        What was pulled counts as cached, what was computed meanwhile does not; after a handoff no count is reported.
         """
-        self.request.cached_tokens = min(num_tokens, self.prompt_len)
+        request, computed = self.request, 0
+        if self.split is not None:
+            assert self.num_computed == self.split.meeting
+            assert request.cached_tokens is not None, "a sequence with blocks was admitted"
+            computed = self.split.meeting - request.cached_tokens
+            self.end_split()
+        request.cached_tokens = min(num_tokens, self.prompt_len) - computed
         self.num_computed = num_tokens
         self.num_launched = num_tokens
+
+    def begin_split(self, meeting: int) -> None:
+        """Compute the tokens before ``meeting`` while a load brings those behind it, whose blocks no step is told."""
+        self.split = SplitLoad(meeting)
+        self.ready_blocks = meeting // self.hashes.block_size
+
+    def end_split(self) -> None:
+        """Nothing is loaded any more: steps may use all blocks."""
+        self.split = None
+        self.ready_blocks = len(self.blocks)
 
     def cached(self, next_full: int) -> None:
         """Its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""

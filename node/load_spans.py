@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from pdserve.ipc.messages import Fetched
-from pdserve.request_cost import StepCosts, pull_seconds
+from pdserve.request_cost import PullPlan, StepCosts, pull_seconds
 from pdserve.tracing.spans import Attributes, Span, Value
 
 
@@ -21,11 +21,16 @@ def record_fetch(span: Span, fetched: Fetched) -> None:
     span.child("load", {**attributes, **times}, start=now - fetched.seconds).end(now)
 
 
-def pull_attributes(costs: StepCosts, num_tokens: int) -> dict[str, Value]:
-    """Return the predictions for a pull of ``num_tokens`` tokens by a node of these costs."""
-    expected = pull_seconds(costs, num_tokens) if costs.read else 0.0
+def pull_attributes(costs: StepCosts, num_tokens: int, plan: PullPlan | None = None) -> dict[str, Value]:
+    """Return the predictions for ``num_tokens`` tokens that a peer has, by a node of these costs: as its plan says.
+
+    Without a plan, for a pull of all.
+    """
+    plan = plan or PullPlan(0, num_tokens, pull_seconds(costs, num_tokens))
+    expected = plan.seconds if costs.read else 0.0
     times = _known("pdserve.pull.", expected=expected, computing=costs.prompt.slope * num_tokens)
-    return {"pdserve.pull.expected_tokens": num_tokens, **times}
+    beside = _known("pdserve.pull.", computed_tokens=plan.computed)
+    return {"pdserve.pull.expected_tokens": plan.pulled, **beside, **times}
 
 
 def prefill_attributes(costs: StepCosts, num_tokens: int) -> dict[str, Value]:
@@ -34,5 +39,5 @@ def prefill_attributes(costs: StepCosts, num_tokens: int) -> dict[str, Value]:
     return {"pdserve.prefill.tokens": num_tokens, **_known("pdserve.prefill.", expected=expected)}
 
 
-def _known(prefix: str, **seconds: float) -> dict[str, Value]:
-    return {f"{prefix}{name}": value for name, value in seconds.items() if value}
+def _known(prefix: str, **values: float) -> dict[str, Value]:
+    return {f"{prefix}{name}": value for name, value in values.items() if value}

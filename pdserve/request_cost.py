@@ -7,7 +7,8 @@ T_ttft / (T_itl · L) = ``DELAY_WEIGHT`` seconds of TTFT. The costs are the same
     prompt    its own wait  +  the streams that it delays  +  the later prompts that it delays
     decode    its own steps  +  what it adds to the steps of the streams beside it  +  the prompts that it delays
     handoff   from P's first token to the KV on D
-    pull      from the request to the KV of a cached prefix, in place of the time to compute it
+    pull      from the request to the KV of a cached prefix, in place of the time to compute it; or both at once, where
+              that takes clearly less time than either
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ DELAY_WEIGHT = TTFT_OBJECTIVE / (ITL_OBJECTIVE * OUTPUT_TOKENS)
 HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 HANDOFF_SECONDS = 6e-3  # from P's first token to confirmed KV; measured on H100s: 5 to 8 ms
 CLEAR_WIN = 0.75  # a pull takes at most this share of the time that it saves, as predictions of both are inexact
+_SPLIT_WIN = 2 / 3  # a split takes at most this share of the time of a pull, as it takes steps, too
 _STEP_TOKENS = 8192  # assumed size of a step of prompts
 _SHORTEST_PULL = 0.25  # seconds: a pull is not late before, as one step of the source may take so long
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
@@ -172,21 +174,54 @@ def answer_wait(load: RequestLoad, costs: StepCosts) -> float:
     return step / 2.0
 
 
-def worth_pulling(costs: StepCosts, num_tokens: int, wait: float = 0.0) -> bool:
-    """Return whether a node had better pull tokens than compute them, by its own costs; unmeasured ones are tried.
+class PullPlan(NamedTuple):
+    """How a node gets the KV of tokens that a peer has cached: it computes the first ones, and pulls the rest."""
 
-    ``wait``: seconds until the source answers.
+    computed: int  # tokens, in full blocks; 0: all are pulled
+    pulled: int  # tokens
+    seconds: float  # until all have KV
+
+
+NO_PULL = PullPlan(0, 0, 0.0)
+
+
+def plan_pull(
+    costs: StepCosts,
+    num_tokens: int,
+    *,
+    wait: float = 0.0,
+    queued: float = 0.0,
+    slower: float = 1.0,
+    split_block: int = 0,
+) -> PullPlan | None:
+    """Return how a node had better get the KV of tokens that a peer has, by its own costs; None: it computes them.
+
+    Unmeasured costs are tried. ``wait``: seconds until the source answers. ``queued``: seconds until the node can
+    compute; then its prompts take ``slower`` times as long as alone. ``split_block``: tokens of a block if the node can
+    compute some blocks meanwhile, else 0.
+
+    Both parts of a split end together: where the node pulls as fast as it computes, after half of the time.
     """
-    compute = costs.prompt.slope * num_tokens
-    return not compute or wait + pull_seconds(costs, num_tokens) < CLEAR_WIN * compute
+    compute, pull = costs.prompt.slope * num_tokens, wait + pull_seconds(costs, num_tokens)
+    if not compute:
+        return PullPlan(0, num_tokens, pull)
+    if split_block and costs.read:
+        slope = slower * costs.prompt.slope
+        first = (pull - queued) / (slope + costs.read.slope)
+        first = min(int(first), num_tokens - 1) // split_block * split_block
+        rest = num_tokens - first
+        seconds = max(queued + slope * first, wait + pull_seconds(costs, rest))
+        if first > 0 and seconds < min(_SPLIT_WIN * pull, CLEAR_WIN * (queued + compute)):
+            return PullPlan(first, rest, seconds)
+    return PullPlan(0, num_tokens, pull) if pull < CLEAR_WIN * (queued + compute) else None
 
 
-def pull_deadline(costs: StepCosts, num_tokens: int) -> float:
+def pull_deadline(costs: StepCosts, num_tokens: int, queued: float = 0.0) -> float:
     """Return the seconds after which a pull is given up: no fewer than the node needs to compute the tokens.
 
-    A node that has not measured them waits.
+    It can begin with them after ``queued`` seconds. A node that has not measured them waits.
     """
-    return max(_SHORTEST_PULL, costs.prompt.slope * num_tokens) if costs.prompt else math.inf
+    return max(_SHORTEST_PULL, queued + costs.prompt.slope * num_tokens) if costs.prompt else math.inf
 
 
 def decode_cost(load: RequestLoad, costs: StepCosts, prompt_tokens: int, prompt_share: float) -> float:
@@ -206,7 +241,7 @@ def decodes_cost(load: RequestLoad, costs: StepCosts, decodes: int, num_tokens: 
     share = min(prompt_share, _MOST_SHARE)
     seconds = num_tokens * time_per_token(costs.decode, decodes, share)
     prompts = seconds * share / (1.0 - share)  # seconds of them, each behind 1 / (1 - share) as many
-    return DELAY_WEIGHT * decodes * seconds + prompts * (_slower_prompts(load, costs, decodes) - 1.0)
+    return DELAY_WEIGHT * decodes * seconds + prompts * (slower_prompts(load, costs, decodes) - 1.0)
 
 
 def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> float:
@@ -233,7 +268,7 @@ def settled_shares(prompt_work: float, streams: int, nodes: int, decode: LinearC
     return found
 
 
-def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
+def slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
     """Return how many times as long prompts take beside streams: 1 … 2.
 
     A step with prompts takes the ITL target, and its decodes do their part of it, at most half.

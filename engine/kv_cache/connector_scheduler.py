@@ -87,8 +87,15 @@ class KVConnectorScheduler:
         """Begin to load the rest of a prompt into the blocks that the sequence holds."""
         raise AssertionError("a load without loadable tokens")
 
+    def load_behind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Load only what follows the first ``num_tokens`` tokens, in full blocks. No read has been ordered yet."""
+
     def start_read(self, message: StartRead) -> None:
         """Order the read of the next blocks of a load. Ignored for a load that has ended."""
+
+    def reading(self, sequence: Sequence) -> bool:
+        """Whether a transfer may write to blocks of the sequence."""
+        return False
 
     def handoff_ends(self, rid: int, at: float) -> None:
         """The peer's last chunk of a load ends ``at``. Ignored for a load that has ended."""
@@ -248,7 +255,8 @@ class _Load:
     """A request on D whose prompt comes from a peer."""
 
     sequence: Sequence
-    num_announced: int  # leading blocks of the prompt: cached here, or ordered
+    first: int  # block that it brings: those before it are cached here, or computed
+    num_announced: int  # leading blocks of the prompt: those before the first one, or ordered
     reads: set[int] = field(default_factory=set)  # in flight
     has_state: bool = False  # a read brings the recurrent state
     computed_at: float | None = None  # end of the peer's last chunk; None: it has not begun
@@ -336,7 +344,18 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._layers_of.pop(epoch, None)
 
     def load(self, sequence: Sequence) -> None:
-        self._loads[sequence.rid] = _Load(sequence, sequence.num_computed // self._block_size)
+        first = sequence.num_computed // self._block_size
+        self._loads[sequence.rid] = _Load(sequence, first, first)
+
+    def load_behind(self, sequence: Sequence, num_tokens: int) -> None:
+        load = self._loads[sequence.rid]
+        assert load.num_announced == load.first, "a read was ordered"
+        assert not num_tokens % self._block_size
+        load.first = load.num_announced = num_tokens // self._block_size
+
+    def reading(self, sequence: Sequence) -> bool:
+        load = self._loads.get(sequence.rid)
+        return load is not None and bool(load.reads)
 
     def start_read(self, message: StartRead) -> None:
         load = self._loads.get(message.rid)
@@ -399,8 +418,8 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         assert not load.reads, "KV was confirmed before all reads had ended"
         if sequence.state is not None and not load.has_state:
             return False
-        cached = sequence.num_computed
-        assert load.num_announced == self._num_blocks(max(num_tokens, cached)), "KV was confirmed that was not read"
+        announced = max(self._num_blocks(num_tokens), load.first)
+        assert load.num_announced == announced, "KV was confirmed that was not read"
         return True
 
     def abandon_load(self, sequence: Sequence) -> Collection[int]:

@@ -42,8 +42,14 @@ class Tier(KVConnectorScheduler):
     def load(self, sequence: Sequence) -> None:
         self._behind.load(sequence)
 
+    def load_behind(self, sequence: Sequence, num_tokens: int) -> None:
+        self._behind.load_behind(sequence, num_tokens)
+
     def start_read(self, message: StartRead) -> None:
         self._behind.start_read(message)
+
+    def reading(self, sequence: Sequence) -> bool:
+        return self._behind.reading(sequence)
 
     def handoff_ends(self, rid: int, at: float) -> None:
         self._behind.handoff_ends(rid, at)

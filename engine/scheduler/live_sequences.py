@@ -55,12 +55,12 @@ class LiveSequences:
             self.running[sequence.seq] = sequence
 
     def pause(self, request: Request) -> None:
-        """Keep a request out of steps. A loading sequence goes on until its KV is here."""
+        """Keep a request out of steps. A loading sequence goes on until its KV is here, computed or read."""
         request.paused = True
         self._events.status_changed = True
         for sequence in request.sequences.values():
             if self.running.pop(sequence.seq, None) is not None:
-                self._drop_in_runner(sequence)
+                self.drop_in_runner(sequence)
                 self.waiting.charge_output(sequence)
                 self.run(sequence)
             elif request.rid not in self.loading:
@@ -85,6 +85,11 @@ class LiveSequences:
         return any(not sequence.for_peer for sequence in self.loading.values())
 
     @property
+    def streams_coming(self) -> bool:
+        """Whether one of these will decode as soon as its KV is here."""
+        return any(not sequence.for_peer and sequence.split is None for sequence in self.loading.values())
+
+    @property
     def longest_paused(self) -> Sequence | None:
         """The first sequence to preempt; None if every sequence with blocks runs or loads."""
         return next((sequence for sequence in self.preemptible.values() if not sequence.in_flight), None)
@@ -96,8 +101,11 @@ class LiveSequences:
 
     @property
     def any_runnable(self) -> bool:
-        """Whether a running sequence does not wait for a mask."""
-        return any(not sequence.blocked for sequence in self.running.values())
+        """Whether a sequence takes part in steps and does not wait for a mask."""
+        return any(not sequence.blocked for sequence in self.running.values()) or any(
+            sequence.split is not None and sequence.missing and not sequence.blocked
+            for sequence in self.loading.values()
+        )
 
     def counts(self) -> Counter[int]:
         """Count the sequences with blocks by client."""
@@ -127,8 +135,8 @@ class LiveSequences:
         self._free(sequence)
         if self.preemptible.pop(sequence.seq, None) is not None:
             return
+        self.drop_in_runner(sequence)
         if self.running.pop(sequence.seq, None) is not None:
-            self._drop_in_runner(sequence)
             self.waiting.charge_output(sequence)
         sequence.request.waits_since = now
         self.wait(sequence, first=True)
@@ -136,8 +144,8 @@ class LiveSequences:
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, and its request with the last one."""
         request = sequence.request
+        self.drop_in_runner(sequence)
         if self.running.pop(sequence.seq, None) is not None:
-            self._drop_in_runner(sequence)
             self.waiting.charge_output(sequence)
         elif self.paused.pop(sequence.seq, None) is None and self.loading.pop(request.rid, None) is None:
             self.waiting.remove(sequence)
@@ -159,10 +167,11 @@ class LiveSequences:
         finished, self.finished = tuple(self.finished), []
         return finished
 
+    def drop_in_runner(self, sequence: Sequence) -> None:
+        """Have the runner forget a sequence, if it knows it."""
+        if sequence.drop_in_runner():
+            self.finished.append(sequence.seq)
+
     def _free(self, sequence: Sequence) -> None:
         self._kv.free(sequence)
         self._events.status_changed = True
-
-    def _drop_in_runner(self, sequence: Sequence) -> None:
-        if sequence.drop_in_runner():
-            self.finished.append(sequence.seq)

@@ -7,7 +7,7 @@ The states of a sequence:
        │   │ handoff      └── preempted: no free block (recomputed later, from the prefix cache where possible)
        │   ▼
        │ loading ──StartRead…──► reading ──KVConfirmed──► running (after a pull it computes the rest)
-       └────── PrefillLocally ──────┘
+       └────── PrefillLocally ──────┘      (meanwhile steps may compute its first tokens: loads.py)
 
     waiting, running ──Pause──► paused ──Resume──► waiting: blocks are kept, unless they run out
 
@@ -40,13 +40,14 @@ from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.itl_target import ItlTarget, in_order
 from engine.scheduler.joining_streams import JoiningStreams
 from engine.scheduler.live_sequences import LiveSequences
+from engine.scheduler.loads import Loads
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
 from engine.scheduler.room import Room
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import Emit, StepResults, no_emit
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Batch, LastChunk, Outputs, Refused, Status, Submit, Totals
+from pdserve.ipc.messages import Batch, LastChunk, Refused, Status, Submit, Totals
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import ModelRunnerOutput, StepPlan
 
@@ -129,6 +130,9 @@ class Scheduler:
             meter=self.meter,
             drafting=self._drafting,
         )
+        self.loads = Loads(
+            self._live, self._kv, self.connector, self._choices, branch=self._results.branch, clock=clock
+        )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
         self._busy = 0.0  # seconds until the device can begin the step that is planned
@@ -162,37 +166,6 @@ class Scheduler:
     def _refuse_overload(self, rid: int) -> None:
         text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
         self.events.refused.append(Refused(rid, "Overloaded", text))
-
-    def handoff_ends(self, rid: int, seconds: float) -> None:
-        """The peer computes the last chunk of a load for so long. Ignored for a load that has ended."""
-        self.connector.handoff_ends(rid, self._clock() + seconds)
-
-    def kv_confirmed(self, rid: int, num_tokens: int, outputs: Outputs, waited: float) -> None:
-        """Continue with the KV that was read, after the tokens that P has sampled, the last ``waited`` seconds ago."""
-        sequence = self._live.loading.pop(rid, None)
-        if sequence is None:
-            return
-        if not self.connector.finish_load(sequence, num_tokens, self._clock()):
-            self._live.loading[rid] = sequence
-            self.prefill_locally(rid, outputs)
-            return
-        num_tokens = max(num_tokens, sequence.num_computed)
-        sequence.request.end_load()
-        sequence.request.waits_since = self._clock() - waited
-        self._kv.received(sequence, num_tokens)
-        self._live.run(sequence)
-        if outputs and not self._choices.take_from_peer(sequence, outputs):
-            self._live.finish(sequence)
-        self._results.branch(sequence)
-
-    def prefill_locally(self, rid: int, outputs: Outputs) -> None:
-        """Give up the handoff: drop the KV that was read and compute the prompt here, before waiting requests."""
-        if (sequence := self._live.loading.pop(rid, None)) is None:
-            return
-        sequence.request.end_load()
-        self._live.preempt(sequence, self._clock())
-        if outputs and not self._choices.take_from_peer(sequence, outputs):
-            self._live.finish(sequence)
 
     def cancel(self, rid: int) -> None:
         """Drop a request; its leased blocks stay leased. Unknown rids are ignored."""
@@ -279,6 +252,7 @@ class Scheduler:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
         self._results.apply(plan, output, seconds, emit)
+        self.loads.settle()
         self._constraints.request_masks()
 
     def take_events(self, *, cache: bool = True) -> Batch | None:
@@ -323,7 +297,7 @@ class Scheduler:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
         loadable = self.connector.loadable
         waiting = sum(max(0, s.prompt_len - max(0, s.cached_at_lookup, loadable(s))) for s in self._live.waiting)
-        return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
+        return waiting + sum(max(0, s.end_here - s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
 
@@ -379,7 +353,10 @@ class Scheduler:
         return True
 
     def _select(self) -> RunnableSequences:
-        return self._in_flight.select(self._drafting.ready(self._live.running.values()))
+        running = self._drafting.ready(self._live.running.values())
+        if not self._live.loading:
+            return self._in_flight.select(running)
+        return self._in_flight.select(chain(running, self.loads.computable()))
 
     def _limit_prompts(
         self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None
@@ -388,7 +365,7 @@ class Scheduler:
         if not runnable.prompts and self.room.head is None:
             return ()
         decoding = sum(each.decodes_here for each in self._live.running.values())
-        coming = int(self._live.streams_loading)  # a stream that comes must not wait for a whole step
+        coming = int(self._live.streams_coming)  # a stream that comes must not wait for a whole step
         builder.budget = self._itl_target.budget(
             decoding=decoding or coming, waited=waited, arrival_in=self._joining.arrival_in(self._busy)
         )

@@ -124,7 +124,7 @@ class StepBuilder:
                 num_tokens -= spare if spare < num_tokens else 0
             self.budget.spend(sequence, num_tokens)
         self._send_blocks(sequence)
-        if num_tokens == missing:
+        if sequence.ends_after(num_tokens):
             self._add_masks(sequence)
         self._attended += num_tokens * (sequence.num_launched + num_tokens / 2)
         self._scheduled.append(sequence.launch_prompt(self._step, num_tokens))

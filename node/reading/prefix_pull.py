@@ -5,7 +5,8 @@
                    └────────────┴────────────────────────────────────────────┘
 
 Whatever happens, the prompt goes on: tokens whose KV has not come are computed. It is late when this node would have
-computed them by then.
+computed them by then. Where a pull takes about as long as to compute the tokens, the node computes the first of them
+meanwhile (``plan_pull``).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from node.reading.handoff_executor import HandoffExecutor
 from node.reading.peer import KVPeer
 from node.reading.peers import KVPeers
 from pdserve.errors import PdserveError, PeerError
-from pdserve.ipc.messages import KVConfirmed, PrefillLocally, ReadChecked, ReadEnded, Reserved
+from pdserve.ipc.messages import ComputeBeside, KVConfirmed, PrefillLocally, ReadChecked, ReadEnded, Reserved
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES
-from pdserve.request_cost import pull_deadline, worth_pulling
+from pdserve.request_cost import NO_PULL
 from pdserve.rpc.protobuf import sampling_to_pb
 from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import NO_SPAN, Attributes, Span, SpanKind
@@ -61,6 +62,7 @@ class PrefixPull(HandoffExecutor):
         self._parent = parent
         self._span = NO_SPAN
         self._cached_tokens = 0  # here
+        self._plan = NO_PULL
         self._ended = False
 
     def on_engine_event(self, event: Reserved | ReadEnded | ReadChecked) -> None:
@@ -96,23 +98,25 @@ class PrefixPull(HandoffExecutor):
         request = self._request
         most = len(request.token_ids) // TOKEN_BYTES - 1  # this node samples, so it computes the last token
         missing = max(0, min(request.prefix_tokens, most) - cached_tokens)
-        costs, now = self._peers.costs, time.monotonic()
-        expected: Attributes = {"pdserve.pull.node": request.prefix_node, **pull_attributes(costs, missing)}
-        if not missing or not worth_pulling(costs, missing):
+        costs, now, plan = self._peers.costs, time.monotonic(), self._peers.plan_pull(missing)
+        expected: Attributes = {"pdserve.pull.node": request.prefix_node, **pull_attributes(costs, missing, plan)}
+        if plan is None:
             self._parent.event("no pull", expected)
             self._continue()
             return
         stream = self._stream = self._peer.stream
         if stream is None:
             raise PeerError(f"{self._peer.address} was lost while the request waited for KV blocks")
-        self._cached_tokens = cached_tokens
+        self._cached_tokens, self._plan = cached_tokens, plan
+        if plan.computed:
+            self._engine.send(ComputeBeside(self._rid, cached_tokens + plan.computed))
         self._span = self._parent.child("pull", expected, SpanKind.CLIENT)
         pull = pb.PrefillRequest(
             request_id=request.request_id,
             token_ids=request.token_ids[: most * TOKEN_BYTES],
             sampling=sampling_to_pb(_NO_TOKENS),
             cache_salt=request.cache_salt,
-            skip_tokens=cached_tokens,
+            skip_tokens=cached_tokens + plan.computed,
             timeout_ms=request.timeout_ms,
             traceparent=self._span.traceparent,
             tracestate=self._span.tracestate,
@@ -128,7 +132,7 @@ class PrefixPull(HandoffExecutor):
             timing=self._node.config.peer_timing,
             sent_at=now,
             pull=True,
-            due=now + pull_deadline(costs, missing),
+            due=now + self._peers.pull_deadline(missing),
         )
         self._wake_at(self._handoff.wake_at)
 
@@ -139,8 +143,8 @@ class PrefixPull(HandoffExecutor):
 
     def _confirm(self, confirmed: KVConfirmed) -> None:
         self._ended = True
-        num_tokens = confirmed.num_tokens - self._cached_tokens
-        self._peers.metrics.count_pull(num_tokens, self._peers.costs, self._seconds)
+        num_tokens = confirmed.num_tokens - self._cached_tokens - self._plan.computed
+        self._peers.metrics.count_pull(num_tokens, self._peers.costs, self._seconds, computed=self._plan.computed)
         self._span.set({"pdserve.pull.tokens": max(0, num_tokens)})
         self._span.end()
         self._engine.send(confirmed)

@@ -60,6 +60,10 @@ class ReadingMetrics:
             "pdserve_pulled_tokens",
             "Tokens of prompts and moved streams whose KV was read from a peer's prefix cache.",
         )
+        self.pull_computed_tokens = metrics.counter(
+            "pdserve_pull_computed_tokens",
+            "Tokens that were computed while the KV of those behind them was pulled, of pulls that succeeded.",
+        )
         self.pull_misses = metrics.counter(
             "pdserve_pull_misses", "Pulls that found nothing more in the peer's prefix cache than this node had."
         )
@@ -85,16 +89,19 @@ class ReadingMetrics:
             "pdserve_peer_connected", "1 while the peer is connected.", self._connected, ["peer", "transport"]
         )
 
-    def count_pull(self, num_tokens: int, costs: StepCosts, seconds: float) -> None:
+    def count_pull(self, num_tokens: int, costs: StepCosts, seconds: float, *, computed: int = 0) -> None:
         """Count a pull that brought the KV of ``num_tokens`` tokens after ``seconds``; 0 or less: it found nothing.
 
-        ``costs`` are this node's.
+        Meanwhile this node has ``computed`` tokens before them, at its ``costs``.
         """
         num_tokens = max(0, num_tokens)
         self.pulled_tokens.inc(num_tokens)
         self.pull_misses.inc(not num_tokens)
-        if compute := costs.prompt.slope * num_tokens:
-            self._pull_expected_saved.inc(max(0.0, compute - pull_seconds(costs, num_tokens)))
+        self.pull_computed_tokens.inc(computed if num_tokens else 0)
+        slope = costs.prompt.slope
+        if num_tokens and (compute := slope * (computed + num_tokens)):
+            expected = max(slope * computed, pull_seconds(costs, num_tokens))
+            self._pull_expected_saved.inc(max(0.0, compute - expected))
             self._pull_saved.inc(max(0.0, compute - seconds))
             self._pull_lost.inc(max(0.0, seconds - compute))
         elif not num_tokens:

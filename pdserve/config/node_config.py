@@ -107,6 +107,15 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.model.num_kv_layers - (self.model.num_draft_layers if other_drafts else 0)
 
     @property
+    def split_block(self) -> int:
+        """Tokens of a block if a prompt may be computed while later blocks of it are pulled; else 0.
+
+        A recurrent state is that of all tokens before it, and a pull decides where windows lie.
+        """
+        layout = self.kv_layout
+        return 0 if self.state_layout is not None or layout.groups.has_windows else layout.block_size
+
+    @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:
         """The scales of this rank's layers; empty unless the cache is FP8. Checkpoints have none of draft layers."""
         scales = self.kv_scales and self.kv_scales + (UNSCALED,) * self.model.num_draft_layers

@@ -14,6 +14,8 @@ A request with handoff on D:
       … until every block of the prompt has been read and checked
       KVConfirmed(…, outputs)     ──►                                         P confirmed the lease
                                   ◄──       outputs(rid, …)                   after the tokens that P sampled
+   Before the first StartRead of a pull:
+      ComputeBeside               ──►                                         compute the first tokens meanwhile
    At any time before KVConfirmed:
       HandoffEnds                 ──►                                         P computes the last chunk: short steps
       PrefillLocally(outputs)     ──►                                         drop the KV that was read, compute it here
@@ -138,6 +140,16 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     pull: bool = False  # of cached blocks, which may end before the prompt does
 
 
+class ComputeBeside(msgspec.Struct, frozen=True, tag=True):
+    """Compute the first tokens of a prompt while the blocks behind them are pulled. Unknown rids are ignored.
+
+    The first read begins after ``num_tokens``, in place of ``Reserved.cached_tokens``.
+    """
+
+    rid: int
+    num_tokens: int  # in full blocks; more than ``Reserved.cached_tokens``
+
+
 class HandoffEnds(msgspec.Struct, frozen=True, tag=True):
     """P has launched the last chunk of the prompt, so the request will decode here soon. Unknown rids are ignored."""
 
@@ -220,6 +232,7 @@ ToEngine = (
     | Submit
     | LeaseCached
     | StartRead
+    | ComputeBeside
     | HandoffEnds
     | KVConfirmed
     | PrefillLocally

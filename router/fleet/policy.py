@@ -390,12 +390,19 @@ def _with_pull(
     uncached = request.uncached(reader.node_id)
     best = computed = times(uncached)
     chosen = None
+    if not sources:
+        return best, None, 0.0
+    load, slower = reader.load, cost.slower_prompts(reader.load, costs, reader.load.decoding)
+    queued, split_block = costs.prompt.slope * load.backlog, load.block_size if load.windows == (None,) else 0
     for source in sources:
-        pulled = source.num_tokens - (request.num_tokens - uncached)
-        if pulled <= 0 or not reader.reads_from(source.node) or not cost.worth_pulling(costs, pulled, source.wait):
+        cached = source.num_tokens - (request.num_tokens - uncached)
+        if cached <= 0 or not reader.reads_from(source.node):
             continue
-        rest = times(uncached - pulled)
-        pull = (source.wait + cost.pull_seconds(costs, pulled)) / cost.CLEAR_WIN
+        plan = cost.plan_pull(costs, cached, wait=source.wait, queued=queued, slower=slower, split_block=split_block)
+        if plan is None:
+            continue
+        rest = times(uncached - plan.pulled)
+        pull = plan.seconds / cost.CLEAR_WIN - (plan.seconds if plan.computed else 0.0)  # a split is in ``rest``
         found = PromptTimes(rest.first_token + pull, rest.delays)
         if found.cost < best.cost:
             best, chosen = found, source

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -175,14 +176,8 @@ def test_d_pulls_the_prefix_of_a_new_prompt(
 ) -> None:
     (first, _), (decode,) = fleet.prefill, fleet.decode
     cached, pulled = full_blocks(600), decode.counter("pulled_tokens")
-    with PrefillClient(first.address) as peer:  # D does not know this prompt
-        prompt = new_prompt(600, 4)
-        request = pb.PrefillRequest(
-            epoch=first.describe().epoch, token_ids=pack_tokens(prompt), sampling=sampling_to_pb(greedy(1))
-        )
-        sent = peer.send(request)
-        sent.all()
-        peer.release(sent)
+    prompt = new_prompt(600, 4)
+    serve_at(first, prompt)
     turn = prompt + new_prompt(40, 5)
     found = router.generate(turn, greedy(ANSWER), id_of(first), pull=True, prefix_tokens=cached)
     assert found.tokens == expected(turn)
@@ -342,25 +337,107 @@ def change(node: NodeProcess, names: tuple[str, ...], before: list[float]) -> li
 # ---------------------------------------------------------------- a real model
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("real") / "m", "qwen3", num_hidden_layers=2))
+class Real:
+    """A prefill node and a decode node, in float32, with checksums and the switches of split_pulls/sitecustomize.py."""
 
+    def __init__(self, checkpoint: Path, directory: Path) -> None:
+        flags = ["--block-size", str(BLOCK), "--kv-checksum", "on", "--max-model-len", "2048", "--dtype", "float32"]
+        hook = Path(__file__).parent / "split_pulls"
+        variables = {"PYTHONPATH": f"{hook}:{os.environ.get('PYTHONPATH', '')}", "SPLIT_PULLS": str(directory)}
+        self._model = reference_model(checkpoint)
+        self._directory = directory
+        with mock.patch.dict(os.environ, variables):
+            self.fleet = start(checkpoint, directory / "nodes", 1, flags, [*flags, "--handoff-min-tokens", "0"])
+        (self.prefill,), (self.decode,) = self.fleet.prefill, self.fleet.decode
 
-@pytest.mark.slow  # tests/nodes/test_moved_streams.py has a quick test
-def test_answer_after_a_pull_is_that_of_the_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In float32, with checksums. D alone has the history, generated tokens included."""
-    flags = ["--block-size", str(BLOCK), "--kv-checksum", "on", "--max-model-len", "2048", "--dtype", "float32"]
-    listed = tmp_path_factory.mktemp("listed") / "nodes"
-    with start(checkpoint, listed, 1, flags, [*flags, "--handoff-min-tokens", "0"]) as fleet:
-        (prefill,), (decode,) = fleet.prefill, fleet.decode
-        with RouterClient(decode.address) as router:
-            before = history(router, 10)
-            turn, cached = before + new_prompt(50, 11), full_blocks(len(before) - 1)
-            named = {"prefix_node": id_of(decode), "prefix_tokens": cached}
-            tokens = router.generate(turn, greedy(ANSWER), id_of(prefill), **named).tokens
-        assert tokens == reference_greedy(reference_model(checkpoint), turn, ANSWER, tokens)
-        assert prefill.counter("pulled_tokens") == cached
-        assert decode.counter("handoff_failures") == prefill.counter("kv_checksum_failures") == 0
-        for node in fleet.nodes:
+    @contextmanager
+    def switch(self, *names: str) -> Iterator[None]:
+        for name in names:
+            (self._directory / name).touch()
+        try:
+            yield
+        finally:
+            for name in names:
+                (self._directory / name).unlink(missing_ok=True)
+
+    def release_reads(self) -> None:
+        (self._directory / "hold").unlink()
+
+    def turn(self, router: RouterClient, seed: int, at: str) -> tuple[list[int], int]:
+        """Serve a history at P or D. Return its next turn, and how many tokens of it that node has cached."""
+        before = new_prompt(600, seed)
+        if at == "D":
+            before += router.generate(before, greedy(ANSWER)).tokens
+        else:
+            serve_at(self.prefill, before)
+        return before + new_prompt(50, seed + 1), full_blocks(len(before) - (at == "D"))
+
+    def check(self, tokens: list[int], prompt: list[int]) -> None:
+        assert tokens == reference_greedy(self._model, prompt, ANSWER, tokens)
+        for node in self.fleet.nodes:
             node.wait_idle()
+
+
+def serve_at(node: NodeProcess, prompt: list[int]) -> None:
+    """Have a prefill node compute a prompt, which no other node knows."""
+    with PrefillClient(node.address) as peer:
+        epoch, sampling = node.describe().epoch, sampling_to_pb(greedy(1))
+        sent = peer.send(pb.PrefillRequest(epoch=epoch, token_ids=pack_tokens(prompt), sampling=sampling))
+        sent.all()
+        peer.release(sent)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("real") / "m", "qwen3", num_hidden_layers=2)
+    nodes = Real(add_tokenizer(checkpoint), tmp_path_factory.mktemp("switches"))
+    with nodes.fleet:
+        yield nodes
+
+
+NAMES = ("pulled_tokens", "pull_computed_tokens")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["pulled", "split"])
+@pytest.mark.parametrize("reader", ["P", "D"])
+def test_answer_after_a_pull_is_that_of_the_model(real: Real, reader: str, split: bool) -> None:
+    """The source alone has the history; if it is D, generated tokens included."""
+    node, before = (real.prefill, counters(real.prefill, NAMES))
+    if reader == "D":
+        node, before = real.decode, counters(real.decode, NAMES)
+    with RouterClient(real.decode.address) as router, real.switch(*["split"] * split):
+        turn, cached = real.turn(router, 10 + 2 * split + 4 * (reader == "D"), "D" if reader == "P" else "P")
+        named = {"pull": True} if reader == "D" else {"prefix_node": id_of(real.decode)}
+        found = router.generate(turn, greedy(ANSWER), id_of(real.prefill), prefix_tokens=cached, **named)
+        real.check(found.tokens, turn)
+    computed = full_blocks(cached // 2) if split else 0
+    assert change(node, NAMES, before) == [cached - computed, computed]
+    assert found.cached_tokens == cached - computed
+
+
+@pytest.mark.parametrize("fault", ["byte flipped", "source killed", "source stopped"])
+def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
+    """D computes the first half. The source fails before a byte has come, or a byte of the other half has changed."""
+    source, names = real.prefill, (*NAMES, "kv_checksum_failures")
+    before, seed = counters(real.decode, names), 20 + 2 * len(fault)
+    switches = ["split", "flip" if fault == "byte flipped" else "hold"]
+    with RouterClient(real.decode.address) as router, real.switch(*switches):
+        turn, cached = real.turn(router, seed, "P")
+        request = {"pull": True, "prefix_tokens": cached}
+        if fault == "byte flipped":
+            found = router.generate(turn, greedy(ANSWER), id_of(source), **request)
+        else:
+            running = router.send(turn, greedy(ANSWER), id_of(source), **request)
+            real.fleet.wait_until(lambda: real.decode.status().reading > 0 and source.status().leased_blocks > 0, 10.0)
+            source.stop("node") if fault == "source stopped" else source.signal(signal.SIGKILL)
+            if fault == "source killed":
+                source.wait_ended(5.0)
+            real.release_reads()
+            found = running.wait()
+        if fault == "source stopped":
+            source.resume("node")
+        elif fault == "source killed":
+            source.restart()
+        wait_connected(real.fleet)
+        real.check(found.tokens, turn)
+    assert change(real.decode, names, before) == [0, 0, fault == "byte flipped"]

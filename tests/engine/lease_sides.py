@@ -18,6 +18,7 @@ from pdserve.errors import Overloaded, PeerError
 from pdserve.ipc.messages import (
     Batch,
     Cancel,
+    ComputeBeside,
     Connect,
     Disconnect,
     FreeLease,
@@ -52,6 +53,7 @@ class Job:
     done: int = 0
     ahead: int = 0  # tokens that P may decode ahead
     pull: bool = False  # D reads what P has cached, as P serves the same request
+    beside: int = 0  # first blocks that D computes while it pulls the others, where its kind of KV allows that
 
     @property
     def for_peer(self) -> bool:
@@ -363,6 +365,11 @@ class DecodeSide:
         if cached >= len(job.handoff_tokens):
             self.node.obey(PrefillLocally(rid))
             return
+        meeting, scheduler = cached + BLOCK * job.beside, self.node.scheduler
+        plain = scheduler.states is None and not scheduler.pool.groups.has_windows
+        if job.pull and plain and cached < meeting < len(job.handoff_tokens):
+            self.node.obey(ComputeBeside(rid, meeting))
+            cached = meeting
         peer = Peer("p", self.peer, ())
         handoff = Handoff(
             rid,

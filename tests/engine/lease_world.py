@@ -82,21 +82,22 @@ class World:
         self.d.submit(Job(prompt, SamplingParams(max_tokens=max_tokens), ahead=AHEAD))
         self.check()
 
-    def move(self, length: int, max_tokens: int, done: int) -> None:
+    def move(self, length: int, max_tokens: int, done: int, beside: int) -> None:
         """Begin a request on P; after ``done`` tokens of its output, or a little earlier, it goes on on D."""
-        job = Job([next(self.prompts) % 900 + 1] * length, SamplingParams(max_tokens=max_tokens), done=done, pull=True)
+        prompt, sampling = [next(self.prompts) % 900 + 1] * length, SamplingParams(max_tokens=max_tokens)
+        job = Job(prompt, sampling, done=done, pull=True, beside=beside)
         self.p.serve(job)
         self.step(length // BATCH_TOKENS + done)
         self.d.submit(job)
         self.check()
 
-    def pull_prefix(self, length: int, output: int, more: int) -> None:
+    def pull_prefix(self, length: int, output: int, more: int, beside: int) -> None:
         """Serve a request on P, then compute its next turn on D for another node: ``more`` tokens after its output."""
         job = Job([next(self.prompts) % 900 + 1] * length, SamplingParams(max_tokens=output))
         self.p.serve(job)
         self.step(length // BATCH_TOKENS + output)
         turn = [*job.prompt, *job.whole[0], *[next(self.prompts) % 900 + 1] * more]
-        self.d.submit(Job(turn, SamplingParams(max_tokens=1), Mode.PULL_AND_LEASE, pull=True))
+        self.d.submit(Job(turn, SamplingParams(max_tokens=1), Mode.PULL_AND_LEASE, pull=True, beside=beside))
         self.check()
 
     def step(self, both: int = 1) -> None:

@@ -66,6 +66,7 @@ def test_tokens_are_exact_with_a_fault_at_any_stage(
             st.sampled_from(["never", *STAGES]),
             st.sampled_from([0, 0, 1, 9]),
             st.booleans(),
+            st.integers(0, 4),
         ),
         min_size=1,
         max_size=8,
@@ -73,7 +74,7 @@ def test_tokens_are_exact_with_a_fault_at_any_stage(
 )
 @examples(30)
 def test_tokens_are_exact_with_digests(
-    depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str, int, bool]]
+    depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str, int, bool, int]]
 ) -> None:
     """Also if wrong digests are announced from some stage on. Some are pulled, in the middle of their output."""
     jobs = [
@@ -86,8 +87,9 @@ def test_tokens_are_exact_with_digests(
             pull=pull,
             done=4 if pull else 0,
             arrival=10 if pull else 0,
+            beside=beside,
         )
-        for rid, (length, n, shared, what, when, ahead, pull) in enumerate(requests)
+        for rid, (length, n, shared, what, when, ahead, pull, beside) in enumerate(requests)
     ]
     world = ScriptedWorld(depth, (96, 72), jobs, checksum=True)
     world.run()
@@ -122,6 +124,7 @@ def jobs(draw: st.DrawFn) -> ScriptedJob:
         done=draw(st.integers(0, 11)),
         ahead=draw(st.sampled_from([0, 1, 3, 20])),
         pull=draw(st.booleans()),
+        beside=draw(st.integers(0, 4)),
     )
 
 

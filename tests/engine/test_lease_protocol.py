@@ -29,13 +29,13 @@ class LeaseProtocol(RuleBasedStateMachine):
     def submit(self, length: int, shared: bool, max_tokens: int) -> None:
         self.world.submit(length, shared, max_tokens)
 
-    @rule(length=st.integers(1, 30), max_tokens=st.integers(2, 12), done=st.integers(0, 8))
-    def move(self, length: int, max_tokens: int, done: int) -> None:
-        self.world.move(length, max_tokens, done)
+    @rule(length=st.integers(1, 30), max_tokens=st.integers(2, 12), done=st.integers(0, 8), beside=st.integers(0, 3))
+    def move(self, length: int, max_tokens: int, done: int, beside: int) -> None:
+        self.world.move(length, max_tokens, done, beside)
 
-    @rule(length=st.integers(1, 16), output=st.integers(1, 8), more=st.integers(1, 8))
-    def pull_prefix(self, length: int, output: int, more: int) -> None:
-        self.world.pull_prefix(length, output, more)
+    @rule(length=st.integers(1, 16), output=st.integers(1, 8), more=st.integers(1, 8), beside=st.integers(0, 3))
+    def pull_prefix(self, length: int, output: int, more: int, beside: int) -> None:
+        self.world.pull_prefix(length, output, more, beside)
 
     @rule(steps=st.sampled_from([1, 2, 6]))
     def step(self, steps: int) -> None:

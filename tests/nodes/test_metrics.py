@@ -63,8 +63,11 @@ def test_pulls_count_the_time_that_they_save_or_lose() -> None:
     assert added() == pytest.approx([0.9 - HANDOFF_SECONDS, 0.7, 0.0])
     metrics.count_pull(1000, costs, 1.2)
     assert added() == pytest.approx([0.9 - HANDOFF_SECONDS, 0.0, 0.2])
-    metrics.count_pull(0, costs, 0.1)
+    metrics.count_pull(600, costs, 0.5, computed=400)
+    assert added() == pytest.approx([0.6, 0.5, 0.0])
+    metrics.count_pull(0, costs, 0.1, computed=400)
     assert added() == pytest.approx([0.0, 0.0, 0.1])
+    assert counted["pdserve_pull_computed_tokens_total"] == 400
     metrics.count_failed_pull(LeaseRevoked("taken back"), 0.4)
     assert added() == pytest.approx([0.0, 0.0, 0.4])
     metrics.count_pull(1000, StepCosts(), 0.5)

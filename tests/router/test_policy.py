@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
+from pdserve.kv_groups import Windows
 from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
 from router.fleet.policy import (
     POLICIES,
@@ -309,13 +310,21 @@ def test_decode_node_pulls_what_it_computes_itself() -> None:
 
 @pytest.mark.parametrize(
     ("num_cached", "read"),
-    [(320, LinearCost(1e-3, 1e-6)), (11_008, LinearCost(1e-3, 20e-6)), (11_008, LinearCost(0.4, 1e-6))],
+    [(320, LinearCost(1e-3, 1e-6)), (11_008, LinearCost(1e-3, 200e-6)), (11_008, LinearCost(0.4, 1e-6))],
     ids=["few tokens", "slow path", "slow start"],
 )
 def test_what_is_not_clearly_faster_is_not_pulled(num_cached: int, read: LinearCost) -> None:
     costs = StepCosts(COSTS.prompt, COSTS.decode, read)
     nodes = (decode("d0", requests=60, decoding=60), reading_prefill("p0", "d0", costs=costs))
     assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(12_000, {"d0": num_cached})).source is None
+
+
+@pytest.mark.parametrize(("windows", "source"), [((None,), "d0"), ((None, 128), None)], ids=["full", "windows"])
+def test_node_pulls_a_part_of_what_it_reads_as_fast_as_it_computes(windows: Windows, source: str | None) -> None:
+    """Not with windows, whose place in a pull is not known before its end."""
+    costs = StepCosts(COSTS.prompt, COSTS.decode, LinearCost(1e-3, 20e-6))
+    nodes = (decode("d0", requests=60, decoding=60), reading_prefill("p0", "d0", costs=costs, windows=windows))
+    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(12_000, {"d0": 11_008})).source == source
 
 
 @pytest.mark.parametrize("fields", [{"ready": False}, {"stalled": True}, {"compat_hash": "other"}, {"model": "other"}])

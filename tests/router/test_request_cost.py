@@ -1,4 +1,4 @@
-"""Predicted costs of prompts beside the steps that simulated nodes execute."""
+"""Predicted costs: prompts beside the steps that simulated nodes execute, and pulls over slow and fast links."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import pytest
 from simulated_node import H100
 
 from pdserve.config.simulated_costs import StepTokens
-from pdserve.request_cost import DELAY_WEIGHT, LinearCost, RequestLoad, StepCosts, prompt_cost
+from pdserve.request_cost import (
+    DELAY_WEIGHT,
+    LinearCost,
+    PullPlan,
+    RequestLoad,
+    StepCosts,
+    plan_pull,
+    prompt_cost,
+    pull_seconds,
+)
 
 COSTS = StepCosts(  # the lines of steps of H100 that hide as many seconds as they can
     prompt=LinearCost(H100.step - H100.hidden, H100.prompt_token),
@@ -47,3 +56,77 @@ def test_prompt_waits_for_half_of_the_executing_step_and_for_the_queue_behind_it
 
 def test_idle_node_begins_a_prompt_at_once() -> None:
     assert prompt_cost(RequestLoad(), COSTS, 800) == pytest.approx(H100.seconds(StepTokens(prompt_tokens=800)))
+
+
+# ------------------------------------------------------------ pulls of an 8B model: 131,072 bytes per token
+
+COMPUTE = 40e-6  # seconds per token
+TOKENS, BLOCK = 20_000, 16
+
+
+def over(gbits: float) -> StepCosts:
+    """Return the costs of a node with a link of so many Gbit/s."""
+    return StepCosts(prompt=LinearCost(1e-3, COMPUTE), read=LinearCost(1e-3, 131_072 * 8 / (gbits * 1e9)))
+
+
+@pytest.mark.parametrize(
+    ("gbits", "share"), [(1, None), (5, None), (12, 0.70), (25, 0.52), (40, 0.40)], ids=lambda value: f"{value}"
+)
+def test_pull_is_split_where_it_takes_about_as_long_as_to_compute(gbits: float, share: float | None) -> None:
+    """``share`` is that of the time to compute all tokens."""
+    costs = over(gbits)
+    plan = plan_pull(costs, TOKENS, split_block=BLOCK)
+    assert (plan is None) == (share is None)
+    if plan is not None and share is not None:
+        assert plan.seconds == pytest.approx(share * COMPUTE * TOKENS, rel=0.02)
+        assert plan.seconds < 0.75 * min(COMPUTE * TOKENS, pull_seconds(costs, TOKENS))
+        assert COMPUTE * plan.computed == pytest.approx(pull_seconds(costs, plan.pulled), rel=0.01)
+        assert plan.computed + plan.pulled == TOKENS
+        assert plan.computed % BLOCK == 0
+
+
+@pytest.mark.parametrize("gbits", [100, 400, 2000])
+def test_all_is_pulled_over_a_fast_link(gbits: float) -> None:
+    costs = over(gbits)
+    assert plan_pull(costs, TOKENS, split_block=BLOCK) == PullPlan(0, TOKENS, pull_seconds(costs, TOKENS))
+
+
+def test_busy_node_computes_less_of_a_pull() -> None:
+    alone, busy = (plan_pull(over(25), TOKENS, split_block=BLOCK, queued=queued) for queued in (0.0, 0.1))
+    assert alone is not None
+    assert busy is not None
+    assert 0 < busy.computed < alone.computed
+    assert 0.1 + COMPUTE * busy.computed == pytest.approx(pull_seconds(over(25), busy.pulled), rel=0.01)
+    waiting = plan_pull(over(25), TOKENS, split_block=BLOCK, queued=1.0)
+    assert waiting == PullPlan(0, TOKENS, pull_seconds(over(25), TOKENS)), "all of it comes before the node is free"
+
+
+def test_node_that_decodes_computes_less_of_a_pull() -> None:
+    plan = plan_pull(over(25), TOKENS, split_block=BLOCK, slower=2.0)
+    assert plan is not None
+    assert 2.0 * COMPUTE * plan.computed == pytest.approx(pull_seconds(over(25), plan.pulled), rel=0.01)
+
+
+def test_node_that_cannot_split_pulls_all_or_nothing() -> None:
+    assert plan_pull(over(25), TOKENS) is None
+    assert plan_pull(over(40), TOKENS) == PullPlan(0, TOKENS, pull_seconds(over(40), TOKENS))
+
+
+@pytest.mark.parametrize("costs", [StepCosts(), StepCosts(prompt=LinearCost(1e-3, COMPUTE))])
+def test_unmeasured_pull_is_tried_whole(costs: StepCosts) -> None:
+    plan = plan_pull(costs, TOKENS, split_block=BLOCK)
+    assert plan is not None
+    assert (plan.computed, plan.pulled) == (0, TOKENS)
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK])
+def test_short_prefixes_are_not_split(num_tokens: int) -> None:
+    """A round trip takes longer than to compute them."""
+    assert plan_pull(over(25), num_tokens, split_block=BLOCK) is None
+
+
+def test_split_pulls_at_least_a_token() -> None:
+    costs = StepCosts(prompt=LinearCost(1e-3, 1.0), read=LinearCost(0.5, 1.0))
+    for num_tokens in range(1, 100):
+        plan = plan_pull(costs, num_tokens, split_block=BLOCK)
+        assert plan is None or (plan.pulled >= 1 and plan.computed % BLOCK == 0)

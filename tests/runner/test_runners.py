@@ -137,6 +137,23 @@ def test_a_preempted_request_continues_with_the_same_tokens(build: Build) -> Non
 
 
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
+def test_a_sequence_continues_behind_blocks_that_came_after_its_first_ones(build: Build) -> None:
+    """As after a split pull: the sequence ends and begins again in one step, under its number."""
+    model_runner, prompt = build(), prompt_of(40)
+    block = model_runner.kv_layout.block_size
+    assert block == 16
+    source = NewSequence(0, pack_tokens(prompt), 40, 0, (0, 1, 2), GREEDY)
+    (expected,) = (
+        model_runner.launch(StepPlan(0, new=(source,), scheduled=(ScheduledSequence(0, 40, 1),))).result().token_ids
+    )
+    first = NewSequence(1, pack_tokens(prompt), 40, 0, (3,), GREEDY)
+    model_runner.launch(StepPlan(1, new=(first,), scheduled=(ScheduledSequence(1, 16, 0),))).result()
+    whole = msgspec.structs.replace(first, num_computed=32, block_ids=(3, 1, 4))
+    plan = StepPlan(2, finished=(1,), new=(whole,), scheduled=(ScheduledSequence(1, 8, 1),))
+    assert model_runner.launch(plan).result().token_ids == (expected,)
+
+
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_choices_share_a_prompt_and_differ(build: Build) -> None:
     sampling = seeded(11, n=4)
     stepper = Stepper(build())

@@ -310,13 +310,13 @@ class SimulatedNode:
             case StartRead():
                 scheduler.connector.start_read(command)
             case HandoffEnds(rid, seconds):
-                scheduler.handoff_ends(rid, seconds)
+                scheduler.loads.ends_in(rid, seconds)
             case LeaseCached():
                 scheduler.connector.lease_cached(command)
             case KVConfirmed(rid, num_tokens, outputs, waited):
-                scheduler.kv_confirmed(rid, num_tokens, outputs, waited)
+                scheduler.loads.confirmed(rid, num_tokens, outputs, waited)
             case PrefillLocally(rid, outputs):
-                scheduler.prefill_locally(rid, outputs)
+                scheduler.loads.given_up(rid, outputs)
             case Cancel(rid):
                 scheduler.cancel(rid)
             case FreeLease(rid):
