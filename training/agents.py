@@ -109,9 +109,8 @@ _EXTRA = (
 
 @dataclass
 class _AgentTool:
-    """A tool as a request describes it. ``required`` and ``optional`` have the schemas of its arguments."""
+    """A tool as a request describes it: the schemas of its arguments by name."""
 
-    kind: str
     name: str
     description: str
     required: dict[str, Any]
@@ -140,15 +139,13 @@ class AgentSession:
     """Tools, and tasks for them in a project of a few files. Tasks have one call or several, one after the other."""
 
     def __init__(self, words: Words, most_tools: int) -> None:
+        """Draw one to ``most_tools`` tools."""
         self._words, self._rng = words, words.rng
         self._files = [self._file() for _ in range(self._rng.randint(2, 5))]
         kinds = self._rng.sample([*_KINDS, "plan", "lookup"], self._rng.randint(1, most_tools))
         self._tools = {kind: self._tool(kind) for kind in kinds}
+        self.tools = [tool.function(self._rng) for tool in self._tools.values()]
         self._last = self._rng.choice(self._files)
-
-    @property
-    def tools(self) -> list[Tool]:
-        return [tool.function(self._rng) for tool in self._tools.values()]
 
     def opening(self) -> list[Turn]:
         """Return the system message of the agent's program, and what it says of the project."""
@@ -308,7 +305,6 @@ class AgentSession:
             item |= {"required": [step, status]}
             plan = {"type": "array", "items": item}
             return _AgentTool(
-                kind,
                 rng.choice(("update_plan", "TodoWrite", "set_plan", "todo")),
                 "Show the plan.",
                 {rng.choice(("plan", "todos", "steps")): plan},
@@ -320,7 +316,6 @@ class AgentSession:
             )
             choices = [self._words.word() for _ in range(rng.randint(2, 4))]
             return _AgentTool(
-                kind,
                 "_".join((f"mcp__{server}__{noun}", *parts)),
                 f"The {noun} of a {key}.",
                 {key: {"type": "string", "enum": choices}},
@@ -333,7 +328,7 @@ class AgentSession:
         required = {argument: self._schema(argument) for argument in arguments}
         if name == "local_shell":
             required = {"command": {"type": "array", "items": {"type": "string"}}}
-        made = _AgentTool(kind, name, description, required)
+        made = _AgentTool(name, description, required)
         if kind not in ("patch", "image") and rng.random() < 0.4:
             argument, schema, value = rng.choice(_EXTRA)
             made.optional, made.extra = {argument: schema}, {argument: value}
