@@ -144,6 +144,7 @@ class Loads:
             self._live.drop_in_runner(sequence)  # it comes back with the tokens that were pulled
             self._kv.received(sequence, split.confirmed)
             self._live.run(sequence)
+            self._branch(sequence)
 
     def _run(self, sequence: Sequence) -> None:
         """Compute all that is missing, in the blocks of the sequence; a step may be in flight."""
@@ -152,6 +153,7 @@ class Loads:
         if sequence.request.paused:
             self._live.drop_in_runner(sequence)
         self._live.run(sequence)
+        self._branch(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         del self._live.loading[sequence.rid]

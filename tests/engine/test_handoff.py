@@ -163,3 +163,16 @@ def test_a_resumed_stream_reads_the_kv_of_its_output(depth: tuple[int, int]) -> 
     world.run()
     assert world.d.node.runner.num_tokens == 4
     world.close()
+
+
+@each_depth
+@pytest.mark.parametrize("beside", [1, 2])
+@pytest.mark.parametrize("cached", [0, 12])
+def test_all_choices_of_a_moved_request_go_on_behind_a_split(depth: tuple[int, int], beside: int, cached: int) -> None:
+    """D computes the first blocks of the prompt while it pulls the others: P has them, or nothing."""
+    jobs = [ScriptedJob([5] * cached, SamplingParams(max_tokens=1))] if cached else []
+    moved = SamplingParams(max_tokens=5, n=2)
+    jobs.append(ScriptedJob([6 - bool(cached)] * 12, moved, arrival=8, done=1, pull=True, beside=beside))
+    world = ScriptedWorld(depth, (24, 24), jobs)
+    world.run()
+    world.close()
