@@ -38,7 +38,8 @@ class Constraint:
 
 @dataclass(slots=True, eq=False)
 class SplitLoad:
-    """A load that begins at ``meeting``, while steps compute the tokens before it (scheduler/loads.py)."""
+    """A load or a read from disk that begins at ``meeting``, while steps compute the tokens before it
+    (scheduler/loads.py)."""
 
     meeting: int  # tokens
     confirmed: int = 0  # tokens whose KV is here once those before ``meeting`` are computed; 0: it is being read
@@ -128,7 +129,8 @@ class Sequence:
     constraint: Constraint | None = None
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
     state: SequenceState | None = None  # of a model with recurrent layers, while it has blocks
-    split: SplitLoad | None = None  # while it loads and is computed at once
+    split: SplitLoad | None = None  # while it loads, or a disk is read for it, and is computed at once
+    computed_beside: int = 0  # tokens with KV when it left the steps for a split read; 0: it did not leave
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
     num_drafts: int = 0  # that its next decode should have
     drafts: tuple[int, ...] = ()  # these, if they come with the plan
@@ -271,9 +273,12 @@ class Sequence:
         self.length += len(token_ids)
 
     def charge(self) -> int:
-        """Return the tokens that its client has not been charged for, and count them as charged."""
-        num_tokens = len(self.token_ids) - self.charged
-        self.charged = len(self.token_ids)
+        """Return the tokens that its client has not been charged for, and count them as charged.
+
+        Tokens behind the meeting point of a split read may still come from the cache.
+        """
+        end = len(self.token_ids) if self.split is None else max(self.charged, self.split.meeting)
+        num_tokens, self.charged = end - self.charged, end
         return num_tokens
 
     def end(self) -> None:
@@ -383,6 +388,8 @@ class Sequence:
         """Take blocks; the first ones have the KV of ``num_cached`` tokens."""
         self.blocks = []
         self.hold_more(blocks, block_size, num_groups)
+        if self.split is not None and num_cached >= self.split.meeting:  # others have computed the first part
+            self.split = None
         self.num_computed = num_cached
         self.num_launched = num_cached
         self.next_full = num_cached + block_size
@@ -433,14 +440,28 @@ class Sequence:
         self.num_launched = num_tokens
 
     def begin_split(self, meeting: int) -> None:
-        """Compute the tokens before ``meeting`` while a load brings those behind it, whose blocks no step is told."""
+        """Compute the tokens before ``meeting`` while a load brings those behind it, whose blocks no step is told.
+
+        A sequence for which a disk is read has no blocks yet, and will have them for itself.
+        """
         self.split = SplitLoad(meeting)
-        self.ready_blocks = meeting // self.hashes.block_size
+        self.ready_blocks = min(meeting // self.hashes.block_size, len(self.blocks))
 
     def end_split(self) -> None:
-        """Nothing is loaded any more: steps may use all blocks."""
-        self.split = None
-        self.ready_blocks = len(self.blocks)
+        """Nothing is loaded or read any more: steps may use all blocks."""
+        if self.split is not None:
+            self.split = None
+            self.ready_blocks = len(self.blocks)
+
+    def leave(self) -> None:
+        """The first part of its split read is computed: it leaves the steps until the rest is fetched."""
+        self.computed_beside = self.num_computed
+        self.looked_up(self.num_computed)
+
+    def come_back(self) -> int:
+        """Return how many of its cached tokens it has not computed itself before it left the steps."""
+        computed, self.computed_beside = self.computed_beside, 0
+        return max(0, min(self.num_computed, self.prompt_len) - computed) if computed else 0
 
     def cached(self, next_full: int) -> None:
         """Its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""
@@ -454,6 +475,7 @@ class Sequence:
         return state
 
     def drop_blocks(self) -> None:
+        self.split = None
         self.blocks = []
         self.spare = []
         self.ready_blocks = 0

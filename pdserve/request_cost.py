@@ -28,7 +28,7 @@ DELAY_WEIGHT = TTFT_OBJECTIVE / (ITL_OBJECTIVE * OUTPUT_TOKENS)
 HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 HANDOFF_SECONDS = 6e-3  # from P's first token to confirmed KV; measured on H100s: 5 to 8 ms
 CLEAR_WIN = 0.75  # a pull takes at most this share of the time that it saves, as predictions of both are inexact
-_SPLIT_WIN = 2 / 3  # a split takes at most this share of the time of a pull, as it takes steps, too
+_SPLIT_WIN = 2 / 3  # a split takes at most this share of the time to load all, as it takes steps, too
 _STEP_TOKENS = 8192  # assumed size of a step of prompts
 _SHORTEST_PULL = 0.25  # seconds: a pull is not late before, as one step of the source may take so long
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
@@ -175,7 +175,7 @@ def answer_wait(load: RequestLoad, costs: StepCosts) -> float:
 
 
 class PullPlan(NamedTuple):
-    """How a node gets the KV of tokens that a peer has cached: it computes the first ones, and pulls the rest."""
+    """How a node gets the KV of cached tokens: it computes the first ones, and pulls the rest or reads it from disk."""
 
     computed: int  # tokens, in full blocks; 0: all are pulled
     pulled: int  # tokens
@@ -183,6 +183,28 @@ class PullPlan(NamedTuple):
 
 
 NO_PULL = PullPlan(0, 0, 0.0)
+
+
+class Pace(NamedTuple):
+    """How a node would compute one more prompt now."""
+
+    queued: float = 0.0  # seconds until it can begin
+    slower: float = 1.0  # then it takes so many times as long as alone
+
+
+def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace, block: int) -> PullPlan | None:
+    """Return how to split a load of cached tokens, if that takes clearly less time than to load or compute all.
+
+    ``load``: seconds by tokens. ``compute``: seconds per token, alone. ``block``: tokens. Both parts of a split end
+    together: where the node loads as fast as it computes, after half of the time.
+    """
+    whole, slope = load.at(num_tokens), pace.slower * compute
+    first = (whole - pace.queued) / (slope + load.slope)
+    first = min(int(first), num_tokens - 1) // block * block
+    rest = num_tokens - first
+    seconds = max(pace.queued + slope * first, load.at(rest))
+    clear = seconds < min(_SPLIT_WIN * whole, CLEAR_WIN * (pace.queued + compute * num_tokens))
+    return PullPlan(first, rest, seconds) if first > 0 and clear else None
 
 
 def plan_pull(
@@ -199,20 +221,15 @@ def plan_pull(
     Unmeasured costs are tried. ``wait``: seconds until the source answers. ``queued``: seconds until the node can
     compute; then its prompts take ``slower`` times as long as alone. ``split_block``: tokens of a block if the node can
     compute some blocks meanwhile, else 0.
-
-    Both parts of a split end together: where the node pulls as fast as it computes, after half of the time.
     """
     compute, pull = costs.prompt.slope * num_tokens, wait + pull_seconds(costs, num_tokens)
     if not compute:
         return PullPlan(0, num_tokens, pull)
     if split_block and costs.read:
-        slope = slower * costs.prompt.slope
-        first = (pull - queued) / (slope + costs.read.slope)
-        first = min(int(first), num_tokens - 1) // split_block * split_block
-        rest = num_tokens - first
-        seconds = max(queued + slope * first, wait + pull_seconds(costs, rest))
-        if first > 0 and seconds < min(_SPLIT_WIN * pull, CLEAR_WIN * (queued + compute)):
-            return PullPlan(first, rest, seconds)
+        load, pace = LinearCost(wait + pull_seconds(costs, 0), costs.read.slope), Pace(queued, slower)
+        split = plan_split(load, num_tokens, compute=costs.prompt.slope, pace=pace, block=split_block)
+        if split is not None:
+            return split
     return PullPlan(0, num_tokens, pull) if pull < CLEAR_WIN * (queued + compute) else None
 
 

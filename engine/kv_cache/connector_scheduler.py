@@ -44,8 +44,10 @@ from pdserve.ipc.cache_changes import CacheChanges
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, ReadChecked, ReadEnded, StartRead, Totals
 from pdserve.kv_groups import Pair
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
-from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
+from pdserve.request_cost import HANDOFF_SECONDS, LinearCost, Pace
 from pdserve.state import NO_SLOT
+
+FindPace = Callable[[Sequence], Pace]
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 
@@ -65,8 +67,11 @@ class KVConnectorScheduler:
         self._groups = pool.groups
         self._digests = DigestOrders()
 
-    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float]) -> None:
-        """Take what the scheduler measures and counts, and its clock in seconds."""
+    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float], pace: FindPace) -> None:
+        """Take what the scheduler measures and counts, and its clock in seconds.
+
+        ``pace`` predicts how a waiting sequence would be computed.
+        """
 
     def loadable(self, sequence: Sequence) -> int:
         """Return how many leading tokens can be loaded, cached ones included; 0: compute the prompt here."""
@@ -146,7 +151,8 @@ class KVConnectorScheduler:
     def fetch(self, sequence: Sequence) -> bool:
         """Begin to bring back cached blocks of a waiting sequence, if that is faster than to compute them.
 
-        The first call decides. Return whether the sequence waits for a fetch now.
+        The first call decides. Return whether the sequence waits for a fetch now. If not, it may have been given a
+        meeting point (``Sequence.split``): what follows this is being read meanwhile.
         """
         return False
 

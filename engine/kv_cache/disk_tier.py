@@ -11,6 +11,12 @@ A read is ordered only if it is predicted to be faster, with the copy to the dev
 that was not measured for long, or was slow, is measured by small reads. No prompt waits for a read longer than its
 tokens take to compute.
 
+A read may be split, if the disk is about as fast as to compute: it brings the blocks behind a meeting point, while its
+sequence computes the tokens before it. There the sequence leaves the steps. It waits again, for this read if that has
+not ended, and host memory fetches what was read.
+
+    tokens    0 ·· known ·· ├──── steps compute ────┤ meeting ├──── read ────┤ ·· computed afterwards
+
 Nothing that was read is trusted: the device digests it when it is fetched, and the name of a file has the digest.
 """
 
@@ -23,6 +29,7 @@ from itertools import count, islice
 
 import msgspec
 
+from engine.kv_cache.connector_scheduler import FindPace
 from engine.kv_cache.disk_index import DiskIndex
 from engine.kv_cache.disk_writes import DiskArea, DiskWrites
 from engine.kv_cache.host_pool import HostEntry
@@ -43,8 +50,9 @@ from pdserve.disk_kv import (
     Outcome,
 )
 from pdserve.ipc.cache_changes import BlockKey, Medium
-from pdserve.ipc.messages import Fetched, Totals
+from pdserve.ipc.messages import Fetched, Mode, Totals
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
+from pdserve.request_cost import LinearCost, Pace, PullPlan, plan_split
 
 _log = logging.getLogger(__name__)
 
@@ -60,12 +68,15 @@ class _Read:
 
     sequence: Sequence
     num_tokens: int  # that need not be computed then
+    end: int  # tokens of the prefix that has KV then
+    plan: PullPlan | None = None  # of a split
     names: list[BlockName] = field(default_factory=list)
     parts: list[DiskArea] = field(default_factory=list)  # of each block
     places: list[int] = field(default_factory=list)  # in host memory
     kept: list[tuple[Area, HostEntry]] = field(default_factory=list)
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
+    awaited_since: float | None = None  # when its sequence began to wait; None: it computes the first part
     expected: float = 0.0  # predicted seconds; 0: unknown
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     forgotten: bool = False  # the weights have changed meanwhile
@@ -96,6 +107,8 @@ class DiskTier(Tier):
         self._writes = DiskWrites(list(self._parts.values()), self._numbers)
         self._totals = Totals()
         self._clock: Callable[[], float] = lambda: 0.0
+        self._pace: FindPace = lambda sequence: Pace()
+        self._may_split = self._states is None and self._groups.windows == (None,)
         self._cost = LineFit(_KEEP)  # seconds of a read, by blocks
         self._measured_at = 0.0
         self._version = ""  # of the weights; empty: not known yet
@@ -106,10 +119,11 @@ class DiskTier(Tier):
         self._late: set[int] = set()  # reads
         self._considered: set[int] = set()  # sequences
 
-    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float]) -> None:
-        super().attach(meter, totals, clock)
+    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float], pace: FindPace) -> None:
+        super().attach(meter, totals, clock, pace)
         self._totals = totals
         self._clock = clock
+        self._pace = pace
 
     def use_weights(self, version: str) -> None:
         self._open(version)
@@ -167,29 +181,49 @@ class DiskTier(Tier):
         whole = self._find(sequence)
         if whole is None:
             return False
-        if (same := self._reading.get(whole.names[0])) is not None:  # then what it brings is known
-            self._waiting[sequence.seq] = same
+        if (same := self._in_flight(whole)) is not None:  # then what it brings is known
+            self._await(same, sequence)
             self._considered.discard(sequence.seq)
             return True
-        seconds = self._host.seconds_to_compute(whole.num_tokens)
-        read = self._worthwhile(whole, seconds)
+        seconds, pace = self._host.seconds_to_compute(whole.num_tokens), self._pace(sequence)
+        read = self._split(whole, pace) or self._worthwhile(whole, seconds)
         if read is None or not self._take_places(read):
             return False
         number = next(self._numbers)
-        patience = max(_LEAST_PATIENCE, seconds)
+        patience = max(_LEAST_PATIENCE, seconds + (pace.queued if read.plan is not None else 0.0))
         self._orders.append(DiskOrder(number, DiskWork.READ, tuple(read.names), tuple(read.places), patience))
         read.ordered_at, read.compute = self._clock(), self._host.seconds_to_compute(read.num_tokens)
         read.expected = self._seconds_to_read(read.size)
-        if self._cost and read.compute:
-            expected = read.compute - read.expected - self._host.seconds_to_fetch(read.size)
-            self._totals.disk_kv_expected_saved_seconds += max(0.0, expected)
+        if read.plan is not None:
+            saved = pace.queued + seconds - read.plan.seconds
+            self._totals.disk_kv_expected_saved_seconds += max(0.0, saved)
+        elif self._cost and read.compute:
+            saved = read.compute - read.expected - self._host.seconds_to_fetch(read.size)
+            self._totals.disk_kv_expected_saved_seconds += max(0.0, saved)
         self._reads[number] = read
         self._reading |= dict.fromkeys(read.names, number)
-        self._waiting[sequence.seq] = number
+        if read.plan is not None:
+            sequence.begin_split(read.end - read.num_tokens)
+            return False
+        self._await(number, sequence)
         return True
 
-    def _find(self, sequence: Sequence, most: int | None = None) -> _Read | None:
-        """Return a read of up to ``most`` blocks of a prefix; None if it would bring nothing."""
+    def _await(self, number: int, sequence: Sequence) -> None:
+        """Let a sequence wait for a read."""
+        read = self._reads[number]
+        self._waiting[sequence.seq] = number
+        if read.sequence is sequence and read.awaited_since is None:
+            read.awaited_since = self._clock()
+
+    def _in_flight(self, read: _Read) -> int | None:
+        """Return the number of a read in flight of some of the same blocks: a split one lacks the first of them."""
+        return next((number for name in read.names if (number := self._reading.get(name)) is not None), None)
+
+    def _find(self, sequence: Sequence, most: int | None = None, behind: int = 0) -> _Read | None:
+        """Return a read of up to ``most`` blocks of a prefix; None if it would bring nothing.
+
+        It reads no block before block ``behind``.
+        """
         areas, with_state = self._host.areas, not self.loadable(sequence)
 
         def hashes(end: int | None) -> islice[bytes]:
@@ -203,7 +237,7 @@ class DiskTier(Tier):
         chain = areas.longest(hashes(known + (fits if most is None else min(fits, most))), with_state, below=True)
         if len(chain) <= known:
             return None
-        read = _Read(sequence, (len(chain) - known) * self._block_size)
+        read = _Read(sequence, (len(chain) - max(known, behind)) * self._block_size, len(chain) * self._block_size)
         for area, group, index in areas.places(chain, with_state):
             key = (group, chain[index])
             if area.on_device(key):
@@ -211,12 +245,34 @@ class DiskTier(Tier):
             if (entry := area.host.find(key)) is not None:
                 read.kept.append((area, entry))
                 continue
+            if index < behind:
+                continue
             part = self._parts[area]
             digest = part.index.digest(key)
             assert digest is not None
             read.names.append(part.name(key, digest))
             read.parts.append(part)
             read.size += self._slot_blocks if part.slot else 1.0
+        return read if read.names else None
+
+    def _split(self, whole: _Read, pace: Pace) -> _Read | None:
+        """Return a read of what follows a meeting point; None if it is not clear that both ends together gain.
+
+        A prompt is split at its first admission, and one for a peer is not.
+        """
+        request, compute = whole.sequence.request, self._host.seconds_to_compute(1)
+        first_time = request.cached_tokens is None and request.mode is Mode.LOCAL
+        if not (self._may_split and first_time and self._cost and compute):
+            return None
+        line, fetch, size = self._cost.line, self._host.fetch_cost, self._block_size
+        before = sum(read.size for read in self._reads.values())
+        load = LinearCost(line.at(before) + fetch.base, (line.slope + fetch.slope) / size)
+        plan = plan_split(load, whole.num_tokens, compute=compute, pace=pace, block=size)
+        if plan is None:
+            return None
+        read = self._find(whole.sequence, behind=(whole.end - plan.pulled) // size)
+        if read is not None:
+            read.plan = plan
         return read
 
     def _worthwhile(self, whole: _Read, seconds: float) -> _Read | None:
@@ -272,6 +328,8 @@ class DiskTier(Tier):
             part.area.host.give_back((place,))
             if outcome == Outcome.MISSING and not read.forgotten:
                 part.index.remove(key)
+        if read.forgotten or result.outcomes[0] != Outcome.DONE:
+            self._compute_on(read)
         if not any(result.outcomes):
             now = self._clock()
             self._cost.add(read.size, now - max(read.ordered_at, self._measured_at))
@@ -284,11 +342,14 @@ class DiskTier(Tier):
 
     def _report(self, read: _Read, *, succeeded: bool) -> None:
         """Sequences wait for a read no longer: report that, and count what it has saved, or lost."""
-        seconds, num_tokens = self._clock() - read.ordered_at, read.num_tokens if succeeded else 0
-        fetched = Fetched(read.sequence.rid, Medium.DISK, num_tokens, seconds, read.expected, read.compute)
+        now = self._clock()
+        seconds, num_tokens = now - read.ordered_at, read.num_tokens if succeeded else 0
+        computed = 0 if read.plan is None else read.plan.computed
+        fetched = Fetched(read.sequence.rid, Medium.DISK, num_tokens, seconds, read.expected, read.compute, computed)
         self._events.fetched.append(fetched)
         if read.compute:
-            saved = read.compute * succeeded - seconds
+            waited = 0.0 if read.awaited_since is None else now - read.awaited_since
+            saved = read.compute * succeeded - waited
             self._totals.disk_kv_saved_seconds += max(0.0, saved)
             self._totals.disk_kv_lost_seconds += max(0.0, -saved)
 
@@ -299,7 +360,13 @@ class DiskTier(Tier):
         self._late.add(number)
         self._report(self._reads[number], succeeded=False)
         self._totals.disk_kv_late_reads += 1
+        self._compute_on(self._reads[number])
         self._stop_waiting(number)
+
+    def _compute_on(self, read: _Read) -> None:
+        """What follows the first part of a split does not come: its sequence, unless it waits, computes all."""
+        if read.plan is not None:
+            read.sequence.end_split()
 
     def _stop_waiting(self, number: int) -> None:
         for seq in [seq for seq, waits_for in self._waiting.items() if waits_for == number]:

@@ -26,7 +26,7 @@ from itertools import count
 import msgspec
 
 from engine.kv_cache.block_pool import Use
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.connector_scheduler import FindPace, KVConnectorScheduler
 from engine.kv_cache.digest_orders import TakeDigests
 from engine.kv_cache.host_fetch import Fetch, Part
 from engine.kv_cache.host_pool import HostEntry, HostPool, HostWatcher
@@ -142,8 +142,8 @@ class HostTier(Tier):
         self._pulls: dict[int, Fetch] = {}  # by rid
         self._generation = 0  # of the weights
 
-    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float]) -> None:
-        super().attach(meter, totals, clock)
+    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float], pace: FindPace) -> None:
+        super().attach(meter, totals, clock, pace)
         self._meter = meter
         self._totals = totals
         self._clock = clock
@@ -252,8 +252,13 @@ class HostTier(Tier):
 
     def seconds_to_fetch(self, num_blocks: float) -> float:
         """Return the predicted time to copy blocks to the device, behind fetches in flight; 0: unknown."""
-        before = sum(each.size for each in self._loads.values())
-        return self._cost.line.aged(self._clock() - self._measured_at).at(before + num_blocks)
+        return self.fetch_cost.at(num_blocks)
+
+    @property
+    def fetch_cost(self) -> LinearCost:
+        """``seconds_to_fetch``, by blocks."""
+        line = self._cost.line.aged(self._clock() - self._measured_at)
+        return LinearCost(line.at(sum(each.size for each in self._loads.values())), line.slope)
 
     def _take_blocks(self, fetch: Fetch) -> bool:
         """Keep the cached blocks of a prefix, and take blocks for the others. Return False if too few are free."""

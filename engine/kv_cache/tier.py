@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from engine.kv_cache.cache_recorder import CacheRecorder
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.connector_scheduler import FindPace, KVConnectorScheduler
 from engine.kv_cache.revocation import FindLacking
 from engine.request import Sequence
 from engine.step_cost_meter import StepCostMeter
@@ -23,8 +23,8 @@ class Tier(KVConnectorScheduler):
         self._behind = behind
         self._digests = behind._digests  # numbers of orders are unique in an engine
 
-    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float]) -> None:
-        self._behind.attach(meter, totals, clock)
+    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float], pace: FindPace) -> None:
+        self._behind.attach(meter, totals, clock, pace)
 
     def loadable(self, sequence: Sequence) -> int:
         return self._behind.loadable(sequence)

@@ -12,11 +12,15 @@ attends to no byte that is not. The sequence has all of its blocks, and is one o
 
 If nothing comes, the sequence runs on in its blocks. If it gives up what a transfer may still write to, it loses its
 blocks instead, as after any other load: the tokens that it has computed are in the prefix cache then.
+
+A read from disk is split in the same way (kv_cache/disk_tier.py), but its blocks are the tier's. The sequence is one of
+the running ones. At the meeting point it leaves: its full blocks are in the prefix cache. It waits at the head of the
+queue, like any other prompt, for what is fetched, and is admitted with all hits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -105,10 +109,15 @@ class Loads:
         """Yield the loading sequences that the next step may include."""
         return (each for each in self._live.loading.values() if each.split is not None and each.missing)
 
-    def settle(self) -> None:
-        """A step has been applied: end the splits for whose first part that was the last step."""
+    def settle(self, prompts: Collection[Sequence]) -> None:
+        """A step with these prompts has been applied: end the splits for whose first part that was the last step."""
         for sequence in [each for each in self._live.loading.values() if each.split is not None]:
             self._join(sequence)
+        for sequence in prompts:
+            split = sequence.split
+            if split is not None and sequence.seq in self._live.running and sequence.num_computed >= split.meeting:
+                sequence.leave()
+                self._live.requeue(sequence, self._clock())
 
     def _first_part_is_missing(self, sequence: Sequence, num_tokens: int) -> None:
         """Of the first ``num_tokens`` tokens all have KV but those that are computed; 0: nothing has come."""

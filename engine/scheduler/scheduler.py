@@ -97,7 +97,7 @@ class Scheduler:
         self.meter = StepCostMeter()
         self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
         self.connector = connector(self.pool, self.events, block_size, self.states)
-        self.connector.attach(self.meter, self.totals, clock)
+        self.connector.attach(self.meter, self.totals, clock, lambda each: self._itl_target.pace(each, self._live))
         self._kv = KVCacheManager(self.pool, self.connector, block_size, max_batch_tokens, self.states)
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
@@ -252,7 +252,7 @@ class Scheduler:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
         self._results.apply(plan, output, seconds, emit)
-        self.loads.settle()
+        self.loads.settle(self._in_flight.applied_prompts)
         self._constraints.request_masks()
 
     def take_events(self, *, cache: bool = True) -> Batch | None:

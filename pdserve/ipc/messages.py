@@ -372,6 +372,7 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True):
     seconds: float  # that it took
     expected: float  # seconds, as predicted; 0: unknown
     computing: float  # seconds to compute as many tokens, as predicted; 0: unknown
+    computed_tokens: int = 0  # that its sequence computes meanwhile; 0: it waits
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):

@@ -18,12 +18,14 @@ from tiered_node import ask, memory_of, rest, words
 from toy import reference
 from toy_node import BLOCK, Node
 
+from engine.kv_cache import disk_tier
 from engine.kv_cache.disk_tier import DiskTier
 from pdserve.disk_kv import BlockName, DiskOrder, DiskWork
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
 from pdserve.ipc.cache_changes import Medium
-from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, UseWeights
+from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, Pause, Resume, UseWeights
+from pdserve.request_cost import LinearCost, PullPlan
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(30, 8)  # blocks of host memory: two prompts of 50 tokens
@@ -341,6 +343,7 @@ class World:
         self.expected: dict[int, tuple[list[int], int]] = {}  # prompt and outputs of open requests
         self.conversations = [words(seed * 10 + place, 9) for place in range(5)]
         self.num_checked = 0
+        self.paused: set[int] = set()  # rids
         self._rid = 0
 
     def submit(self) -> None:
@@ -353,7 +356,8 @@ class World:
         self._rid += 1
         num_outputs = chance.randrange(1, 9)
         self.expected[self._rid] = prompt, num_outputs
-        self.node.submit(self._rid, prompt, SamplingParams(max_tokens=num_outputs), Mode.LOCAL)
+        priority = chance.choice([0, 0, 1])
+        self.node.submit(self._rid, prompt, SamplingParams(max_tokens=num_outputs), Mode.LOCAL, priority=priority)
 
     def event(self) -> None:
         chance, memory, disk = self.random, memory_of(self.node), disk_of(self.node)
@@ -364,9 +368,13 @@ class World:
             rid = chance.choice(list(self.expected))
             del self.expected[rid]
             self.node.obey(Cancel(rid))
-        elif choice < 0.122 and disk.files:
+        elif choice < 0.116 and self.expected:
+            rid = chance.choice(list(self.expected))
+            self.node.obey(Resume(rid) if rid in self.paused else Pause(rid))
+            self.paused ^= {rid}
+        elif choice < 0.128 and disk.files:
             self.harm(disk, chance.choice(list(disk.files)))
-        elif choice < 0.127:
+        elif choice < 0.133:
             disk.scan()
         elif choice < 0.3:
             if disk.orders:
@@ -413,6 +421,8 @@ class World:
                 self.num_checked += 1
 
     def end(self) -> None:
+        for rid in self.paused:
+            self.node.obey(Resume(rid))
         rest(self.node)
         self.check()
         assert not self.expected
@@ -424,8 +434,19 @@ class World:
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, every=2))
-def test_no_order_of_events_yields_a_wrong_token(kind: str) -> None:
-    hits = 0
+def test_no_order_of_events_yields_a_wrong_token(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the reads that may be split are, anywhere."""
+    hits, planned, chance = 0, 0, random.Random(1)
+
+    def split_anywhere(load: LinearCost, num_tokens: int, *, block: int, **_: Any) -> PullPlan | None:
+        nonlocal planned
+        first = chance.randrange((num_tokens + block - 1) // block) * block
+        if not first or chance.random() < 0.5:
+            return None
+        planned += 1
+        return PullPlan(first, num_tokens - first, 0.0)
+
+    monkeypatch.setattr(disk_tier, "plan_split", split_anywhere)
     for seed in range(5):
         world = World(seed, kind)
         for _ in range(1200):
@@ -434,3 +455,4 @@ def test_no_order_of_events_yields_a_wrong_token(kind: str) -> None:
         assert world.num_checked > 20
         hits += world.node.scheduler.totals.disk_kv_hit_tokens
     assert hits > 0
+    assert (planned > 0) == (kind == "full")

@@ -9,10 +9,12 @@ from pdserve.config.simulated_costs import StepTokens
 from pdserve.request_cost import (
     DELAY_WEIGHT,
     LinearCost,
+    Pace,
     PullPlan,
     RequestLoad,
     StepCosts,
     plan_pull,
+    plan_split,
     prompt_cost,
     pull_seconds,
 )
@@ -130,3 +132,17 @@ def test_split_pulls_at_least_a_token() -> None:
     for num_tokens in range(1, 100):
         plan = plan_pull(costs, num_tokens, split_block=BLOCK)
         assert plan is None or (plan.pulled >= 1 and plan.computed % BLOCK == 0)
+
+
+@pytest.mark.parametrize(
+    ("speed", "share"),
+    [(1.2, None), (2, 0.66), (4, 0.50), (7, 0.36), (25, None), (54, None)],
+    ids=lambda value: f"{value}",
+)
+def test_read_from_disk_is_split_where_it_takes_about_as_long_as_to_compute(speed: float, share: float | None) -> None:
+    """``speed`` in GB/s, of a disk or host memory; ``share`` is that of the time to compute all tokens."""
+    compute, load = 1 / 30_000, LinearCost(0.0, 131_072 / (speed * 1e9))
+    plan = plan_split(load, TOKENS, compute=compute, pace=Pace(), block=BLOCK)
+    assert (plan is None) == (share is None)
+    if plan is not None:
+        assert plan.seconds == pytest.approx((share or 0.0) * compute * TOKENS, rel=0.02)
