@@ -38,8 +38,7 @@ class Constraint:
 
 @dataclass(slots=True, eq=False)
 class SplitLoad:
-    """A load or a read from disk that begins at ``meeting``, while steps compute the tokens before it
-    (scheduler/loads.py)."""
+    """A load, or a read from disk, of what follows ``meeting``, while steps compute the tokens before it."""
 
     meeting: int  # tokens
     confirmed: int = 0  # tokens whose KV is here once those before ``meeting`` are computed; 0: it is being read
