@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -92,9 +93,11 @@ def host(checkpoint: Path, *flags: str) -> Iterator[Host]:
 
 @pytest.fixture
 def leader() -> str:
-    """Return an address with a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """Return an address with a free port, below those that the kernel gives to other sockets meanwhile."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"127.0.0.1:{port}"
+    raise AssertionError("none of 100 ports is free")
 
 
 @pytest.fixture
