@@ -192,6 +192,14 @@ class Pace(NamedTuple):
     slower: float = 1.0  # then it takes so many times as long as alone
 
 
+AT_ONCE = Pace()
+
+
+def prompt_pace(load: RequestLoad, costs: StepCosts, queued_tokens: int, decodes: int) -> Pace:
+    """Return the pace of a prompt behind others of ``queued_tokens`` tokens, and beside ``decodes`` streams."""
+    return Pace(costs.prompt.slope * queued_tokens, _slower_prompts(load, costs, decodes))
+
+
 def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace, block: int) -> PullPlan | None:
     """Return how to split a load of cached tokens, if that takes clearly less time than to load or compute all.
 
@@ -212,25 +220,23 @@ def plan_pull(
     num_tokens: int,
     *,
     wait: float = 0.0,
-    queued: float = 0.0,
-    slower: float = 1.0,
+    pace: Pace = AT_ONCE,
     split_block: int = 0,
 ) -> PullPlan | None:
     """Return how a node had better get the KV of tokens that a peer has, by its own costs; None: it computes them.
 
-    Unmeasured costs are tried. ``wait``: seconds until the source answers. ``queued``: seconds until the node can
-    compute; then its prompts take ``slower`` times as long as alone. ``split_block``: tokens of a block if the node can
-    compute some blocks meanwhile, else 0.
+    Unmeasured costs are tried. ``wait``: seconds until the source answers. ``split_block``: tokens of a block if the
+    node can compute some blocks meanwhile, else 0.
     """
     compute, pull = costs.prompt.slope * num_tokens, wait + pull_seconds(costs, num_tokens)
     if not compute:
         return PullPlan(0, num_tokens, pull)
     if split_block and costs.read:
-        load, pace = LinearCost(wait + pull_seconds(costs, 0), costs.read.slope), Pace(queued, slower)
+        load = LinearCost(wait + pull_seconds(costs, 0), costs.read.slope)
         split = plan_split(load, num_tokens, compute=costs.prompt.slope, pace=pace, block=split_block)
         if split is not None:
             return split
-    return PullPlan(0, num_tokens, pull) if pull < CLEAR_WIN * (queued + compute) else None
+    return PullPlan(0, num_tokens, pull) if pull < CLEAR_WIN * (pace.queued + compute) else None
 
 
 def pull_deadline(costs: StepCosts, num_tokens: int, queued: float = 0.0) -> float:
@@ -258,7 +264,7 @@ def decodes_cost(load: RequestLoad, costs: StepCosts, decodes: int, num_tokens: 
     share = min(prompt_share, _MOST_SHARE)
     seconds = num_tokens * time_per_token(costs.decode, decodes, share)
     prompts = seconds * share / (1.0 - share)  # seconds of them, each behind 1 / (1 - share) as many
-    return DELAY_WEIGHT * decodes * seconds + prompts * (slower_prompts(load, costs, decodes) - 1.0)
+    return DELAY_WEIGHT * decodes * seconds + prompts * (_slower_prompts(load, costs, decodes) - 1.0)
 
 
 def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> float:
@@ -285,7 +291,7 @@ def settled_shares(prompt_work: float, streams: int, nodes: int, decode: LinearC
     return found
 
 
-def slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
+def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
     """Return how many times as long prompts take beside streams: 1 … 2.
 
     A step with prompts takes the ITL target, and its decodes do their part of it, at most half.

@@ -364,7 +364,7 @@ class DiskTier(Tier):
         self._stop_waiting(number)
 
     def _compute_on(self, read: _Read) -> None:
-        """What follows the first part of a split does not come: its sequence, unless it waits, computes all."""
+        """End a split whose blocks do not come: its sequence computes all, unless it waits already."""
         if read.plan is not None:
             read.sequence.end_split()
 

@@ -31,7 +31,7 @@ from itertools import takewhile
 from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
 from engine.step_cost_meter import ChunkCost, StepCostMeter
-from pdserve.request_cost import LinearCost, Pace, RequestLoad, auto_itl_target, slower_prompts
+from pdserve.request_cost import LinearCost, Pace, RequestLoad, auto_itl_target, prompt_pace
 
 OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 _MANY = 10**9  # tokens
@@ -103,7 +103,7 @@ class ItlTarget:
         before = takewhile(lambda each: each is not sequence, live.waiting)
         tokens += sum(max(0, each.prompt_len - max(0, each.cached_at_lookup)) for each in before)
         load, decoding = RequestLoad(itl_target=self.seconds), sum(each.decodes_here for each in running)
-        return Pace(costs.prompt.slope * tokens, slower_prompts(load, costs, decoding))
+        return prompt_pace(load, costs, tokens, decoding)
 
 
 class ChunkBudget:

@@ -120,7 +120,7 @@ class Loads:
                 self._live.requeue(sequence, self._clock())
 
     def _first_part_is_missing(self, sequence: Sequence, num_tokens: int) -> None:
-        """Of the first ``num_tokens`` tokens all have KV but those that are computed; 0: nothing has come."""
+        """A pull has brought the KV up to ``num_tokens`` tokens; steps compute the first part. 0: it has none."""
         assert sequence.split is not None
         if num_tokens <= sequence.split.meeting:
             self._run(sequence)

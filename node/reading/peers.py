@@ -20,7 +20,7 @@ from node.reading.reading_metrics import ReadingMetrics
 from pdserve.discovery.sources import Directory
 from pdserve.errors import ConfigError, Draining, PeerError
 from pdserve.ipc.messages import ReadEnded
-from pdserve.request_cost import PullPlan, RequestLoad, StepCosts, plan_pull, pull_deadline, slower_prompts
+from pdserve.request_cost import Pace, PullPlan, RequestLoad, StepCosts, plan_pull, prompt_pace, pull_deadline
 from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
@@ -73,25 +73,17 @@ class KVPeers:
         """Return how to get the KV of so many tokens that a peer has cached; None: compute them."""
         if num_tokens <= 0:
             return None
-        status, costs = self._node.engine.status, self.costs
-        load = RequestLoad(itl_target=status.itl_target)
-        return plan_pull(
-            costs,
-            num_tokens,
-            queued=self._queued,
-            slower=slower_prompts(load, costs, status.decoding),
-            split_block=self._node.config.split_block,
-        )
+        return plan_pull(self.costs, num_tokens, pace=self._pace, split_block=self._node.config.split_block)
 
     def pull_deadline(self, num_tokens: int) -> float:
         """Return the seconds after which a pull of so many tokens is given up."""
-        return pull_deadline(self.costs, num_tokens, self._queued)
+        return pull_deadline(self.costs, num_tokens, self._pace.queued)
 
     @property
-    def _queued(self) -> float:
-        """Seconds of prompts that this node computes before a new one."""
+    def _pace(self) -> Pace:
+        """How this node would compute a new prompt."""
         status = self._node.engine.status
-        return status.costs.prompt.slope * status.backlog
+        return prompt_pace(RequestLoad(itl_target=status.itl_target), status.costs, status.backlog, status.decoding)
 
     def find(self, node_id: str) -> KVPeer | None:
         """Return the peer with this id, of any role, if it takes new requests."""

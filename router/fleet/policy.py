@@ -392,13 +392,14 @@ def _with_pull(
     chosen = None
     if not sources:
         return best, None, 0.0
-    load, slower = reader.load, cost.slower_prompts(reader.load, costs, reader.load.decoding)
-    queued, split_block = costs.prompt.slope * load.backlog, load.block_size if load.windows == (None,) else 0
+    load = reader.load
+    pace = cost.prompt_pace(load, costs, load.backlog, load.decoding)
+    split_block = load.block_size if load.windows == (None,) else 0
     for source in sources:
         cached = source.num_tokens - (request.num_tokens - uncached)
         if cached <= 0 or not reader.reads_from(source.node):
             continue
-        plan = cost.plan_pull(costs, cached, wait=source.wait, queued=queued, slower=slower, split_block=split_block)
+        plan = cost.plan_pull(costs, cached, wait=source.wait, pace=pace, split_block=split_block)
         if plan is None:
             continue
         rest = times(uncached - plan.pulled)

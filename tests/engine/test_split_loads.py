@@ -171,7 +171,7 @@ def test_prompt_is_computed_if_the_source_has_nothing(depth: tuple[int, int], mo
 def test_prompt_whose_pull_is_given_up_is_computed_here(
     depth: tuple[int, int], mode: Mode, steps: int, reads: str
 ) -> None:
-    """What was computed is kept, and what was read is not used. Blocks of a read in flight are not reused."""
+    """The node keeps the computed KV and drops the KV that was read. It does not reuse blocks of a read in flight."""
     world = Splitting(depth, mode)
     world.settle(steps)
     if reads == "in flight":

@@ -119,7 +119,7 @@ def test_prompt_goes_on_behind_both_parts_whichever_ends_first(first: str) -> No
 
 
 def test_counts_of_a_split_read_are_true() -> None:
-    """What was read counts as cached, what was computed meanwhile does not."""
+    """Tokens that were read count as cached; tokens that were computed meanwhile do not."""
     world = Splitting()
     admitted, cached = world.totals.admitted_prompt_tokens, world.totals.prefix_cached_tokens
     now, tier = 0.0, tier_of(world.node)

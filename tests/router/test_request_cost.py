@@ -94,17 +94,17 @@ def test_all_is_pulled_over_a_fast_link(gbits: float) -> None:
 
 
 def test_busy_node_computes_less_of_a_pull() -> None:
-    alone, busy = (plan_pull(over(25), TOKENS, split_block=BLOCK, queued=queued) for queued in (0.0, 0.1))
+    alone, busy = (plan_pull(over(25), TOKENS, split_block=BLOCK, pace=Pace(queued)) for queued in (0.0, 0.1))
     assert alone is not None
     assert busy is not None
     assert 0 < busy.computed < alone.computed
     assert 0.1 + COMPUTE * busy.computed == pytest.approx(pull_seconds(over(25), busy.pulled), rel=0.01)
-    waiting = plan_pull(over(25), TOKENS, split_block=BLOCK, queued=1.0)
+    waiting = plan_pull(over(25), TOKENS, split_block=BLOCK, pace=Pace(1.0))
     assert waiting == PullPlan(0, TOKENS, pull_seconds(over(25), TOKENS)), "all of it comes before the node is free"
 
 
 def test_node_that_decodes_computes_less_of_a_pull() -> None:
-    plan = plan_pull(over(25), TOKENS, split_block=BLOCK, slower=2.0)
+    plan = plan_pull(over(25), TOKENS, split_block=BLOCK, pace=Pace(slower=2.0))
     assert plan is not None
     assert 2.0 * COMPUTE * plan.computed == pytest.approx(pull_seconds(over(25), plan.pulled), rel=0.01)
 
