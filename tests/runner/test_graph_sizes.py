@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.records import NO_STEP, ScheduledSequence, StepPlan
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 
@@ -34,12 +36,17 @@ def test_a_step_with_drafts_has_a_graph_of_its_own() -> None:
     assert sizes.find(BatchDescriptor(200, 200, 1)) == BatchDescriptor(224, 224, row_tokens=1)
 
 
-def test_few_tokens_behind_a_handoff_have_a_graph_where_long_prompts_have_none() -> None:
-    sizes = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048, mixed=False)
+@pytest.mark.parametrize("mixed", [True, False])
+def test_few_tokens_behind_a_handoff_have_a_small_graph(mixed: bool) -> None:
+    sizes = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048, mixed=mixed)
     assert sizes.find(BatchDescriptor(1, 4, 4)) == BatchDescriptor(1, 4, row_tokens=4)
     assert sizes.find(BatchDescriptor(11, 17, 4)) == BatchDescriptor(16, 24, row_tokens=4)
     assert sizes.find(BatchDescriptor(34, 37, 4)) == BatchDescriptor(40, 48, row_tokens=4)
     assert sizes.find(BatchDescriptor(11, 11, 1)) == BatchDescriptor(16, 16, row_tokens=1)
+
+
+def test_long_prompts_have_no_graph_where_their_kernels_cannot_be_captured() -> None:
+    sizes = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048, mixed=False)
     assert sizes.find(BatchDescriptor(2, 9, 8)) is None
     assert sizes.most_mixed_tokens == 0
 
