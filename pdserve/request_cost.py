@@ -33,7 +33,6 @@ _STEP_TOKENS = 8192  # assumed size of a step of prompts
 _SHORTEST_PULL = 0.25  # seconds: a pull is not late before, as one step of the source may take so long
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
 _MOST_SHARE = 0.9  # of time, spent on prompts: a prediction of more would make costs infinite
-_DELAYED = 0.5  # of a prompt's time, by which it delays a later one on average: that may choose another node
 
 #: A step with prompts takes at most so many decode steps of one sequence. A prompt then takes 9 / 8 of its time alone.
 AUTO_ITL_STEPS = 9.0
@@ -137,7 +136,7 @@ def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> P
 
     executing = min(queued, chunk)
     rest_of_step = (step + added(executing)) / 2.0 if decodes or queued else 0.0
-    behind = _DELAYED * min(load.prompt_share, _MOST_SHARE) * (queued + own)
+    behind = min(load.prompt_share, _MOST_SHARE) * (queued + own)
     before = queued - executing + behind
     steps = max(1, math.ceil((before + own) / chunk))
     delay = added(before + own) - added(before)
