@@ -52,7 +52,7 @@ from pdserve.disk_kv import (
 from pdserve.ipc.cache_changes import BlockKey, Medium
 from pdserve.ipc.messages import Fetched, Mode, Totals
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
-from pdserve.request_cost import LinearCost, Pace, PullPlan, plan_split
+from pdserve.request_cost import LinearCost, LoadPlan, Pace, plan_split
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _Read:
     sequence: Sequence
     num_tokens: int  # that need not be computed then
     end: int  # tokens of the prefix that has KV then
-    plan: PullPlan | None = None  # of a split
+    plan: LoadPlan | None = None  # of a split
     names: list[BlockName] = field(default_factory=list)
     parts: list[DiskArea] = field(default_factory=list)  # of each block
     places: list[int] = field(default_factory=list)  # in host memory
@@ -270,7 +270,7 @@ class DiskTier(Tier):
         plan = plan_split(load, whole.num_tokens, compute=compute, pace=pace, block=size)
         if plan is None:
             return None
-        read = self._find(whole.sequence, behind=(whole.end - plan.pulled) // size)
+        read = self._find(whole.sequence, behind=(whole.end - plan.loaded) // size)
         if read is not None:
             read.plan = plan
         return read
