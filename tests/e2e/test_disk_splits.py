@@ -17,10 +17,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from checkpoints import make_checkpoint, reference_greedy, reference_model
+from checkpoints import reference_greedy, reference_model
 from collector import Collector
-from exact_fleet import random_prompt
-from fleet import Fleet, NodeProcess, add_tokenizer
+from exact_fleet import Model, random_prompt
+from fleet import Fleet, NodeProcess
 from node_client import RouterClient, greedy
 
 from pdserve.hashing import BlockHashes, root_hash
@@ -31,10 +31,10 @@ BLOCKS = (4, 8, 2, 16, 4, 8)  # tokens of a block, of one node after the other
 ROUNDS = 8  # in which a node is asked every prompt
 PROMPTS = [random_prompt(seed, 802) for seed in range(6)]
 ANSWER = 4  # tokens
-MODEL = {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 768}
+MODEL = Model("qwen3", {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 768})
 TOKEN_BYTES = 2048
 #: The device holds little more than a prompt, and so does the half of host memory that reads may take.
-FLAGS = ("--max-model-len", "1000", "--max-batch-tokens", "128", "--max-num-seqs", "4", "--kv-checksum", "on")
+FLAGS: tuple[str, ...] = ("--max-model-len", "1000", "--max-batch-tokens", "128", "--max-num-seqs", "4", "--kv-checksum", "on")
 FLAGS += ("--kv-cache-memory", str(1200 * TOKEN_BYTES), "--host-kv-memory", str(2000 * TOKEN_BYTES))
 
 
@@ -107,7 +107,7 @@ def serving(checkpoint: Path, disk: Path, block: int, collector: Collector) -> I
 
 
 def test_faults_of_files_in_split_reads_change_no_token(tmp_path: Path) -> None:
-    checkpoint = add_tokenizer(make_checkpoint(tmp_path / "m", "qwen3", **MODEL))
+    checkpoint = MODEL.make(tmp_path / "m")
     model = reference_model(checkpoint)
     prompts = [(prompt, reference_greedy(model, prompt, ANSWER)) for prompt in PROMPTS]
     faults = [*Fault]
