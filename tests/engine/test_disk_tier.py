@@ -427,6 +427,7 @@ class World:
         self.check()
         assert not self.expected
         self.node.assert_all_free()
+        assert not tier_of(self.node)._unfetched
         host = tier_of(self.node)._host.areas.kv.host
         retired = self.node.scheduler.totals.host_kv_corrupt_blocks
         assert host.num_free + host.num_stored == host.total - retired
