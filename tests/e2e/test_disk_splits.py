@@ -34,7 +34,8 @@ ANSWER = 4  # tokens
 MODEL = Model("qwen3", {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 768})
 TOKEN_BYTES = 2048
 #: The device holds little more than a prompt, and so does the half of host memory that reads may take.
-FLAGS: tuple[str, ...] = ("--max-model-len", "1000", "--max-batch-tokens", "128", "--max-num-seqs", "4", "--kv-checksum", "on")
+FLAGS: tuple[str, ...] = ("--max-model-len", "1000", "--max-batch-tokens", "128", "--max-num-seqs", "4")
+FLAGS += ("--kv-checksum", "on")
 FLAGS += ("--kv-cache-memory", str(1200 * TOKEN_BYTES), "--host-kv-memory", str(2000 * TOKEN_BYTES))
 
 
