@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 _KEEP = 0.95  # weight of earlier reads after each new one: about 20 count
 _PROBE_BLOCKS = 16  # of a prefix, to measure a disk
 _LEAST_PATIENCE = 0.1  # seconds that a prompt waits for a read, at least: short prompts are computed in a few ms
-_READ_SHARE = 1 / 2  # of host memory, at most, for reads in flight
+_READ_SHARE = 1 / 2  # of host memory, at most, for reads in flight and those that were not fetched yet
 
 
 @dataclass(slots=True, eq=False)
@@ -359,7 +359,8 @@ class DiskTier(Tier):
         """Keep what a read has brought until its sequence has it fetched, if that waits, or computes the first part."""
         sequence = read.sequence
         waits = self._waiting.get(sequence.seq) == number
-        if sequence.ended or not (waits or sequence.split is not None):
+        computes = read.plan is not None and sequence.split is not None
+        if sequence.ended or not (waits or computes):
             self._drop_kept(read)
             return
         if (former := self._unfetched.get(sequence.seq)) is not None:
