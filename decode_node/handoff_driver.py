@@ -166,7 +166,7 @@ class HandoffDriver(HandoffExecutor):
         span = generation.trace.start_handoff(stream.peer.node_id, self._uncached_tokens)
         plan, present = self._plan, generation.num_handoff_tokens - self._uncached_tokens
         if generation.message.pull:
-            span.set(pull_attributes(self._handoffs.peers.costs, self._uncached_tokens, plan if plan.pulled else None))
+            span.set(pull_attributes(self._handoffs.peers.costs, self._uncached_tokens, plan if plan.loaded else None))
         if plan.computed:
             present += plan.computed
             self._engine.send(ComputeBeside(generation.rid, present))

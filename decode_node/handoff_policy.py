@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
-from pdserve.request_cost import PullPlan, worth_handoff
+from pdserve.request_cost import LoadPlan, worth_handoff
 
 
 class FailurePolicy(StrEnum):
@@ -30,7 +30,7 @@ class HandoffPolicy:
             self._metrics.local_prefills.inc()
         return worth
 
-    def choose_pull(self, plan: PullPlan | None) -> bool:
+    def choose_pull(self, plan: LoadPlan | None) -> bool:
         """Return whether there is a plan to pull; if not, D computes the prompt: count a local prefill."""
         self._metrics.local_prefills.inc(plan is None)
         return plan is not None

@@ -129,7 +129,7 @@ class Sequence:
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
     state: SequenceState | None = None  # of a model with recurrent layers, while it has blocks
     split: SplitLoad | None = None  # while it loads, or a disk is read for it, and is computed at once
-    computed_beside: int = 0  # tokens with KV when it left the steps for a split read; 0: it did not leave
+    left_with: int = 0  # tokens with KV when it left the steps for a split read, until it is admitted; 0: it did not
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
     num_drafts: int = 0  # that its next decode should have
     drafts: tuple[int, ...] = ()  # these, if they come with the plan
@@ -454,13 +454,16 @@ class Sequence:
 
     def leave(self) -> None:
         """The first part of its split read is computed: it leaves the steps until the rest is fetched."""
-        self.computed_beside = self.num_computed
+        self.left_with = self.num_computed
         self.looked_up(self.num_computed)
 
     def come_back(self) -> int:
-        """Return how many of its cached tokens it has not computed itself before it left the steps."""
-        computed, self.computed_beside = self.computed_beside, 0
-        return max(0, min(self.num_computed, self.prompt_len) - computed) if computed else 0
+        """It is admitted again. Return how many tokens of its prompt have KV that it did not leave with: a read's.
+
+        These count as cached; what it computed itself, and finds in the prefix cache, does not.
+        """
+        former, self.left_with = self.left_with, 0
+        return max(0, min(self.num_computed, self.prompt_len) - former) if former else 0
 
     def cached(self, next_full: int) -> None:
         """Its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from pdserve.ipc.messages import Fetched
-from pdserve.request_cost import PullPlan, StepCosts, pull_seconds
+from pdserve.request_cost import LoadPlan, StepCosts, pull_seconds
 from pdserve.tracing.spans import Attributes, Span, Value
 
 
@@ -26,16 +26,16 @@ def record_fetch(span: Span, fetched: Fetched) -> None:
     span.child("load", {**attributes, **known}, start=now - fetched.seconds).end(now)
 
 
-def pull_attributes(costs: StepCosts, num_tokens: int, plan: PullPlan | None = None) -> dict[str, Value]:
+def pull_attributes(costs: StepCosts, num_tokens: int, plan: LoadPlan | None = None) -> dict[str, Value]:
     """Return the predictions for ``num_tokens`` tokens that a peer has, by a node of these costs: as its plan says.
 
     Without a plan, for a pull of all.
     """
-    plan = plan or PullPlan(0, num_tokens, pull_seconds(costs, num_tokens))
+    plan = plan or LoadPlan(0, num_tokens, pull_seconds(costs, num_tokens))
     expected = plan.seconds if costs.read else 0.0
     times = _known("pdserve.pull.", expected=expected, computing=costs.prompt.slope * num_tokens)
     beside = _known("pdserve.pull.", computed_tokens=plan.computed)
-    return {"pdserve.pull.expected_tokens": plan.pulled, **beside, **times}
+    return {"pdserve.pull.expected_tokens": plan.loaded, **beside, **times}
 
 
 def prefill_attributes(costs: StepCosts, num_tokens: int) -> dict[str, Value]:

@@ -173,15 +173,15 @@ def answer_wait(load: RequestLoad, costs: StepCosts) -> float:
     return step / 2.0
 
 
-class PullPlan(NamedTuple):
+class LoadPlan(NamedTuple):
     """How a node gets the KV of cached tokens: it computes the first ones, and pulls the rest or reads it from disk."""
 
-    computed: int  # tokens, in full blocks; 0: all are pulled
-    pulled: int  # tokens
+    computed: int  # tokens, in full blocks; 0: all are loaded
+    loaded: int  # tokens
     seconds: float  # until all have KV
 
 
-NO_PULL = PullPlan(0, 0, 0.0)
+NO_PULL = LoadPlan(0, 0, 0.0)
 
 
 class Pace(NamedTuple):
@@ -199,7 +199,7 @@ def prompt_pace(load: RequestLoad, costs: StepCosts, queued_tokens: int, decodes
     return Pace(costs.prompt.slope * queued_tokens, _slower_prompts(load, costs, decodes))
 
 
-def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace, block: int) -> PullPlan | None:
+def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace, block: int) -> LoadPlan | None:
     """Return how to split a load of cached tokens, if that takes clearly less time than to load or compute all.
 
     ``load``: seconds by tokens. ``compute``: seconds per token, alone. ``block``: tokens. Both parts of a split end
@@ -211,7 +211,7 @@ def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace,
     rest = num_tokens - first
     seconds = max(pace.queued + slope * first, load.at(rest))
     clear = seconds < min(_SPLIT_WIN * whole, CLEAR_WIN * (pace.queued + compute * num_tokens))
-    return PullPlan(first, rest, seconds) if first > 0 and clear else None
+    return LoadPlan(first, rest, seconds) if first > 0 and clear else None
 
 
 def plan_pull(
@@ -221,7 +221,7 @@ def plan_pull(
     wait: float = 0.0,
     pace: Pace = AT_ONCE,
     split_block: int = 0,
-) -> PullPlan | None:
+) -> LoadPlan | None:
     """Return how a node had better get the KV of tokens that a peer has, by its own costs; None: it computes them.
 
     Unmeasured costs are tried. ``wait``: seconds until the source answers. ``split_block``: tokens of a block if the
@@ -229,13 +229,13 @@ def plan_pull(
     """
     compute, pull = costs.prompt.slope * num_tokens, wait + pull_seconds(costs, num_tokens)
     if not compute:
-        return PullPlan(0, num_tokens, pull)
+        return LoadPlan(0, num_tokens, pull)
     if split_block and costs.read:
         load = LinearCost(wait + pull_seconds(costs, 0), costs.read.slope)
         split = plan_split(load, num_tokens, compute=costs.prompt.slope, pace=pace, block=split_block)
         if split is not None:
             return split
-    return PullPlan(0, num_tokens, pull) if pull < CLEAR_WIN * (pace.queued + compute) else None
+    return LoadPlan(0, num_tokens, pull) if pull < CLEAR_WIN * (pace.queued + compute) else None
 
 
 def pull_deadline(costs: StepCosts, num_tokens: int, queued: float = 0.0) -> float:

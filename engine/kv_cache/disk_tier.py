@@ -13,7 +13,7 @@ tokens take to compute.
 
 A read may be split, if the disk is about as fast as to compute: it brings the blocks behind a meeting point, while its
 sequence computes the tokens before it. There the sequence leaves the steps. It waits again, for this read if that has
-not ended, and host memory fetches what was read.
+not ended, and host memory fetches what was read. Until then, these blocks are not evicted.
 
     tokens    0 ·· known ·· ├──── steps compute ────┤ meeting ├──── read ────┤ ·· computed afterwards
 
@@ -52,28 +52,28 @@ from pdserve.disk_kv import (
 from pdserve.ipc.cache_changes import BlockKey, Medium
 from pdserve.ipc.messages import Fetched, Mode, Totals
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput
-from pdserve.request_cost import LinearCost, Pace, PullPlan, plan_split
+from pdserve.request_cost import LinearCost, LoadPlan, Pace, plan_split
 
 _log = logging.getLogger(__name__)
 
 _KEEP = 0.95  # weight of earlier reads after each new one: about 20 count
 _PROBE_BLOCKS = 16  # of a prefix, to measure a disk
 _LEAST_PATIENCE = 0.1  # seconds that a prompt waits for a read, at least: short prompts are computed in a few ms
-_READ_SHARE = 1 / 2  # of host memory, at most, for reads in flight
+_READ_SHARE = 1 / 2  # of host memory, at most, for reads in flight and those that were not fetched yet
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """Blocks on their way to host memory. ``kept`` are those of the same prefix that are there."""
+    """Blocks on their way to host memory, or there until they are fetched. ``kept`` are those of the prefix in it."""
 
     sequence: Sequence
     num_tokens: int  # that need not be computed then
     end: int  # tokens of the prefix that has KV then
-    plan: PullPlan | None = None  # of a split
+    plan: LoadPlan | None = None  # of a split
     names: list[BlockName] = field(default_factory=list)
     parts: list[DiskArea] = field(default_factory=list)  # of each block
     places: list[int] = field(default_factory=list)  # in host memory
-    kept: list[tuple[Area, HostEntry]] = field(default_factory=list)
+    kept: list[tuple[Area, HostEntry]] = field(default_factory=list)  # pinned; once it has ended, what it has read, too
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
     awaited_since: float | None = None  # when its sequence began to wait; None: it computes the first part
@@ -116,6 +116,7 @@ class DiskTier(Tier):
         self._reads: dict[int, _Read] = {}  # by number of the transfer
         self._reading: dict[BlockName, int] = {}  # number of the latest read of a block
         self._waiting: dict[int, int] = {}  # number of the read that a sequence waits for
+        self._unfetched: dict[int, _Read] = {}  # ended, by the sequence that is to have it fetched
         self._late: set[int] = set()  # reads
         self._considered: set[int] = set()  # sequences
 
@@ -163,16 +164,25 @@ class DiskTier(Tier):
             self._considered.add(sequence.seq)
             if self._begin_read(sequence):
                 return True
-        return super().fetch(sequence)
+        waits = super().fetch(sequence)
+        self._let_go(sequence)
+        return waits
 
     def end_fetch(self, sequence: Sequence) -> None:
         self._considered.discard(sequence.seq)
         self._waiting.pop(sequence.seq, None)
+        self._let_go(sequence)
         super().end_fetch(sequence)
 
     def abandon_load(self, sequence: Sequence) -> Collection[int]:
         self.end_fetch(sequence)
         return super().abandon_load(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """What was read for a sequence may be evicted, unless it computes the first part of a split still."""
+        computes = sequence.split is not None and not sequence.ended
+        if not computes and (read := self._unfetched.pop(sequence.seq, None)) is not None:
+            self._drop_kept(read)
 
     def _begin_read(self, sequence: Sequence) -> bool:
         """Order what a sequence lacks in host memory, if that is worth its time. Return whether it waits for it."""
@@ -232,7 +242,8 @@ class DiskTier(Tier):
         known = len(areas.longest(hashes(None), with_state))
         if not areas.may_continue_below(hashes(None), known):
             return None
-        room = max(0, int(areas.kv.host.total * _READ_SHARE - sum(read.size for read in self._reads.values())))
+        taken = sum(read.size for read in (*self._reads.values(), *self._unfetched.values()))
+        room = max(0, int(areas.kv.host.total * _READ_SHARE - taken))
         fits = room // self._groups.num_groups
         chain = areas.longest(hashes(known + (fits if most is None else min(fits, most))), with_state, below=True)
         if len(chain) <= known:
@@ -270,7 +281,7 @@ class DiskTier(Tier):
         plan = plan_split(load, whole.num_tokens, compute=compute, pace=pace, block=size)
         if plan is None:
             return None
-        read = self._find(whole.sequence, behind=(whole.end - plan.pulled) // size)
+        read = self._find(whole.sequence, behind=(whole.end - plan.loaded) // size)
         if read is not None:
             read.plan = plan
         return read
@@ -319,17 +330,21 @@ class DiskTier(Tier):
             self._report(read, succeeded=not (any(result.outcomes) or read.forgotten))
         self._totals.disk_kv_load_bytes += result.num_bytes
         self._totals.disk_kv_load_seconds += result.seconds
-        self._drop_kept(read)
         for name, part, place, outcome in zip(read.names, read.parts, read.places, result.outcomes, strict=True):
             key = (name.group, name.block_hash)
             if outcome == Outcome.DONE and not read.forgotten:
                 part.area.host.add(key, place, name.digest, verified=False)
+                entry = part.area.host.find(key)
+                assert entry is not None
+                part.area.host.pin(entry)
+                read.kept.append((part.area, entry))
                 continue
             part.area.host.give_back((place,))
             if outcome == Outcome.MISSING and not read.forgotten:
                 part.index.remove(key)
         if read.forgotten or result.outcomes[0] != Outcome.DONE:
             self._compute_on(read)
+        self._keep(read, result.order_id)
         if not any(result.outcomes):
             now = self._clock()
             self._cost.add(read.size, now - max(read.ordered_at, self._measured_at))
@@ -339,6 +354,18 @@ class DiskTier(Tier):
             if self._reading.get(name) == result.order_id:
                 del self._reading[name]
         self._stop_waiting(result.order_id)
+
+    def _keep(self, read: _Read, number: int) -> None:
+        """Keep what a read has brought until its sequence has it fetched, if that waits, or computes the first part."""
+        sequence = read.sequence
+        waits = self._waiting.get(sequence.seq) == number
+        computes = read.plan is not None and sequence.split is not None
+        if sequence.ended or not (waits or computes):
+            self._drop_kept(read)
+            return
+        if (former := self._unfetched.get(sequence.seq)) is not None:
+            self._drop_kept(former)
+        self._unfetched[sequence.seq] = read
 
     def _report(self, read: _Read, *, succeeded: bool) -> None:
         """Sequences wait for a read no longer: report that, and count what it has saved, or lost."""

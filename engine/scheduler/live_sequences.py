@@ -62,7 +62,7 @@ class LiveSequences:
             if self.running.pop(sequence.seq, None) is not None:
                 self.drop_in_runner(sequence)
                 self.waiting.charge_output(sequence)
-                sequence.end_split()
+                self._kv.set_aside(sequence)
                 self.run(sequence)
             elif request.rid not in self.loading:
                 self.waiting.remove(sequence)

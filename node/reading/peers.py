@@ -20,7 +20,7 @@ from node.reading.reading_metrics import ReadingMetrics
 from pdserve.discovery.sources import Directory
 from pdserve.errors import ConfigError, Draining, PeerError
 from pdserve.ipc.messages import ReadEnded
-from pdserve.request_cost import Pace, PullPlan, RequestLoad, StepCosts, plan_pull, prompt_pace, pull_deadline
+from pdserve.request_cost import LoadPlan, Pace, RequestLoad, StepCosts, plan_pull, prompt_pace, pull_deadline
 from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class KVPeers:
         costs = self._node.engine.status.costs
         return msgspec.structs.replace(costs, read=costs.read.aged(time.monotonic() - self._read_at))
 
-    def plan_pull(self, num_tokens: int) -> PullPlan | None:
+    def plan_pull(self, num_tokens: int) -> LoadPlan | None:
         """Return how to get the KV of so many tokens that a peer has cached; None: compute them."""
         if num_tokens <= 0:
             return None

@@ -402,7 +402,7 @@ def _with_pull(
         plan = cost.plan_pull(costs, cached, wait=source.wait, pace=pace, split_block=split_block)
         if plan is None:
             continue
-        rest = times(uncached - plan.pulled)
+        rest = times(uncached - plan.loaded)
         pull = plan.seconds / cost.CLEAR_WIN - (plan.seconds if plan.computed else 0.0)  # a split is in ``rest``
         found = PromptTimes(rest.first_token + pull, rest.delays)
         if found.cost < best.cost:

@@ -25,7 +25,7 @@ from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
 from pdserve.ipc.cache_changes import Medium
 from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, Pause, Resume, UseWeights
-from pdserve.request_cost import LinearCost, PullPlan
+from pdserve.request_cost import LinearCost, LoadPlan
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(30, 8)  # blocks of host memory: two prompts of 50 tokens
@@ -427,6 +427,7 @@ class World:
         self.check()
         assert not self.expected
         self.node.assert_all_free()
+        assert not tier_of(self.node)._unfetched
         host = tier_of(self.node)._host.areas.kv.host
         retired = self.node.scheduler.totals.host_kv_corrupt_blocks
         assert host.num_free + host.num_stored == host.total - retired
@@ -438,13 +439,13 @@ def test_no_order_of_events_yields_a_wrong_token(kind: str, monkeypatch: pytest.
     """Half of the reads that may be split are, anywhere."""
     hits, planned, chance = 0, 0, random.Random(1)
 
-    def split_anywhere(load: LinearCost, num_tokens: int, *, block: int, **_: Any) -> PullPlan | None:
+    def split_anywhere(load: LinearCost, num_tokens: int, *, block: int, **_: Any) -> LoadPlan | None:
         nonlocal planned
         first = chance.randrange((num_tokens + block - 1) // block) * block
         if not first or chance.random() < 0.5:
             return None
         planned += 1
-        return PullPlan(first, num_tokens - first, 0.0)
+        return LoadPlan(first, num_tokens - first, 0.0)
 
     monkeypatch.setattr(disk_tier, "plan_split", split_anywhere)
     for seed in range(5):

@@ -202,20 +202,11 @@ class Pulling:
         parts: list[Leased] = []
         while not any(part.last for part in parts):
             parts += self.p.step().leased
-        tokens = (
-            [token for part in parts for token in self._kv_of(part)]
-            if not self.p.scheduler.pool.groups.has_windows
-            else []
-        )
-        assert tokens in ([], self.turn)
+        if not self.p.scheduler.pool.groups.has_windows:
+            assert self.p.kv_of(parts) == self.turn
         assert self.p.tokens[PEER, 0] == reference(self.turn, 0, 1)
         self.p.obey(FreeLease(PEER))
         self.close()
-
-    def _kv_of(self, part: Leased) -> list[int]:
-        cache = self.p.runner.cache
-        found = [token for block in part.block_ids for token in cache[block, 0, 0, 0, :, 0].tolist()]
-        return found[: len(found) - -part.num_tokens % BLOCK]
 
     def close(self) -> None:
         for node in (self.source, self.p):

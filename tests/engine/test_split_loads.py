@@ -114,15 +114,10 @@ class Splitting:
         assert self.num_computed == num_computed + num_outputs - 1
         if self.mode.for_peer:
             assert [block for part in self.parts for block in part.block_ids]
-            assert [token for part in self.parts for token in self._kv_of(part)] == TURN
+            assert self.reader.kv_of(self.parts) == TURN
             assert [part.last for part in self.parts] == [*(False for _ in self.parts[1:]), True]
         self.obey(FreeLease(RID))
         self.close()
-
-    def _kv_of(self, part: Leased) -> list[int]:
-        cache = self.reader.runner.cache
-        found = [token for block in part.block_ids for token in cache[block, 0, 0, 0, :, 0].tolist()]
-        return found[: len(found) - -part.num_tokens % BLOCK]
 
     def close(self) -> None:
         while self.reader.scheduler.status().quarantined:

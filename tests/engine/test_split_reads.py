@@ -87,8 +87,14 @@ class Splitting:
         assert self.totals.preemptions == self.preempted
         self.close()
 
+    def evict(self) -> None:
+        """Evict what may leave host memory, as stores do that fill it."""
+        host = tier_of(self.node)._host.areas.kv.host
+        host.give_back(host.take(host.total))
+
     def close(self) -> None:
         rest(self.node)
+        assert not tier_of(self.node)._unfetched
         self.node.assert_all_free()
         self.node.close()
 
@@ -160,6 +166,34 @@ def test_prompt_whose_read_brings_nothing_is_computed(steps: int, ends: str) -> 
         return
     world.land(fails=True)
     world.finish(num_computed=len(PROMPT) - BLOCK)  # the first block of the read has come
+
+
+def landed() -> Splitting:
+    """Return a node whose read has ended while it computes the first part."""
+    world = Splitting(batch_tokens=2 * BLOCK)
+    world.land()
+    world.step(1)
+    (sequence,) = world.node.scheduler._live.of_request(RID)
+    assert sequence.split is not None
+    return world
+
+
+def test_what_was_read_is_not_evicted_while_the_first_part_is_computed() -> None:
+    world = landed()
+    world.evict()
+    world.finish(num_computed=MEETING + REST)
+
+
+@pytest.mark.parametrize("ends", [Cancel(RID), Pause(RID)], ids=["cancelled", "paused"])
+def test_what_was_read_for_a_prompt_that_does_not_go_on_may_be_evicted(ends: Cancel | Pause) -> None:
+    world = landed()
+    world.node.obey(ends)
+    rest(world.node)
+    world.evict()
+    host = tier_of(world.node)._host.areas.kv.host
+    assert host.num_free == host.total
+    world.node.obey(Cancel(RID))
+    world.close()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 6])

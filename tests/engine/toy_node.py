@@ -38,6 +38,7 @@ from pdserve.ipc.messages import (
     FreeLease,
     FromEngine,
     LeaseCached,
+    Leased,
     Mode,
     OutputTokens,
     Shutdown,
@@ -273,6 +274,15 @@ class Node:
         assert (status.free, status.waiting, status.reading, status.running) == (status.total, 0, 0, 0)
         states = self.scheduler.states
         assert states is None or states.pool.count(Use.FREE) == states.pool.total
+
+    def kv_of(self, parts: Sequence[Leased]) -> list[int]:
+        """Return the tokens in the blocks of a lease, which have one KV cache group."""
+        cache, found = self.runner.cache, list[int]()
+        for part in parts:
+            for block in part.block_ids:
+                found += cache[block, 0, 0, 0, :, 0].tolist()
+            del found[len(found) - -part.num_tokens % BLOCK :]
+        return found
 
     def _add_leased(self, rid: int, blocks: tuple[int, ...], unused: int = 0) -> None:
         """Note leased blocks; the last one of each group has ``unused`` slots at its end."""

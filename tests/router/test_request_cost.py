@@ -9,8 +9,8 @@ from pdserve.config.simulated_costs import StepTokens
 from pdserve.request_cost import (
     DELAY_WEIGHT,
     LinearCost,
+    LoadPlan,
     Pace,
-    PullPlan,
     RequestLoad,
     StepCosts,
     plan_pull,
@@ -82,15 +82,15 @@ def test_pull_is_split_where_it_takes_about_as_long_as_to_compute(gbits: float, 
     if plan is not None and share is not None:
         assert plan.seconds == pytest.approx(share * COMPUTE * TOKENS, rel=0.02)
         assert plan.seconds < 0.75 * min(COMPUTE * TOKENS, pull_seconds(costs, TOKENS))
-        assert COMPUTE * plan.computed == pytest.approx(pull_seconds(costs, plan.pulled), rel=0.01)
-        assert plan.computed + plan.pulled == TOKENS
+        assert COMPUTE * plan.computed == pytest.approx(pull_seconds(costs, plan.loaded), rel=0.01)
+        assert plan.computed + plan.loaded == TOKENS
         assert plan.computed % BLOCK == 0
 
 
 @pytest.mark.parametrize("gbits", [100, 400, 2000])
 def test_all_is_pulled_over_a_fast_link(gbits: float) -> None:
     costs = over(gbits)
-    assert plan_pull(costs, TOKENS, split_block=BLOCK) == PullPlan(0, TOKENS, pull_seconds(costs, TOKENS))
+    assert plan_pull(costs, TOKENS, split_block=BLOCK) == LoadPlan(0, TOKENS, pull_seconds(costs, TOKENS))
 
 
 def test_busy_node_computes_less_of_a_pull() -> None:
@@ -98,27 +98,27 @@ def test_busy_node_computes_less_of_a_pull() -> None:
     assert alone is not None
     assert busy is not None
     assert 0 < busy.computed < alone.computed
-    assert 0.1 + COMPUTE * busy.computed == pytest.approx(pull_seconds(over(25), busy.pulled), rel=0.01)
+    assert 0.1 + COMPUTE * busy.computed == pytest.approx(pull_seconds(over(25), busy.loaded), rel=0.01)
     waiting = plan_pull(over(25), TOKENS, split_block=BLOCK, pace=Pace(1.0))
-    assert waiting == PullPlan(0, TOKENS, pull_seconds(over(25), TOKENS)), "all of it comes before the node is free"
+    assert waiting == LoadPlan(0, TOKENS, pull_seconds(over(25), TOKENS)), "all of it comes before the node is free"
 
 
 def test_node_that_decodes_computes_less_of_a_pull() -> None:
     plan = plan_pull(over(25), TOKENS, split_block=BLOCK, pace=Pace(slower=2.0))
     assert plan is not None
-    assert 2.0 * COMPUTE * plan.computed == pytest.approx(pull_seconds(over(25), plan.pulled), rel=0.01)
+    assert 2.0 * COMPUTE * plan.computed == pytest.approx(pull_seconds(over(25), plan.loaded), rel=0.01)
 
 
 def test_node_that_cannot_split_pulls_all_or_nothing() -> None:
     assert plan_pull(over(25), TOKENS) is None
-    assert plan_pull(over(40), TOKENS) == PullPlan(0, TOKENS, pull_seconds(over(40), TOKENS))
+    assert plan_pull(over(40), TOKENS) == LoadPlan(0, TOKENS, pull_seconds(over(40), TOKENS))
 
 
 @pytest.mark.parametrize("costs", [StepCosts(), StepCosts(prompt=LinearCost(1e-3, COMPUTE))])
 def test_unmeasured_pull_is_tried_whole(costs: StepCosts) -> None:
     plan = plan_pull(costs, TOKENS, split_block=BLOCK)
     assert plan is not None
-    assert (plan.computed, plan.pulled) == (0, TOKENS)
+    assert (plan.computed, plan.loaded) == (0, TOKENS)
 
 
 @pytest.mark.parametrize("num_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK])
@@ -131,7 +131,7 @@ def test_split_pulls_at_least_a_token() -> None:
     costs = StepCosts(prompt=LinearCost(1e-3, 1.0), read=LinearCost(0.5, 1.0))
     for num_tokens in range(1, 100):
         plan = plan_pull(costs, num_tokens, split_block=BLOCK)
-        assert plan is None or (plan.pulled >= 1 and plan.computed % BLOCK == 0)
+        assert plan is None or (plan.loaded >= 1 and plan.computed % BLOCK == 0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def _patch_plans(switch: Path) -> None:
 
     def plan(costs: Any, num_tokens: int, *, split_block: int = 0, **kwargs: Any) -> Any:
         first = num_tokens // 2 // split_block * split_block if switch.exists() else 0
-        return request_cost.PullPlan(first, num_tokens - first, 0.1)
+        return request_cost.LoadPlan(first, num_tokens - first, 0.1)
 
     request_cost.plan_pull = plan
     request_cost.pull_deadline = lambda *args, **kwargs: math.inf
