@@ -35,6 +35,7 @@ from cli.plan.costs import Costs, Shape, costs_as_toml, rising
 from node.engine_client import EngineClient
 from node.frontend_flags import KVEventOptions
 from node.kv_events import KVEventPublisher, group_kinds
+from node.launched_engine import launch_engine
 from node.request_events import Event
 from pdserve.config.device import detect_devices
 from pdserve.config.node_config import NodeConfig
@@ -174,7 +175,7 @@ class Bench:
 async def run(args: argparse.Namespace) -> None:
     devices = detect_devices(args.device, args.pp * args.tp)
     config = resolve(node_options_from(args), devices[0])
-    engine = EngineClient(config, agent="", placement=RankPlacement(devices), kv_events=args.kv_events)
+    engine = EngineClient(config, "", RankPlacement(devices), launch_engine(len(devices)), kv_events=args.kv_events)
     publisher = None
     if args.kv_events:
         options, layout = KVEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"), config.kv_layout

@@ -30,6 +30,7 @@ from engine.channel import Channel
 from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.executor.rank import Ranks
+from engine.executor.rank_processes import launch_rank
 from engine.kv_cache.cache_recorder import CacheRecorder, NetChanges
 from engine.process import make_scheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -94,7 +95,9 @@ def measure(args: argparse.Namespace) -> None:
     ours, theirs = socket.socketpair()
     with ours, subprocess.Popen(["cat"], stdin=ours.fileno(), stdout=subprocess.DEVNULL) as frontend:
         channel = Channel(theirs)
-        ranks, _ = build_ranks(Configure(config, "", RankPlacement(devices)), channel)
+        ranks, _ = build_ranks(
+            Configure(config, "", RankPlacement(devices)), channel, [launch_rank() for _ in devices[1:]]
+        )
         grammars = GrammarWorkers(config.model_dir, config.model, channel.wake)
         scheduler = make_scheduler(config, ranks, grammars, "")
         block, num_turns = config.kv_layout.block_size, args.rounds * len(TURNS)

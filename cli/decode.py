@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cli.up import http_node
 from decode_node import __main__ as program
-from decode_node.decode_role import add_flags
+from decode_node.decode_flags import add_flags
 from pdserve.flags.parser import CommandParser
 
 _PROGRAM = http_node.NodeProgram(

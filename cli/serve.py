@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cli.up import http_node
 from elastic_node import __main__ as program
-from elastic_node.elastic_role import add_flags
+from elastic_node.elastic_flags import add_flags
 from pdserve.flags.parser import CommandParser
 
 _PROGRAM = http_node.NodeProgram(

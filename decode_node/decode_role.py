@@ -5,71 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Annotated
 
 import grpc
-import msgspec
 from prometheus_client.metrics_core import Metric
 
+from decode_node.decode_flags import DecodeSettings, FailurePolicy
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.decode_service import DecodeService
 from decode_node.handoff_driver import Handoffs
-from decode_node.handoff_policy import FailurePolicy, HandoffPolicy
+from decode_node.handoff_policy import HandoffPolicy
 from node.context import NodeContext
 from node.drain import Drainable, SeveralServices
-from node.leasing.leasing import LEASING_SERVICE, LeaseSettings, Leasing
+from node.leasing.lease_settings import LeaseSettings
+from node.leasing.leasing import LEASING_SERVICE, Leasing
 from node.reading.peers import KVPeers
-from node.reading.reading import Reading, ReadSettings
-from pdserve.discovery.sources import ADDRESS_FORMS, check_source
-from pdserve.flags import declaration
-from pdserve.flags.declaration import Flag
-from pdserve.flags.shared import DAY
+from node.reading.read_settings import ReadSettings
+from node.reading.reading import Reading
+from pdserve.flags.declaration import options_from
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 
 DECODE_SERVICE = "pdserve.v1.DecodeNode"
-
-
-class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that only decode nodes have, with their flags."""
-
-    prefill: Annotated[
-        tuple[str, ...],
-        Flag(
-            f"prefill nodes: {ADDRESS_FORMS}; repeatable",
-            metavar="SOURCE",
-            parse=check_source,
-            repeatable=True,
-            group="handoff",
-        ),
-    ] = ()
-    failure_policy: Annotated[
-        str,
-        Flag(
-            "when a handoff fails: prefill on this node, or fail the request",
-            spelling="--kv-failure-policy",
-            choices=tuple(policy.value for policy in FailurePolicy),
-            group="handoff",
-        ),
-    ] = FailurePolicy.RECOMPUTE.value
-    handoff_min_tokens: Annotated[
-        int,
-        Flag(
-            "prefill prompts on this node that lack KV of fewer tokens; 0 hands all off",
-            metavar="N",
-            at_least=0,
-            group="handoff",
-        ),
-    ] = 32
-    peer_wait: Annotated[
-        float,
-        Flag(
-            "longest wait for a first prefill node before the node is ready without one",
-            metavar="S",
-            at_least=0,
-            at_most=DAY,
-            group="handoff",
-        ),
-    ] = 60.0
 
 
 class DecodeRole:
@@ -120,12 +75,7 @@ class DecodeRole:
         await self._reading.close()
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    for settings in (DecodeSettings, ReadSettings, LeaseSettings):
-        declaration.add_flags(parser, settings)
-
-
 def make_role(args: argparse.Namespace) -> DecodeRole:
-    settings = declaration.options_from(DecodeSettings, args)
-    reading = Reading(declaration.options_from(ReadSettings, args), settings.prefill)
-    return DecodeRole(settings, reading, Leasing(declaration.options_from(LeaseSettings, args)))
+    settings = options_from(DecodeSettings, args)
+    reading = Reading(options_from(ReadSettings, args), settings.prefill)
+    return DecodeRole(settings, reading, Leasing(options_from(LeaseSettings, args)))

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
+from decode_node.decode_flags import FailurePolicy
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
 from pdserve.request_cost import LoadPlan, worth_handoff
-
-
-class FailurePolicy(StrEnum):
-    """Treatment of a request whose handoff fails."""
-
-    RECOMPUTE = "recompute"  # D prefills it from its token ids
-    FAIL = "fail"
 
 
 class HandoffPolicy:

@@ -9,13 +9,17 @@ from itertools import chain
 import grpc
 from prometheus_client.metrics_core import Metric
 
-from decode_node.decode_role import DECODE_SERVICE, DecodeRole, DecodeSettings
+from decode_node.decode_flags import DecodeSettings
+from decode_node.decode_role import DECODE_SERVICE, DecodeRole
 from node.context import NodeContext
 from node.drain import Drainable, SeveralServices
-from node.leasing.leasing import LEASING_SERVICE, LeaseSettings, Leasing
-from node.reading.reading import Reading, ReadSettings
-from pdserve.flags import declaration
-from prefill_node.prefill_role import Prefills, PrefillSettings
+from node.leasing.lease_settings import LeaseSettings
+from node.leasing.leasing import LEASING_SERVICE, Leasing
+from node.reading.read_settings import ReadSettings
+from node.reading.reading import Reading
+from pdserve.flags.declaration import options_from
+from prefill_node.prefill_flags import PrefillSettings
+from prefill_node.prefill_role import Prefills
 
 
 class ElasticRole:
@@ -53,14 +57,9 @@ class ElasticRole:
         self._leasing.close()
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    for settings in (DecodeSettings, PrefillSettings, ReadSettings, LeaseSettings):
-        declaration.add_flags(parser, settings)
-
-
 def make_role(args: argparse.Namespace) -> ElasticRole:
-    settings = declaration.options_from(DecodeSettings, args)
-    reading = Reading(declaration.options_from(ReadSettings, args), settings.prefill)
-    leasing = Leasing(declaration.options_from(LeaseSettings, args))
+    settings = options_from(DecodeSettings, args)
+    reading = Reading(options_from(ReadSettings, args), settings.prefill)
+    leasing = Leasing(options_from(LeaseSettings, args))
     decode = DecodeRole(settings, reading, leasing=None)
-    return ElasticRole(decode, leasing, declaration.options_from(PrefillSettings, args))
+    return ElasticRole(decode, leasing, options_from(PrefillSettings, args))

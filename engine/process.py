@@ -1,4 +1,7 @@
-"""The engine process of a node: ``python -m engine.process FD HEARTBEAT_FD``, its ends of two sockets to the frontend.
+"""The engine process of a node: ``python -m engine.process FD HEARTBEAT_FD NUM_RANKS``.
+
+FD and HEARTBEAT_FD are its ends of two sockets to the frontend. NUM_RANKS of this host will use torch, 0 if simulated:
+it starts their processes and imports torch before the configuration is there.
 
 It builds the ranks that the first message describes, sends Ready or Failed, and runs the step loop until the
 frontend sends Shutdown or exits. It ignores SIGINT: the frontend handles Ctrl-C.
@@ -14,14 +17,17 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 
+import runner
 from engine.channel import Channel, ChannelClosed
 from engine.draft_source import ModelDrafts
 from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
+from engine.executor.rank_processes import LaunchedRank, launch_rank
 from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_recorder import NetChanges
@@ -53,14 +59,18 @@ def main(argv: list[str]) -> int:
     end_with_parent()
     set_process_fields(process="engine")
     setup_logging("", chosen_format(), name="engine")
+    num_ranks = int(argv[2])
+    launched = [launch_rank() for _ in range(num_ranks - 1)]
+    if num_ranks:
+        runner.begin_import()
     channel = Channel(socket.socket(fileno=int(argv[0])))
     try:
-        return _serve(channel, socket.socket(fileno=int(argv[1])))
+        return _serve(channel, socket.socket(fileno=int(argv[1])), launched)
     except ChannelClosed:
         return 0
 
 
-def _serve(channel: Channel, heartbeats: socket.socket) -> int:
+def _serve(channel: Channel, heartbeats: socket.socket, launched: Sequence[LaunchedRank]) -> int:
     heartbeats.setblocking(False)
     while not (messages := channel.receive(None)):
         pass
@@ -69,7 +79,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
         return 0
     assert isinstance(configure, Configure), configure
     try:
-        ranks, ready = build_ranks(configure, channel)
+        ranks, ready = build_ranks(configure, channel, launched)
     except Exception as exc:
         if not isinstance(exc, PdserveError):
             log_failure(_log, exc)

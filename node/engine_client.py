@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 
 from node.engine_process import EngineProcess
+from node.launched_engine import LaunchedEngine, launch_engine
 from node.request_events import RequestEvents, RequestHandler, named_error
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineCrashed, EngineDied, PdserveError
@@ -43,9 +44,21 @@ _SLEEP_SECONDS = 10.0  # for all ranks to free their devices
 class EngineClient:
     """One engine process at a time. No method but ``start``, ``shutdown`` and those of weights waits."""
 
-    def __init__(self, config: NodeConfig, agent: str, placement: RankPlacement, *, kv_events: bool = False) -> None:
-        """With ``kv_events``, batches have the changes of the prefix cache with tokens."""
+    def __init__(
+        self,
+        config: NodeConfig,
+        agent: str,
+        placement: RankPlacement,
+        launched: LaunchedEngine,
+        *,
+        kv_events: bool = False,
+    ) -> None:
+        """``launched`` is the process of the first start.
+
+        With ``kv_events``, batches have the changes of the prefix cache with tokens.
+        """
         self._kv_events = kv_events
+        self._launched: LaunchedEngine | None = launched
         self._agent = agent
         self._placement = placement
         self._events = RequestEvents()
@@ -84,7 +97,9 @@ class EngineClient:
         agent = self._agent and f"{self._agent}-{next(self._starts)}"
         self._process = EngineProcess(self._receive, self._on_exit)
         self._suspects = None
-        await self._process.start()
+        launched, self._launched = self._launched, None
+        num_ranks = 0 if config.device.kind == "simulated" else len(self._placement.devices)
+        await self._process.take_over(launched or launch_engine(num_ranks))
         self.monitor.restart()
         self.send(Configure(config, agent, self._placement, peer, self._kv_events))
         ready = await self._started

@@ -1,4 +1,4 @@
-"""The engine's process as its frontend has it: the start, messages from and to it, its output and its end.
+"""The engine's process as its frontend has it: messages from and to it, its output and its end.
 
     frontend (asyncio, gRPC)                       engine process (step loop)
       EngineProcess ─── Unix socket pair, messages of pdserve/ipc/messages.py ──── Channel
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import IO
 
+from node.launched_engine import LaunchedEngine
 from pdserve.errors import EngineDied
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import FromEngine, Shutdown, ToEngine
@@ -36,7 +37,7 @@ class EngineProcess:
         self._on_message = on_message
         self._on_exit = on_exit
         self.killed_from_outside = False  # valid once it has ended
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -44,33 +45,18 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """None before it is started."""
+        """None before it is taken over."""
         return None if self._process is None else self._process.pid
 
-    async def start(self) -> None:
-        """Start the process, which waits for a Configure."""
-        ours, theirs = socket.socketpair()
-        heartbeats, their_heartbeats = socket.socketpair()
-        with theirs, their_heartbeats:
-            fds = theirs.fileno(), their_heartbeats.fileno()
-            process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "engine.process",
-                *map(str, fds),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=fds,
-                start_new_session=True,  # the frontend handles Ctrl-C
-            )
+    async def take_over(self, launched: LaunchedEngine) -> None:
+        """Connect to a process, which waits for a Configure."""
+        process = self._process = launched.process
         self._watch = asyncio.create_task(self._watch_process(process), name="engine watch")
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(
-            lambda: _EngineProtocol(self._on_message, partial(self._on_last_message, process)), sock=ours
+            lambda: _EngineProtocol(self._on_message, partial(self._on_last_message, process)), sock=launched.messages
         )
-        await loop.create_connection(lambda: _EngineProtocol(self._on_message, lambda: None), sock=heartbeats)
+        await loop.create_connection(lambda: _EngineProtocol(self._on_message, lambda: None), sock=launched.heartbeats)
 
     def send(self, message: ToEngine) -> bool:
         """Queue a message. Return False if it is dropped: the process has ended."""
@@ -93,11 +79,11 @@ class EngineProcess:
         if self._transport is not None:
             self._transport.close()
 
-    def _on_last_message(self, process: asyncio.subprocess.Process) -> None:
+    def _on_last_message(self, process: subprocess.Popen[bytes]) -> None:
         self._all_received.set()
         _end_soon(process)
 
-    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch_process(self, process: subprocess.Popen[bytes]) -> None:
         """Relay the output until the process exits."""
         assert process.stdout is not None
         in_json = chosen_format() == "json"
@@ -105,28 +91,28 @@ class EngineProcess:
             print(relayed_line(line, {"process": "engine"}) if in_json else line, file=sys.stderr, flush=True)
             if line.strip():
                 self._last_lines.append(message_of(line))
-        status = await process.wait()
+        status = await asyncio.to_thread(process.wait)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_received.wait(), _EXIT_GRACE)
         self.killed_from_outside = killed_from_outside(status)
         self._on_exit(EngineDied(_exit_reason(status, self._last_lines)))
 
 
-def _end_soon(process: asyncio.subprocess.Process) -> None:
+def _end_soon(process: subprocess.Popen[bytes]) -> None:
     """Kill an engine that has closed its socket, unless it exits."""
 
     def kill() -> None:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just exited
-                process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has just exited
+            process.kill()
 
-    if process.returncode is None:
+    if process.poll() is None:
         asyncio.get_running_loop().call_later(_EXIT_GRACE, kill)
 
 
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+async def _lines(pipe: IO[bytes]) -> AsyncIterator[str]:
     """Yield lines of any length, without line ends."""
-    rest = b""
+    stream, rest = asyncio.StreamReader(), b""
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
     while chunk := await stream.read(1 << 16):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:

@@ -5,42 +5,27 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Annotated
 
 import grpc
-import msgspec
 from prometheus_client.metrics_core import Metric
 
 from node.context import NodeContext
 from node.drain import Drainable
+from node.leasing.lease_settings import LeaseSettings
 from node.leasing.leases import LeaseId
-from node.leasing.leasing import LEASING_SERVICE, LeaseSettings, Leasing
+from node.leasing.leasing import LEASING_SERVICE, Leasing
 from node.leasing.prompt_trace import PromptTrace
 from node.leasing.prompts import LeasedPrompts
 from node.reading.peers import KVPeers
 from node.reading.prefix_pull import PrefixPull
-from node.reading.reading import Reading, ReadSettings
-from pdserve.flags import declaration
-from pdserve.flags.declaration import Flag
+from node.reading.read_settings import ReadSettings
+from node.reading.reading import Reading
+from pdserve.flags.declaration import options_from
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.sampling_params import SamplingParams
 from prefill_node.prefill import Prefill
-
-
-class PrefillSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that only prefill nodes have, with their flags."""
-
-    decode_ahead: Annotated[
-        int,
-        Flag(
-            "most tokens to decode after a prompt's first one while the decode node reads the KV and no other prompt "
-            "waits",
-            metavar="N",
-            at_least=0,
-            group="handoff",
-        ),
-    ] = 3
+from prefill_node.prefill_flags import PrefillSettings
 
 
 class PrefillRole:
@@ -118,12 +103,7 @@ class Prefills:
         return PrefixPull(self._node, self._peers, peer, request, prefill.rid, prefill.trace.span)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    for settings in (PrefillSettings, ReadSettings, LeaseSettings):
-        declaration.add_flags(parser, settings)
-
-
 def make_role(args: argparse.Namespace) -> PrefillRole:
-    reading = Reading(declaration.options_from(ReadSettings, args))
-    leasing = Leasing(declaration.options_from(LeaseSettings, args))
-    return PrefillRole(declaration.options_from(PrefillSettings, args), reading, leasing)
+    reading = Reading(options_from(ReadSettings, args))
+    leasing = Leasing(options_from(LeaseSettings, args))
+    return PrefillRole(options_from(PrefillSettings, args), reading, leasing)

@@ -11,7 +11,9 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
+from types import ModuleType
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.model.model_config import TRANSFORMERS
@@ -20,6 +22,8 @@ from pdserve.protocols import ModelRunner, WeightReader
 Progress = Callable[[str, float], None]
 Rendezvous = str | socket.socket
 Reader = WeightReader | None
+
+_early_import: Future[ModuleType] | None = None  # of torch
 
 
 def build(config: NodeConfig, progress: Progress, rendezvous: Rendezvous = "", reader: Reader = None) -> ModelRunner:
@@ -31,6 +35,14 @@ def build(config: NodeConfig, progress: Progress, rendezvous: Rendezvous = "", r
     """
     prepare(config)
     return FACTORIES[config.decision.runner](config, progress, rendezvous, reader)
+
+
+def begin_import() -> None:
+    """Begin to import torch on a thread, before the configuration is known. ``prepare`` must follow."""
+    global _early_import
+    _limit_thread_spinning()
+    gc.disable()  # until ``prepare`` ends
+    _early_import = ThreadPoolExecutor(1, "import").submit(import_module, "torch")
 
 
 def prepare(config: NodeConfig) -> None:
@@ -76,12 +88,14 @@ def _importing_torch(config: NodeConfig) -> Iterator[None]:
 
     The collector waits, and never searches the million objects of these modules: that took a sixth of a node's start.
     """
-    _limit_thread_spinning(config)
-    if "torch" in sys.modules or not gc.isenabled():
+    _limit_thread_spinning()
+    if _early_import is None and ("torch" in sys.modules or not gc.isenabled()):
         yield
         return
     gc.disable()
     try:
+        if _early_import is not None:
+            _early_import.result()  # raises its error, which importing torch again would hide
         if config.model.impl == TRANSFORMERS:
             import runner.models.from_transformers.decoder  # noqa: F401
         yield
@@ -90,7 +104,7 @@ def _importing_torch(config: NodeConfig) -> Iterator[None]:
         gc.enable()
 
 
-def _limit_thread_spinning(config: NodeConfig) -> None:
+def _limit_thread_spinning() -> None:
     """Limit how long idle threads of torch spin on a CPU. Must precede the first import of torch: OpenMP reads it once.
 
     A small decode step has about fifty parallel loops. A sleeping thread must be woken for each, on an idle core:
@@ -98,5 +112,5 @@ def _limit_thread_spinning(config: NodeConfig) -> None:
     But spinning threads keep the cores from others: with two such engines on the same two cores a step takes 15 ms with
     this limit, and 33 with four times as much. ``pdserve up`` therefore divides the cores.
     """
-    if config.device.kind == "cpu" and "OMP_WAIT_POLICY" not in os.environ:
+    if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")

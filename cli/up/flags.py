@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from decode_node.decode_role import add_flags as add_decode_flags
-from elastic_node.elastic_role import add_flags as add_elastic_flags
+from decode_node.decode_flags import add_flags as add_decode_flags
+from elastic_node.elastic_flags import add_flags as add_elastic_flags
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.node_options import add_node_flags
 from pdserve.errors import ConfigError
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.value_types import positive_int
-from prefill_node.prefill_role import add_flags as add_prefill_flags
+from prefill_node.prefill_flags import add_flags as add_prefill_flags
 from router.options import RouterOptions, add_router_flags, router_options_from
 
 #: Flags of programs that ``up`` sets itself, by their names among parsed arguments.

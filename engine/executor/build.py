@@ -18,7 +18,7 @@ from engine.executor.aggregator import OutputAggregator
 from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
 from engine.executor.rank_messages import Assign, RankReady
-from engine.executor.rank_processes import Failure, RankChannel, RankProcesses, start_rank
+from engine.executor.rank_processes import Failure, LaunchedRank, RankChannel, RankProcesses
 from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.config.host_kv import host_room
@@ -109,11 +109,11 @@ def _offer_weights(config: NodeConfig, model_runner: ModelRunner) -> WeightSourc
         return None
 
 
-def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
+def build_ranks(configure: Configure, channel: Channel, launched: Sequence[LaunchedRank]) -> tuple[Ranks, Ready]:
     """Load all ranks of a node. Return them, and what the frontend needs to know of them.
 
-    Raises the error of a node's only rank. When one of several ranks fails, now or later, this process sends the
-    frontend the error and exits.
+    ``launched`` are the processes of this host's other ranks. Raises the error of a node's only rank. When one of
+    several ranks fails, now or later, this process sends the frontend the error and exits.
     """
 
     def progress(stage: str, fraction: float) -> None:
@@ -124,7 +124,7 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
         rank, kv = build_rank(config, configure.agent, "", progress, channel.wake, configure.peer)
         own = (kv,) if configure.agent else ()
         return rank, Ready(rank.kv_layout, own, config.decision, _offers(rank.offered_weights), (rank.loaded_files,))
-    channels, configs = _start_ranks(configure, progress)
+    channels, configs = _assign_ranks(configure, launched, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
     rendezvous, address = _open_rendezvous(configure.placement.listen)
     others = RankProcesses(config.parallel.position(0), channels, lambda failure: _exit(channel, failure))
@@ -158,8 +158,8 @@ def _offers(*ranks: RankWeights | None) -> tuple[RankWeights, ...]:
     return tuple(rank for rank in ranks if rank is not None)
 
 
-def _start_ranks(
-    configure: Configure, progress: Callable[[str, float], None]
+def _assign_ranks(
+    configure: Configure, launched: Sequence[LaunchedRank], progress: Callable[[str, float], None]
 ) -> tuple[list[RankChannel], list[NodeConfig]]:
     """Return connections to all ranks but the first, which is this process, and the configuration of each rank."""
     config, placement = configure.config, configure.placement
@@ -188,7 +188,10 @@ def _start_ranks(
         theirs = {name: getattr(hello, name) for name in ("model_dir", "draft_dir", "threads")}
         configs.append(msgspec.structs.replace(own, **theirs))
         remote.append(RankChannel(parallel.position(rank), sock, timeout))
-    local = [start_rank(parallel.position(rank), timeout) for rank in range(1, num_local)]
+    local = [
+        RankChannel(parallel.position(rank), sock, timeout, process)
+        for rank, (process, sock) in zip(range(1, num_local), launched, strict=True)
+    ]
     return local + remote, configs
 
 

@@ -24,6 +24,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
+import runner
 from engine.executor.build import build_rank
 from engine.executor.rank import Pending, Rank
 from engine.executor.rank_messages import Assign, ChangeRank, FromRank, RankOutput, RankReady, Step, ToRank, Transfers
@@ -45,6 +46,7 @@ _DIGEST_INTERVAL = 1e-3  # seconds between two looks whether digests are there
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
+    runner.begin_import()
     leader = LeaderConnection(socket.socket(fileno=int(argv[0])))
     assign = leader.wait_assign()
     name = str(assign.config.position)

@@ -128,10 +128,17 @@ class RankChannel:
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def start_rank(rank: RankPosition, timeout: float) -> RankChannel:
+class LaunchedRank(NamedTuple):
+    """A rank process of this host, which waits for an Assign, and the leader's end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+
+def launch_rank() -> LaunchedRank:
     ours, theirs = socket.socketpair()
     with theirs:
-        return RankChannel(rank, ours, timeout, spawn_rank(theirs))
+        return LaunchedRank(spawn_rank(theirs), ours)
 
 
 def spawn_rank(sock: socket.socket, digests: range = range(0)) -> subprocess.Popen[bytes]:

@@ -1,51 +1,23 @@
-"""The part of a node that leases KV to peers: its flags, the PrefillNode service, its metrics."""
+"""The part of a node that leases KV to peers: the PrefillNode service and its metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Annotated
 
 import grpc
-import msgspec
 from prometheus_client.metrics_core import Metric
 
 from node.context import NodeContext
 from node.drain import Drainable
+from node.leasing.lease_settings import LeaseSettings
 from node.leasing.leases import LeaseState
 from node.leasing.prefill_service import PrefillService
 from node.leasing.prompts import LeasedPrompts, StartPrefill
-from pdserve.flags.declaration import Flag
-from pdserve.flags.shared import DAY
 from pdserve.metrics import MetricSet
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 
 LEASING_SERVICE = "pdserve.v1.PrefillNode"
-
-
-class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of leases, with their flags."""
-
-    lease_seconds: Annotated[
-        float,
-        Flag(
-            "length of a lease: how long blocks are kept for a peer that does not extend it",
-            metavar="S",
-            above=0,
-            at_most=DAY,
-            group="handoff",
-        ),
-    ] = 3.0
-    lease_guard: Annotated[
-        float,
-        Flag(
-            "how much longer blocks are kept after a lease, against clock drift",
-            metavar="S",
-            at_least=0,
-            at_most=DAY,
-            group="handoff",
-        ),
-    ] = 1.0
 
 
 class Leasing:

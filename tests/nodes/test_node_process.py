@@ -134,6 +134,37 @@ def test_a_node_fails_when_its_engine_is_killed(checkpoint: Path) -> None:
         assert not any("Traceback" in line for line in lines)
 
 
+def test_a_node_fails_when_its_engine_is_killed_before_the_node_listens(checkpoint: Path) -> None:
+    with started(checkpoint, "prefill_node") as node:
+        wait_until(lambda: bool(psutil.Process(node.process.pid).children()))
+        node.engine().kill()
+        assert "SIGKILL" in node.wait_for("failed")["error"]
+        status, lines = node.end()
+        assert status == 1
+        assert "SIGKILL" in lines[-1]
+        assert not any("Traceback" in line for line in lines)
+
+
+def test_a_torch_that_cannot_be_imported_is_the_error_of_the_node(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing it again would fail otherwise, once a part of it has been imported."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os\n"
+        "assert 'IMPORTED' not in os.environ, 'imported twice'\n"
+        "os.environ['IMPORTED'] = '1'\n"
+        "raise ImportError('libcudart.so is missing')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with started(checkpoint, "prefill_node") as node:
+        assert "libcudart.so is missing" in node.wait_for("failed")["error"]
+        status, lines = node.end()
+    assert status == 1
+    assert "libcudart.so is missing" in lines[-1]
+
+
 def test_sigusr1_prints_the_stacks_of_a_process_which_goes_on(checkpoint: Path) -> None:
     with started(checkpoint, "prefill_node", "--engine", "simulated") as node:
         node.wait_for("ready")

@@ -1,0 +1,126 @@
+"""Runs a node: bind its ports, resolve its configuration, compose its parts, serve.
+
+The ports are checked before anything is loaded, so that a port in use is found at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import uvloop
+
+from node.context import NodeContext, Role, new_epoch
+from node.drain import ShutdownSignals
+from node.engine_client import EngineClient
+from node.frontend_flags import FrontendOptions
+from node.launched_engine import LaunchedEngine
+from node.metrics import exported_registry
+from node.node import Node
+from pdserve.config.device import node_devices
+from pdserve.config.multi_host import LocalRanks
+from pdserve.config.node_options import NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.errors import ConfigError
+from pdserve.ipc.messages import RankPlacement
+from pdserve.logs import set_process_fields
+from pdserve.process import StatusWriter
+from pdserve.rpc import channel as rpc
+from pdserve.rpc.message_limits import request_limit
+from pdserve.rpc.tls import PeerTls
+from pdserve.tracing.trace_flags import make_tracer
+
+_log = logging.getLogger(__name__)
+
+
+def serve(
+    role: Role,
+    options: NodeOptions,
+    local: LocalRanks,
+    frontend: FrontendOptions,
+    status: StatusWriter,
+    launched: LaunchedEngine,
+) -> None:
+    """Run a node, which takes over the engine process ``launched``, until it is stopped. Raises what ends it."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(role, options, local, frontend, status, launched))
+
+
+async def _serve(
+    role: Role,
+    options: NodeOptions,
+    local: LocalRanks,
+    frontend: FrontendOptions,
+    status: StatusWriter,
+    launched: LaunchedEngine,
+) -> None:
+    signals = ShutdownSignals()
+    rpc.check_port(frontend.host, frontend.port)
+    tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
+    metrics_server = None
+    if frontend.metrics_port is not None:
+        from pdserve.http.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
+
+        metrics_server = MetricsServer(frontend.host, frontend.metrics_port)
+    devices = node_devices(options, len(local.ranks))
+    config = resolve(options, devices[0])
+    if config.pooling is not None and role.name != "prefill":
+        task = f"task {config.pooling.task}: a node of role {role.name} generates"
+        raise ConfigError(f"{task}, prefill nodes alone serve this model; start `pdserve prefill`")
+    limit = request_limit(config.max_model_len)
+    server = grpc.aio.server(options=rpc.server_options(config.peer_timing, limit))
+    address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
+    for choice in config.choices:
+        _log.info("%s", choice)
+    level = logging.WARNING if config.decision.fallback and config.device.kind == "cuda" else logging.INFO
+    _log.log(level, "runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+    node_id, epoch = frontend.node_id or address, new_epoch()
+    has_connector = role.uses_connector and config.pooling is None
+    agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
+    kv_events = None
+    if (events := frontend.kv_events(f"kv@{address}@{config.served_model_name}")) is not None:
+        from node.kv_events import KVEventPublisher, group_kinds  # imports ZeroMQ
+
+        kv_events = KVEventPublisher(
+            events, group_kinds(config.kv_layout, config.model.state is not None), config.kv_layout.block_size
+        )
+    placement = RankPlacement(devices, local.leader, local.timeout)
+    engine = EngineClient(config, agent, placement, launched, kv_events=kv_events is not None)
+    tracer = make_tracer(frontend.traces, role.name, node_id)
+    context = NodeContext(
+        role=role.name,
+        node_id=node_id,
+        epoch=epoch,
+        config=config,
+        engine=engine,
+        tls=tls,
+        tracer=tracer,
+        log_requests=frontend.log_requests,
+    )
+    set_process_fields(node=node_id)
+    node = Node(
+        role,
+        context,
+        server,
+        status,
+        address=address,
+        weights_root=frontend.allow_weight_changes,
+        kv_events=kv_events,
+    )
+    try:
+        await node.start_server()
+        if metrics_server is not None:
+            await metrics_server.start(exported_registry(node.metrics, lambda: engine.pid))
+        if kv_events is not None:
+            kv_events.start()
+        status.listening(address)
+        _log.info("node %s (epoch %s) listens on %s", node_id, epoch, address)
+        await node.run(signals, frontend.drain_timeout)
+    finally:
+        await node.close()
+        if kv_events is not None:
+            kv_events.close()
+        if metrics_server is not None:
+            metrics_server.close()
+        tracer.close()
