@@ -21,8 +21,8 @@ from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Batch, Status
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 from pdserve.request_cost import SHARE_SECONDS
+from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 from pdserve.rpc.protobuf import step_costs_to_pb
 
 _REPORT_INTERVAL = 1.0  # seconds between two reports at most

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
 from pdserve.kv_groups import Windows
-from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
+from pdserve.request_cost import SHARE_SECONDS, LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
 from router.fleet.policy import (
     POLICIES,
     FleetSnapshot,
@@ -163,6 +163,18 @@ def test_streams_avoid_the_nodes_on_which_prompts_will_settle() -> None:
     assert prefix_aware(FleetSnapshot("m", few), ASK).decode == "b1"
     many = tuple(both(f"b{number}", requests=250, decoding=250, prompt_share=0.05) for number in range(2))
     assert prompt_shares(FleetSnapshot("m", many), COSTS) == {"b0": pytest.approx(0.05), "b1": pytest.approx(0.05)}
+
+
+def test_streams_spread_over_all_nodes_once_prompts_queue_up_on_the_first() -> None:
+    """A node spends all of its time on prompts at most: what it lacks is seen in its queue."""
+    peers = both("b0", prompt_share=0.9), both("b1", requests=600, decoding=600, prompt_share=0.3)
+    lean = prompt_shares(FleetSnapshot("m", peers), COSTS)
+    assert lean == {"b0": pytest.approx(0.9), "b1": pytest.approx(0.3)}
+    queued = both("b0", requests=20, for_peers=20, prompt_share=0.9, backlog=40_000), peers[1]
+    even = prompt_shares(FleetSnapshot("m", queued), COSTS)
+    assert even["b0"] == pytest.approx(even["b1"])
+    assert sum(even.values()) == pytest.approx(1.2 + 40_000 * 25e-6 / SHARE_SECONDS)
+    assert prefix_aware(FleetSnapshot("m", queued), ASK).decode == "b0"
 
 
 @given(
