@@ -111,14 +111,15 @@ def _end_soon(process: subprocess.Popen[bytes]) -> None:
 
 async def _lines(pipe: IO[bytes]) -> AsyncIterator[str]:
     """Yield lines of any length, without line ends."""
-    stream, rest = asyncio.StreamReader(), b""
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-    while chunk := await stream.read(1 << 16):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.decode(errors="replace")
-    if rest:
-        yield rest.decode(errors="replace")
+    loop, stream, rest = asyncio.get_running_loop(), asyncio.StreamReader(), b""
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    with contextlib.closing(transport):
+        while chunk := await stream.read(1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace")
+        if rest:
+            yield rest.decode(errors="replace")
 
 
 class _EngineProtocol(asyncio.Protocol):

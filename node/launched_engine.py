@@ -40,10 +40,10 @@ def launch_engine(num_ranks: int) -> LaunchedEngine:
 
 @contextmanager
 def launched_engine(num_ranks: int) -> Iterator[LaunchedEngine]:
-    """Launch an engine, and kill it at the end of the block if it still runs."""
+    """Launch an engine. At the end of the block kill it if it still runs, and close what connects it."""
     launched = launch_engine(num_ranks)
-    try:
-        yield launched
-    finally:
-        launched.process.kill()
-        launched.process.wait()
+    with launched.process, launched.messages, launched.heartbeats:
+        try:
+            yield launched
+        finally:
+            launched.process.kill()

@@ -145,6 +145,15 @@ def test_a_node_fails_when_its_engine_is_killed_before_the_node_listens(checkpoi
         assert not any("Traceback" in line for line in lines)
 
 
+def test_a_failed_start_prints_one_line_and_leaves_nothing_open() -> None:
+    """The engine process has been started by then."""
+    command = [sys.executable, "-X", "dev", "-m", "prefill_node", "/nowhere/at/all", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pdserve: error: model '/nowhere/at/all'")
+
+
 def test_a_torch_that_cannot_be_imported_is_the_error_of_the_node(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
