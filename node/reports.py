@@ -21,7 +21,6 @@ from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Batch, Status
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.request_cost import SHARE_SECONDS
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 from pdserve.rpc.protobuf import step_costs_to_pb
 
@@ -33,8 +32,11 @@ def sample_bits(num_blocks: int) -> int:
     return max(0, (num_blocks - 1).bit_length() - MAX_REPORTED_BLOCKS.bit_length() + 1)
 
 
+_SHARE_SECONDS = 2.0  # time constant of PromptShare: about the life of a stream
+
+
 class PromptShare:
-    """The share of recent time that a node's steps spent on prompts: an exponential mean over SHARE_SECONDS."""
+    """The share of recent time that a node's steps spent on prompts: an exponential mean over ``_SHARE_SECONDS``."""
 
     def __init__(self, now: float) -> None:
         self._share = 0.0
@@ -44,7 +46,7 @@ class PromptShare:
     def update(self, prompt_seconds: float, now: float) -> float:
         """Return the share, 0 … 1, given the seconds spent on prompts since the node's start."""
         if (passed := now - self._at) > 0.0:
-            keep = math.exp(-passed / SHARE_SECONDS)
+            keep = math.exp(-passed / _SHARE_SECONDS)
             spent = (prompt_seconds - self._total) / passed
             self._share = keep * self._share + (1.0 - keep) * spent
             self._at = now

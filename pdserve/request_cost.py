@@ -25,7 +25,6 @@ ITL_OBJECTIVE = 0.02  # seconds: T_itl
 OUTPUT_TOKENS = 200  # assumed length of an answer: L
 DELAY_WEIGHT = TTFT_OBJECTIVE / (ITL_OBJECTIVE * OUTPUT_TOKENS)
 
-SHARE_SECONDS = 2.0  # time constant of the mean that prompt_share is: about the life of a stream
 HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 HANDOFF_SECONDS = 6e-3  # from P's first token to confirmed KV; measured on H100s: 5 to 8 ms
 CLEAR_WIN = 0.75  # a pull takes at most this share of the time that it saves, as predictions of both are inexact
@@ -82,7 +81,7 @@ class RequestLoad(msgspec.Struct, frozen=True):
     windows: Windows = (None,)  # of KV cache groups
     decoding: int = 0  # sequences that decode now
     for_peers: int = 0  # of ``requests``, prompts that other nodes decode
-    prompt_share: float = 0.0  # of recent time, spent on prompts: a mean over SHARE_SECONDS
+    prompt_share: float = 0.0  # of recent time, spent on prompts
     itl_target: float = 0.0  # seconds of a step with decodes and prompts; 0: no limit
 
     @property

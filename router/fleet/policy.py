@@ -233,17 +233,21 @@ def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, floa
     if len(elastic) < 2:
         return {node.node_id: node.load.prompt_share for node in decodes}
     fixed = [node for node in snapshot.usable("prefill") if node.role != BOTH]
-    work = sum(_prompt_work(node.load, filled(node.costs, typical)) for node in (*fixed, *decodes))
-    work = max(0.0, work - len(fixed))
     streams = sum(node.load.to_decode for node in decodes)
+    life = cost.OUTPUT_TOKENS * typical.decode.at(streams / len(decodes))
+    work = sum(_prompt_work(node.load, filled(node.costs, typical), life) for node in (*fixed, *decodes))
+    work = max(0.0, work - len(fixed))
     others = [node.node_id for node in decodes if node.role != BOTH]
     shares = cost.settled_shares(work, streams, len(decodes), typical.decode)
     return dict(zip([*elastic, *others], shares, strict=True))
 
 
-def _prompt_work(load: RequestLoad, costs: StepCosts) -> float:
-    """Return the share of a node's time that its prompts need: a node that lacks time has a growing queue of them."""
-    return load.prompt_share + costs.prompt.slope * load.backlog / cost.SHARE_SECONDS
+def _prompt_work(load: RequestLoad, costs: StepCosts, life: float) -> float:
+    """Return the share of a node's time that its prompts need: a node that lacks time has a growing queue of them.
+
+    ``life``: seconds that a stream takes, in which the queue should be computed.
+    """
+    return load.prompt_share + costs.prompt.slope * load.backlog / life
 
 
 def pooling_node(

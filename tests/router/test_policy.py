@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
 from pdserve.kv_groups import Windows
-from pdserve.request_cost import SHARE_SECONDS, LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
+from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
 from router.fleet.policy import (
     POLICIES,
     FleetSnapshot,
@@ -173,7 +173,7 @@ def test_streams_spread_over_all_nodes_once_prompts_queue_up_on_the_first() -> N
     queued = both("b0", requests=20, for_peers=20, prompt_share=0.9, backlog=40_000), peers[1]
     even = prompt_shares(FleetSnapshot("m", queued), COSTS)
     assert even["b0"] == pytest.approx(even["b1"])
-    assert sum(even.values()) == pytest.approx(1.2 + 40_000 * 25e-6 / SHARE_SECONDS)
+    assert sum(even.values()) == pytest.approx(1.2 + 1.0 / (200 * 11e-3))  # 1 s waits, a stream takes 200 steps
     assert prefix_aware(FleetSnapshot("m", queued), ASK).decode == "b0"
 
 
