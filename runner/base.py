@@ -61,7 +61,6 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         """Load the model, size and allocate the KV cache, warm up. Raises CapacityError and CheckpointError."""
         self._parallel = parallel
         self._is_last_stage = parallel.position.is_last
-        importing = import_early(config.attention_backend) if parallel.device.type == "cuda" else None
         self._model = LoadedModel(config, parallel, progress, reader)
         self._changer = WeightChanger(config, self._model)
         self._device = self._model.device
@@ -70,8 +69,9 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._closed = False
         self._kept = frozenset(self.__dict__) | {"_kept"}
         layout, states = config.kv_layout, config.state_layout
-        if importing is not None:  # on a CPU nothing is compiled or captured
+        if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)
+            importing = import_early(config.attention_backend)
             with torch.inference_mode():
                 self._model.decoder.run_products(*product_sizes(config))
             importing.join()
