@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class NodeParts(NamedTuple):
-    """What a node's command runs."""
+    """The functions that run a node, or the ranks of a host without a frontend."""
 
     make_role: Callable[[argparse.Namespace], Role]
-    run_ranks: Callable[[NodeOptions, LocalRanks, StatusWriter], int]  # the ranks of a host without a frontend
+    run_ranks: Callable[[NodeOptions, LocalRanks, StatusWriter], int]
 
 
 def role_parser(prog: str, description: str) -> CommandParser:
@@ -60,9 +60,11 @@ def run_role(
                 return load().run_ranks(options, local, status)
             with launched_engine(0 if options.simulated else len(local.ranks)) as engine:
                 make_role = load().make_role
+                import uvloop
+
                 from node.serving import serve  # imports gRPC
 
-                serve(make_role(args), options, local, frontend, status, engine)
+                uvloop.run(serve(make_role(args), options, local, frontend, status, engine))
         except Exception as exc:
             status.failed(exc)
             raise

@@ -5,11 +5,9 @@ The ports are checked before anything is loaded, so that a port in use is found 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import grpc
-import uvloop
 
 from node.context import NodeContext, Role, new_epoch
 from node.drain import ShutdownSignals
@@ -34,7 +32,7 @@ from pdserve.tracing.trace_flags import make_tracer
 _log = logging.getLogger(__name__)
 
 
-def serve(
+async def serve(
     role: Role,
     options: NodeOptions,
     local: LocalRanks,
@@ -43,18 +41,6 @@ def serve(
     launched: LaunchedEngine,
 ) -> None:
     """Run a node, which takes over the engine process ``launched``, until it is stopped. Raises what ends it."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(role, options, local, frontend, status, launched))
-
-
-async def _serve(
-    role: Role,
-    options: NodeOptions,
-    local: LocalRanks,
-    frontend: FrontendOptions,
-    status: StatusWriter,
-    launched: LaunchedEngine,
-) -> None:
     signals = ShutdownSignals()
     rpc.check_port(frontend.host, frontend.port)
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)

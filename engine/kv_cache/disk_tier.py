@@ -179,7 +179,7 @@ class DiskTier(Tier):
         return super().abandon_load(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
-        """What was read for a sequence may be evicted, unless it computes the first part of a split still."""
+        """Allow the eviction of what was read for a sequence, unless it still computes the first part of a split."""
         computes = sequence.split is not None and not sequence.ended
         if not computes and (read := self._unfetched.pop(sequence.seq, None)) is not None:
             self._drop_kept(read)

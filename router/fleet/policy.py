@@ -234,7 +234,7 @@ def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, floa
         return {node.node_id: node.load.prompt_share for node in decodes}
     fixed = [node for node in snapshot.usable("prefill") if node.role != BOTH]
     streams = sum(node.load.to_decode for node in decodes)
-    life = cost.OUTPUT_TOKENS * typical.decode.at(streams / len(decodes))
+    life = cost.OUTPUT_TOKENS * typical.decode.at(max(1.0, streams / len(decodes)))
     work = sum(_prompt_work(node.load, filled(node.costs, typical), life) for node in (*fixed, *decodes))
     work = max(0.0, work - len(fixed))
     others = [node.node_id for node in decodes if node.role != BOTH]

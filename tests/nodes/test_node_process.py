@@ -123,19 +123,12 @@ def test_sigterm_while_loading_ends_a_node_with_status_0(checkpoint: Path) -> No
         assert not any("Traceback" in line for line in lines)
 
 
-def test_a_node_fails_when_its_engine_is_killed(checkpoint: Path) -> None:
-    with started(checkpoint, "decode_node") as node:
-        node.wait_for("ready")
-        node.engine().kill()
-        assert "SIGKILL" in node.wait_for("failed")["error"]
-        status, lines = node.end()
-        assert status == 1
-        assert "SIGKILL" in lines[-1]
-        assert not any("Traceback" in line for line in lines)
-
-
-def test_a_node_fails_when_its_engine_is_killed_before_the_node_listens(checkpoint: Path) -> None:
-    with started(checkpoint, "prefill_node") as node:
+@pytest.mark.parametrize(("role", "is_ready"), [("decode_node", True), ("prefill_node", False)], ids=["ready", "early"])
+def test_a_node_fails_when_its_engine_is_killed(role: str, is_ready: bool, checkpoint: Path) -> None:
+    """Also before the node listens: the engine is started first."""
+    with started(checkpoint, role) as node:
+        if is_ready:
+            node.wait_for("ready")
         wait_until(lambda: bool(psutil.Process(node.process.pid).children()))
         node.engine().kill()
         assert "SIGKILL" in node.wait_for("failed")["error"]

@@ -58,15 +58,9 @@ class Host:
 
     def __init__(self, checkpoint: Path, *flags: str) -> None:
         status, status_write = os.pipe()
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "decode_node", str(checkpoint), *NODE_FLAGS, *FLAGS, *flags),
-                *("--status-fd", str(status_write)),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-            pass_fds=(status_write,),
-        )
+        command = [sys.executable, "-m", "decode_node", str(checkpoint), *NODE_FLAGS, *FLAGS, *flags]
+        command += ["--status-fd", str(status_write)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, pass_fds=(status_write,))
         os.close(status_write)
         self.status = os.fdopen(status)  # status lines
 

@@ -165,6 +165,12 @@ def test_streams_avoid_the_nodes_on_which_prompts_will_settle() -> None:
     assert prompt_shares(FleetSnapshot("m", many), COSTS) == {"b0": pytest.approx(0.05), "b1": pytest.approx(0.05)}
 
 
+def test_nodes_without_streams_share_prompts_though_the_measured_base_of_a_decode_is_zero() -> None:
+    costs = StepCosts(prompt=COSTS.prompt, decode=LinearCost(0.0, 20e-6), read=COSTS.read)
+    nodes = both("b0", costs=costs, backlog=4000), both("b1", costs=costs)
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK).decode in ("b0", "b1")
+
+
 def test_streams_spread_over_all_nodes_once_prompts_queue_up_on_the_first() -> None:
     """A node spends all of its time on prompts at most: what it lacks is seen in its queue."""
     peers = both("b0", prompt_share=0.9), both("b1", requests=600, decoding=600, prompt_share=0.3)
