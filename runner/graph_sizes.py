@@ -8,16 +8,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.config.node_config import NodeConfig
+from pdserve.kv import FP8_E4M3
 from pdserve.records import StepPlan
 
 # Tokens of small steps with prompts, by the most sequences in them. Products of 448 tokens take longer than of 512.
-# Above 512 tokens the time to launch no longer shows on a GPU.
-_MIXED = {16: (32, 64, 96, 128, 192, 256, 320, 384, 512), 128: (192, 256, 320, 384, 512)}
+_MIXED = {16: (32, 64, 96, 128, 192, 256, 320, 384, 512), 256: (192, 256, 320, 384, 512)}
+
+# The same where FA3 attends in graphs. An 8B model takes 12 to 27 ms to launch layer by layer, and an H200 24 ms to
+# compute 1,024 tokens of a prompt. Attention by Triton would cost more than the launch: 256 tokens behind 3,000, beside
+# 64 decodes, take 16 ms with FA3, else 19.5; behind 9,000 tokens 19 and 27.
+_LARGE_MIXED = (640, 768, 896, 1024)
+
+_HOPPER = 9  # major compute capability; FA3 runs on no other
 
 # Tokens of a prompt that begins behind a handoff: the first one, and three that P decoded ahead. A step holds two such
 # prompts beside decodes. In a mixed graph it takes 3 ms longer (8B and gpt-oss-20b, one H200).
@@ -39,12 +46,30 @@ def _rows_below(limit: int) -> Iterator[int]:
         rows += rows if rows < 8 else 8 if rows < 64 else 16 if rows < 128 else 32
 
 
+def _fa3_attends_in_graphs(config: NodeConfig) -> bool:
+    """See ``PagedFlashInferAttention``."""
+    model, capability = config.model, config.device.capability
+    return (
+        config.attention_backend == "flashinfer"
+        and capability is not None
+        and capability[0] == _HOPPER
+        and model.latent is None
+        and not any(spec.has_sinks for spec in model.attention)
+        and config.kv_layout.dtype != FP8_E4M3
+    )
+
+
 class BatchDescriptor(NamedTuple):
     """The size of a batch, or that it is padded to."""
 
     rows: int
     tokens: int
     row_tokens: int = 0  # of a sequence, at most: 1 in a decode step, 1 and drafts, or _HANDED_OFF; 0: any number
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence can have."""
+        return self.row_tokens or self.tokens
 
     @property
     def is_decode(self) -> bool:
@@ -62,14 +87,25 @@ class GraphSizes:
 
         Kernels of recurrent layers for more than a few tokens of a prompt cannot be captured.
         """
-        mixed = config.model.state is None
+        mixed = {} if config.model.state is not None else _MIXED
+        if mixed and _fa3_attends_in_graphs(config):
+            mixed = {rows: (*tokens, *_LARGE_MIXED) for rows, tokens in mixed.items()}
         return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
 
     @classmethod
-    def within(cls, max_num_seqs: int, max_batch_tokens: int, mixed: bool = True, max_drafts: int = 0) -> GraphSizes:
-        """Return the sizes of all graphs of a runner with these limits; ``mixed``: also of steps with long prompts."""
+    def within(
+        cls,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        mixed: Mapping[int, Sequence[int]] = _MIXED,
+        max_drafts: int = 0,
+    ) -> GraphSizes:
+        """Return the sizes of all graphs of a runner with these limits.
+
+        ``mixed``: tokens of steps with long prompts, by the most sequences in them.
+        """
         decode = [*_rows_below(max_num_seqs), max_num_seqs]
-        pairs = ((rows, tokens) for rows, tokens_of in _MIXED.items() for tokens in tokens_of if mixed)
+        pairs = ((rows, tokens) for rows, tokens_of in mixed.items() for tokens in tokens_of)
         sizes = [BatchDescriptor(rows, rows, 1) for rows in decode]
         if max_drafts:
             drafted = [BatchDescriptor(rows, rows * (1 + max_drafts), 1 + max_drafts) for rows in decode]

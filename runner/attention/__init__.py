@@ -24,19 +24,20 @@ class AttentionBackend(ABC):
 
     recurrent: GatedDelta | None = None  # the states of recurrent layers; None: the model has none
 
-    def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
+    def plan(self, batch: AttentionBatch, graph: int = 0) -> None:
         """Prepare the calls of one step, also those of ``recurrent`` unless ``batch`` has no slots of states.
 
         With ``graph`` the following calls are captured into a CUDA graph, or a captured one is replayed, maybe with
-        other lengths. Then everything that kernels read must keep the address of the last such call with as many rows.
-        A graph that was captured with one token per sequence is replayed only for such steps.
+        other lengths: in no replay has a sequence more than ``graph`` tokens. Then everything that kernels read must
+        keep the address of the last such call with as many rows and tokens. It is called before the capture, and in it,
+        and before each replay in which sequences may have several tokens.
         """
         if self.recurrent is not None and batch.state_slots is not None:
-            self.recurrent.plan(batch, graph)
+            self.recurrent.plan(batch, graph > 0)
         self._plan(batch, graph)
 
     @abstractmethod
-    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
+    def _plan(self, batch: AttentionBatch, graph: int) -> None:
         """Do the part of ``plan`` that is for layers that attend."""
 
     @abstractmethod

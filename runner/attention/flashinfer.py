@@ -19,7 +19,7 @@ from pdserve.model.attention_spec import AttentionSpec
 
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for a plan
 _TILE = 128  # query rows
-_PLANS_IN_FLIGHT = 2  # plans that may be in copy to the device
+_PLANS_IN_FLIGHT = 4  # plans that may be in copy to the device: of two steps, each with drafts behind it
 _UNUSED = (1.0, 1e4, 0)  # scale and theta of FlashInfer's own rotary embedding, length of positions in items
 
 
@@ -29,7 +29,7 @@ class Rows:
 
     query_starts: Tensor  # [rows + 1] int32, from 0
     page_starts: Tensor  # [rows + 1] int32, in a list of pages
-    key_starts: Tensor  # [rows + 1] int32, of gathered keys
+    key_starts: Tensor | None  # [rows + 1] int32, of gathered keys; None: they are not gathered
     seq_lens: Tensor  # [rows] int32
     num_tokens: int
 
@@ -93,13 +93,15 @@ class FlashInferPrefill:
         self._host_plans = [_HostPlan() for _ in range(_PLANS_IN_FLIGHT)]
         self._plan: Any = None  # offsets into the device's plan
         self._no_starts = torch.zeros(1, dtype=torch.int32, device=device)  # FA3 has them from its plan
+        self.runs_in_graphs = self._name == "fa3"  # it has as many programs for any plan
         self.gains_by_gathering = self._name == "fa3" and window is None
         self.gathers = False  # as planned
 
-    def plan(self, rows: Rows, gather: bool) -> None:
+    def plan(self, rows: Rows, gather: bool, graph: bool = False) -> None:
         """Divide the keys of these sequences over the device's processors, and copy the plan to the device.
 
-        With ``gather`` the plan is for ``run_gathered``, else for ``run_paged``.
+        With ``gather`` the plan is for ``run_gathered``, else for ``run_paged``. With ``graph`` its parts lie where
+        those of any plan for as many rows and tokens do, so a captured call finds them.
         """
         self.gathers = gather
         host_plan = self._host_plans.pop(0)
@@ -119,7 +121,7 @@ class FlashInferPrefill:
             sizes.heads,
             sizes.kv_heads,
             1 if gather else sizes.page,
-            False,  # not for a graph
+            graph,
             sizes.head_dim,
             sizes.value_dim,
             True,  # causal

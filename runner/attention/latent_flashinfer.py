@@ -60,7 +60,7 @@ class LatentFlashInferAttention(LatentTritonAttention):
         self._keys, self._values = memory(heads, latent.qk_head_dim), memory(heads, latent.v_head_dim)
         self._chunks: _Chunks | None = None
 
-    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
+    def _plan(self, batch: AttentionBatch, graph: int) -> None:
         super()._plan(batch, graph)
         self.first_expanded, self._chunks = None, None
         lengths = np.diff(batch.query_starts)

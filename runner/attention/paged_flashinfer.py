@@ -1,4 +1,8 @@
-"""Attention by FlashInfer for chunks of prompts, and by our Triton kernels for single tokens and in CUDA graphs.
+"""Attention by FlashInfer for chunks of prompts, and by our Triton kernels for single tokens.
+
+In CUDA graphs FA3 attends chunks, too: it launches one program per processor, and each reads on the device what the
+plan gives it. So a replay needs a new plan only. FA2 launches as many programs as its plan has parts: graphs have the
+Triton kernel in its place.
 
 The Triton kernels need no plan by the host and are as fast for single tokens. On an H200 with Llama 8B's heads they
 read the cache at 3.0 to 3.7 TB/s. With short contexts a step of 32 or 256 sequences took 1.25 or 3.13 ms, with
@@ -39,7 +43,10 @@ _SHARE_FOR_KEYS = 256  # gathered keys take at most this part of the device's me
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The sequences of a step from the first one with more than a few tokens; a Triton kernel attends those before."""
+    """The sequences of a step from the first one with more than a few tokens; a Triton kernel attends those before.
+
+    A graph passes all sequences and tokens to both kernels.
+    """
 
     has_few: bool
     has_several: bool  # one of these has several
@@ -65,6 +72,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
         # Layers with a window never gather, so with an FP8 cache they have no kernel here; nor have layers with sinks.
         specs = {spec for spec in config.attention if not (spec.has_sinks or (cache.is_fp8 and spec.window))}
         self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in specs}
+        in_graphs = not cache.is_fp8 and all(kernel.runs_in_graphs for kernel in self._kernels.values())
+        self._graph_kernels = list(self._kernels.values()) if in_graphs else []
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
         bytes_per_key = 2 * layout.num_kv_heads * layout.head_dim * placement.dtype.itemsize  # of one layer
@@ -72,17 +81,48 @@ class PagedFlashInferAttention(PagedTritonAttention):
         self._gathered = GatheredKeys(capacity, layout.num_kv_heads, layout.head_dim, placement.dtype, device)
         self._chunks: _Chunks | None = None
 
-    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
+    def _plan(self, batch: AttentionBatch, graph: int) -> None:
         super()._plan(batch, graph)
         self._chunks = None
+        if not graph:
+            self._plan_chunks(batch)
+        elif graph > self._tiles.few and self._graph_kernels:
+            self._plan_graph(batch)
+
+    def _plan_graph(self, batch: AttentionBatch) -> None:
+        """Plan for all rows and tokens of the device's tensors. Only those of chunks count; others are empty here.
+
+        In a capture nothing is copied: the plan of the same size before it stands.
+        """
+        rows, tokens = batch.device_seq_lens.shape[0], batch.slots.shape[0]
+        if not torch.cuda.is_current_stream_capturing():
+            longer = np.flatnonzero(np.diff(batch.query_starts) > self._tiles.few)
+            begin = batch.query_starts[longer[0] if len(longer) else -1]
+            host = Rows(
+                query_starts=_padded(np.maximum(batch.query_starts, begin), rows + 1),
+                page_starts=_padded(self._page_starts(batch), rows + 1),
+                key_starts=None,
+                seq_lens=_padded(batch.seq_lens, rows),
+                num_tokens=tokens,
+            )
+            for kernel in self._graph_kernels:
+                kernel.plan(host, gather=False, graph=True)
+            self._list_pages(batch)
+        self._chunks = _Chunks(
+            has_few=True,
+            has_several=True,
+            tokens=slice(0, tokens),
+            pages=self._pages(batch.device_query_starts, slice(0, rows)),
+        )
+
+    def _plan_chunks(self, batch: AttentionBatch) -> None:
         lengths = np.diff(batch.query_starts)
         longer = np.flatnonzero(lengths > self._tiles.few)
-        if graph or not len(longer) or not self._kernels:
+        if not len(longer) or not self._kernels:
             return
         first, rows = int(longer[0]), len(lengths)
         begin, end = int(batch.query_starts[first]), int(batch.query_starts[-1])
-        page_starts = np.zeros(rows + 1, dtype=np.int32)
-        np.cumsum(-(-batch.seq_lens // self._page), out=page_starts[1:])
+        page_starts = self._page_starts(batch)
         seq_lens = batch.seq_lens[first:]
         key_starts = self._gathered.plan(batch, first)
         pays = int(key_starts[-1]) <= self._gathered.capacity and self._pays(lengths[first:], seq_lens)
@@ -98,14 +138,12 @@ class PagedFlashInferAttention(PagedTritonAttention):
         for kernel in self._kernels.values():
             kernel.plan(host, gather=pays and kernel.gains_by_gathering)
         if not all(kernel.gathers for kernel in self._kernels.values()):
-            for lists, each in zip(self._lists, batch.by_group, strict=True):
-                lists.build(each, int(batch.seq_lens.max()))
-        query_starts = batch.device_query_starts[first:] - begin
+            self._list_pages(batch)
         self._chunks = _Chunks(
             has_few=first > 0,
             has_several=bool((lengths[:first] > 1).any()),
             tokens=slice(begin, end),
-            pages=[Pages(query_starts, *lists.of(slice(first, rows)), lists.pages) for lists in self._lists],
+            pages=self._pages(batch.device_query_starts[first:] - begin, slice(first, rows)),
         )
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -124,7 +162,25 @@ class PagedFlashInferAttention(PagedTritonAttention):
             kernel.run_paged(queries, cache, chunks.pages[group], results)
         return out.view(out.shape[0], -1)
 
+    def _page_starts(self, batch: AttentionBatch) -> NDArray[np.int32]:
+        """Return where each sequence begins in a list of the pages of all: [num_seqs + 1]."""
+        starts = np.zeros(len(batch.seq_lens) + 1, dtype=np.int32)
+        np.cumsum(-(-batch.seq_lens // self._page), out=starts[1:])
+        return starts
+
+    def _list_pages(self, batch: AttentionBatch) -> None:
+        for lists, each in zip(self._lists, batch.by_group, strict=True):
+            lists.build(each, int(batch.seq_lens.max()))
+
+    def _pages(self, query_starts: Tensor, rows: slice) -> list[Pages]:
+        return [Pages(query_starts, *lists.of(rows), lists.pages) for lists in self._lists]
+
     def _pays(self, lengths: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> bool:
         """Whether enough queries see the keys of these sequences that gathering them saves time."""
         keys = seq_lens.astype(np.int64)
         return bool((lengths * keys).sum() >= self._queries_per_key * keys.sum())
+
+
+def _padded(values: NDArray[np.int32], size: int) -> Tensor:
+    """Return ``values`` as a tensor of ``size``; the last one fills the rest."""
+    return torch.from_numpy(np.pad(values, (0, size - len(values)), mode="edge"))

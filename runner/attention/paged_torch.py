@@ -107,7 +107,7 @@ class PagedTorchAttention(AttentionBackend):
         self._kinds = [(group, spec.window) for group, spec in zip(cache.groups, config.attention, strict=True)]
         self._plans: dict[tuple[int, int | None], _WindowPlan] = {}
 
-    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
+    def _plan(self, batch: AttentionBatch, graph: int) -> None:
         assert not graph, "plain torch gathers by shapes that differ from step to step"
         query_starts, seq_lens = batch.query_starts.astype(np.int64), batch.seq_lens.astype(np.int64)
         lengths = np.diff(query_starts)

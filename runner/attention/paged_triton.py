@@ -52,13 +52,12 @@ class PagedTritonAttention(AttentionBackend):
         self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device, cache.scales)
         self._current: _Step | None = None
 
-    def _plan(self, batch: AttentionBatch, graph: bool) -> None:
+    def _plan(self, batch: AttentionBatch, graph: int) -> None:
         lengths, few = np.diff(batch.query_starts), self._tiles.few
         has_few, has_chunks = bool((lengths <= few).any()), bool((lengths > few).any())
         has_several = bool(((lengths > 1) & (lengths <= few)).any())
-        if graph:  # replayed with other lengths: up to the longest if all are as long, else any
-            is_mixed = bool(lengths.min() < lengths.max())
-            has_few, has_several, has_chunks = True, has_several or is_mixed, has_chunks or is_mixed
+        if graph:
+            has_few, has_several, has_chunks = True, graph > 1, graph > few
         self._decode.plan()
         self._current = _Step(batch.by_group, has_few, has_several, has_chunks)
 

