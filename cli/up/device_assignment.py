@@ -53,10 +53,10 @@ def gpus_of(node: NodeOptions) -> range:
     return range(first, first + node.num_ranks if node.device.startswith("cuda:") else first)
 
 
-def num_elastic(options: NodeOptions, num_gpus: int) -> int:
-    """Return the default number of nodes of both roles: one per GPU, 2 without GPUs."""
+def nodes_on_gpus(options: NodeOptions, num_gpus: int) -> int:
+    """Return how many nodes of these options the GPUs can run, each rank on its own: at least 1; 0 for other devices."""
     on_cpu = options.simulated or options.device == "cpu" or not num_gpus
-    return 2 if on_cpu else max(1, (num_gpus - _first_gpu(options)) // options.num_ranks)
+    return 0 if on_cpu else max(1, (num_gpus - _first_gpu(options)) // options.num_ranks)
 
 
 def _assign_gpus(nodes: Sequence[NodeOptions], num_gpus: int) -> list[range]:

@@ -61,13 +61,14 @@ _ACTIONS = {
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "pdserve up",
-        "Start prefill nodes, decode nodes and a router on this machine. A process that dies starts again, while the "
-        "others serve on.",
+        "Start a router and nodes on this machine: on GPUs one node each, which prefills and decodes, else a prefill "
+        "node and a decode node. A process that dies starts again, while the others serve on.",
     )
     for role in ("prefill", "decode"):
         parser.add_argument(f"--{role}", type=positive_int, metavar="N", help=f"{role} nodes (default 1)")
-    parser.add_argument("--elastic", action="store_true", help="start nodes that prefill and decode instead")
-    nodes = "nodes of --elastic (default: one per GPU, 2 without GPUs)"
+    elastic = "start nodes that prefill and decode (the default on GPUs, without flags of prefill or decode nodes)"
+    parser.add_argument("--elastic", action="store_true", help=elastic)
+    nodes = "nodes that prefill and decode (default: one per GPU, 2 without GPUs)"
     parser.add_argument("--nodes", type=positive_int, metavar="N", help=nodes)
     parser.set_defaults(aliases=[])
     names = "names of the model in the API; answers have the first (default: the name of MODEL)"
@@ -98,15 +99,19 @@ def settle_model(args: argparse.Namespace) -> None:
         args.model = str(EMBEDDED_MODEL)
 
 
+def flag_of_split_roles(args: argparse.Namespace) -> str | None:
+    """Return a given flag that is for prefill nodes or for decode nodes; None without any."""
+    names = ("prefill", "decode", *(f"{role}_{size}" for role in ("prefill", "decode") for size in ("pp", "tp")))
+    given = next((name for name in names if getattr(args, name) is not None), None)
+    return given and "--" + given.replace("_", "-")
+
+
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags of prefill and decode nodes together with --elastic, or the reverse."""
-    split = ("prefill", "decode", *(f"{role}_{size}" for role in ("prefill", "decode") for size in ("pp", "tp")))
-    given = next((name for name in split if getattr(args, name) is not None), None)
-    if args.elastic and given is not None:
-        flag = "--" + given.replace("_", "-")
-        raise ConfigError(f"--elastic starts nodes of both roles, {flag} is for others; use --nodes, --pp and --tp")
-    if args.nodes is not None and not args.elastic:
-        raise ConfigError(f"--nodes {args.nodes} is for --elastic; add it, or use --prefill and --decode")
+    """Raise ConfigError for flags of prefill or decode nodes together with one for nodes of both roles."""
+    flag = flag_of_split_roles(args)
+    if flag is not None and (args.elastic or args.nodes is not None):
+        both = "--elastic" if args.elastic else "--nodes"
+        raise ConfigError(f"{both} is for nodes of both roles, {flag} for others; use --nodes, --pp and --tp")
 
 
 def role_words(role: str, args: argparse.Namespace) -> list[str]:

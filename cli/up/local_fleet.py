@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from cli.up.device_assignment import assign_devices, gpus_of, num_elastic, with_parallel_sizes
-from cli.up.flags import role_words
+from cli.up.device_assignment import assign_devices, gpus_of, nodes_on_gpus, with_parallel_sizes
+from cli.up.flags import flag_of_split_roles, role_words
 from cli.up.restarts import Restarts
 from cli.up.supervisor import Child, Supervisor
 from pdserve.config.device import find_gpus, node_devices
@@ -37,9 +37,11 @@ class FleetPlan(NamedTuple):
     def of(cls, args: argparse.Namespace) -> FleetPlan:
         """Raises ConfigError or CapacityError if some node could not run with these flags."""
         options, gpus = node_options_from(args), len(find_gpus())
+        on_gpus = nodes_on_gpus(options, gpus)
+        has_both_roles = args.elastic or args.nodes or (on_gpus and flag_of_split_roles(args) is None)
         prefill = [with_parallel_sizes(options, args.prefill_pp, args.prefill_tp)] * (args.prefill or 1)
         decode = [with_parallel_sizes(options, args.decode_pp, args.decode_tp)] * (args.decode or 1)
-        elastic = [options] * (args.nodes or num_elastic(options, gpus)) if args.elastic else []
+        elastic = [options] * (args.nodes or on_gpus or 2) if has_both_roles else []
         config = _resolve(elastic[0] if elastic else prefill[0])
         if config.pooling is not None:  # prefill nodes alone serve it
             prefill, decode, elastic = elastic or prefill, [], []

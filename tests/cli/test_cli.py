@@ -173,7 +173,7 @@ def test_closed_pipe_is_no_error() -> None:
         (["up", "--device", "cpu", "--prefill-pp", "7"], ["pp 7", "6"]),
         (["up", "--elastic", "--decode-tp", "2"], ["--elastic", "--decode-tp", "--nodes"]),
         (["up", "--served-model-name", "a", "some/model"], ["MODEL", "before this flag"]),
-        (["up", "--nodes", "3"], ["--nodes 3", "--elastic"]),
+        (["up", "--nodes", "3", "--prefill", "2"], ["--nodes", "--prefill"]),
         (["up", "--tls-cert", "cert.pem"], ["--tls-cert", "--tls-key"]),
         (["up", "--api-keys", "/no/such/keys"], ["/no/such/keys"]),
         (["up", "--chat-template", "/no/such.jinja"], ["/no/such.jinja"]),

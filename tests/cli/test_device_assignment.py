@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.up.device_assignment import assign_devices, gpus_of, num_elastic, with_parallel_sizes
+from cli.up.device_assignment import assign_devices, gpus_of, nodes_on_gpus, with_parallel_sizes
 from pdserve.config.node_options import NodeOptions
 from pdserve.errors import ConfigError
 
@@ -51,17 +51,17 @@ def test_assignment_starts_at_the_named_device() -> None:
 @pytest.mark.parametrize(
     ("options", "num_gpus", "expected"),
     [
-        ({}, 0, 2),
+        ({}, 0, 0),
         ({}, 1, 1),
         ({"device": "cuda:1"}, 4, 3),
         ({"tp": 2, "pp": 2}, 8, 2),
         ({"tp": 4}, 2, 1),  # refused later
-        ({"device": "cpu"}, 4, 2),
-        ({"engine": "simulated"}, 4, 2),
+        ({"device": "cpu"}, 4, 0),
+        ({"engine": "simulated"}, 4, 0),
     ],
 )
-def test_one_node_of_both_roles_per_gpu(options: dict[str, Any], num_gpus: int, expected: int) -> None:
-    assert num_elastic(NodeOptions(model="m", **options), num_gpus) == expected
+def test_each_rank_of_a_node_takes_a_gpu(options: dict[str, Any], num_gpus: int, expected: int) -> None:
+    assert nodes_on_gpus(NodeOptions(model="m", **options), num_gpus) == expected
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"engine": "simulated"}])

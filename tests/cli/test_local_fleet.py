@@ -40,7 +40,8 @@ def fleet_on(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str) -> tup
     """Return the fleet of ``pdserve up`` on a machine with GPUs, which only placement sees, and what it starts."""
     gpus = [DeviceInfo(kind="cuda", index=index, name="GPU", memory=80 * GIB) for index in range(num_gpus)]
     monkeypatch.setattr(local_fleet, "find_gpus", lambda: gpus)
-    monkeypatch.setattr(local_fleet, "node_devices", lambda options, count: gpus[:count])
+    devices = gpus or [DeviceInfo(kind="cpu", index=0, name="CPU", memory=80 * GIB)]
+    monkeypatch.setattr(local_fleet, "node_devices", lambda options, count: devices[:count])
     args: argparse.Namespace = make_parser().parse_args(flags)
     settle_model(args)
     starts = Starts()
@@ -102,6 +103,28 @@ def test_nodes_of_both_roles_know_each_other(monkeypatch: pytest.MonkeyPatch) ->
         assert flags[flags.index("--port") + 1] == address.rpartition(":")[2]
     assert starts.flags["router"][-4:] == ["--node", addresses[0], "--node", addresses[1]]
     assert [node.device for node in fleet.nodes] == ["cuda:0, cuda:1", "cuda:2, cuda:3"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "flags", "names"),
+    [
+        (0, [], ["prefill", "decode"]),
+        (0, ["--nodes", "3"], ["node-0", "node-1", "node-2"]),
+        (0, ["--elastic"], ["node-0", "node-1"]),
+        (1, [], ["node"]),
+        (2, [], ["node-0", "node-1"]),
+        (2, ["--tp", "2"], ["node"]),
+        (2, ["--decode", "1"], ["prefill", "decode"]),
+        (2, ["--engine", "simulated"], ["prefill", "decode"]),
+        (4, ["--device", "cuda:2"], ["node-0", "node-1"]),
+        (4, ["--prefill-tp", "2"], ["prefill", "decode"]),
+    ],
+)
+def test_each_gpu_has_a_node_of_both_roles_unless_flags_split_them(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, flags: list[str], names: list[str]
+) -> None:
+    fleet, _ = fleet_on(monkeypatch, num_gpus, *flags)
+    assert [node.name for node in fleet.nodes] == names
 
 
 def test_each_program_gets_its_own_flags_and_the_common_ones() -> None:
