@@ -54,7 +54,7 @@ def gpus_of(node: NodeOptions) -> range:
 
 
 def nodes_on_gpus(options: NodeOptions, num_gpus: int) -> int:
-    """Return how many nodes of these options the GPUs can run, each rank on its own: at least 1; 0 for other devices."""
+    """Return how many nodes of these options the GPUs can run, a GPU per rank: at least 1; 0 for other devices."""
     on_cpu = options.simulated or options.device == "cpu" or not num_gpus
     return 0 if on_cpu else max(1, (num_gpus - _first_gpu(options)) // options.num_ranks)
 
