@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,13 +16,14 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.kv import FP8_E4M3
 from pdserve.records import StepPlan
 
-# Tokens of small steps with prompts, by the most sequences in them. Products of 448 tokens take longer than of 512.
-_MIXED = {16: (32, 64, 96, 128, 192, 256, 320, 384, 512), 256: (192, 256, 320, 384, 512)}
+# Sequences and tokens of small steps with prompts. Products of 448 tokens take longer than of 512.
+_MIXED = ((16, 32), (16, 64), (16, 96), (16, 128), (256, 192), (256, 256), (256, 320), (256, 384), (256, 512))
 
-# The same where FA3 attends in graphs. An 8B model takes 12 to 27 ms to launch layer by layer, and an H200 24 ms to
-# compute 1,024 tokens of a prompt. Attention by Triton would cost more than the launch: 256 tokens behind 3,000, beside
-# 64 decodes, take 16 ms with FA3, else 19.5; behind 9,000 tokens 19 and 27.
-_LARGE_MIXED = (640, 768, 896, 1024)
+# The same of larger steps, where FA3 attends in graphs. An 8B model takes 12 to 27 ms to launch layer by
+# layer, and an H200 24 ms to compute 1,024 tokens. Attention by Triton would cost more than the launch: 256 tokens
+# behind 3,000, beside 64 decodes, take 16 ms with FA3, else 19.5; behind 9,000 tokens 19 and 27. The ITL target of such
+# a model lets steps have up to 1,408 tokens.
+_LARGE_MIXED = tuple((256, tokens) for tokens in range(640, 1408 + 1, 128))
 
 _HOPPER = 9  # major compute capability; FA3 runs on no other
 
@@ -87,9 +88,9 @@ class GraphSizes:
 
         Kernels of recurrent layers for more than a few tokens of a prompt cannot be captured.
         """
-        mixed = {} if config.model.state is not None else _MIXED
+        mixed = () if config.model.state is not None else _MIXED
         if mixed and _fa3_attends_in_graphs(config):
-            mixed = {rows: (*tokens, *_LARGE_MIXED) for rows, tokens in mixed.items()}
+            mixed += _LARGE_MIXED
         return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
 
     @classmethod
@@ -97,15 +98,14 @@ class GraphSizes:
         cls,
         max_num_seqs: int,
         max_batch_tokens: int,
-        mixed: Mapping[int, Sequence[int]] = _MIXED,
+        mixed: Iterable[tuple[int, int]] = _MIXED,
         max_drafts: int = 0,
     ) -> GraphSizes:
         """Return the sizes of all graphs of a runner with these limits.
 
-        ``mixed``: tokens of steps with long prompts, by the most sequences in them.
+        ``mixed``: sequences and tokens of steps with long prompts.
         """
         decode = [*_rows_below(max_num_seqs), max_num_seqs]
-        pairs = ((rows, tokens) for rows, tokens_of in mixed.items() for tokens in tokens_of)
         sizes = [BatchDescriptor(rows, rows, 1) for rows in decode]
         if max_drafts:
             drafted = [BatchDescriptor(rows, rows * (1 + max_drafts), 1 + max_drafts) for rows in decode]
@@ -116,7 +116,7 @@ class GraphSizes:
                 BatchDescriptor(rows, rows + min((_HANDED_OFF - 1) * rows, 2 * _HANDED_OFF), _HANDED_OFF)
                 for rows in few
             ]
-        of_mixed = {(min(rows, max_num_seqs), tokens) for rows, tokens in pairs}
+        of_mixed = {(min(rows, max_num_seqs), tokens) for rows, tokens in mixed}
         sizes += [BatchDescriptor(*size) for size in sorted(of_mixed) if size[0] < size[1] <= max_batch_tokens]
         return cls(tuple(sorted(sizes, key=lambda size: -size.tokens)))
 
