@@ -88,7 +88,7 @@ class GraphSizes:
 
         Kernels of recurrent layers for more than a few tokens of a prompt cannot be captured.
         """
-        mixed = () if config.model.state is not None else _MIXED
+        mixed: tuple[tuple[int, int], ...] = () if config.model.state is not None else _MIXED
         if mixed and _fa3_attends_in_graphs(config):
             mixed += _LARGE_MIXED
         return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
