@@ -2,8 +2,8 @@
 
 Streams leave a node that leans to prefill, and balance decodes, by the costs of pdserve/request_cost.py. A stream
 pauses while it moves. So it moves only where its pause is no longer than the gap that prompts may cause anyway, which
-excludes two nodes that both compute prompts. The way back would cost more than it saves, so no stream goes back and
-forth.
+excludes two nodes that both compute prompts. The last streams of a node may also leave then: without them its prompts
+have no ITL target. The way back would cost more than it saves, so no stream goes back and forth.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _TOKENS = cost.OUTPUT_TOKENS // 4  # of an answer, for which a move saves: half 
 _LEAST = 0.01  # seconds of TTFT that a decision must save: one prompt alone makes a share of 5 % for a second
 _CONTEXT = 2000  # tokens of KV that a move reads, assumed
 _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
+_LAST_PAUSE = 1.5  # of the last streams of a node, at most, in ITL targets: half a step of both nodes, and the read
 
 
 class Move(NamedTuple):
@@ -80,19 +81,26 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
 
 
 def _best_count(source: _Node, target: _Node) -> int:
-    """Return how many streams to move; 0 where the pause of one would be too long."""
-    pause = _pause_seconds(source, target)
-    if pause > max(source.view.load.itl_target, target.view.load.itl_target):
-        return 0
+    """Return how many streams to move; 0 if that saves nothing, or their pause would be too long."""
+    decoding = source.view.load.decoding
+    longest = max(source.view.load.itl_target, target.view.load.itl_target)
     best, most = 0, _LEAST
-    for count in {min(count, source.view.load.decoding) for count in _COUNTS}:
+    for count in {min(count, decoding) for count in _COUNTS}:
+        pause = _pause_seconds(source, target, count)
+        if pause > (_LAST_PAUSE * longest if count == decoding else longest):
+            continue
         saved = source.saved(count) + target.saved(-count) - cost.DELAY_WEIGHT * count * pause
         if saved > most:
             best, most = count, saved
     return best
 
 
-def _pause_seconds(source: _Node, target: _Node) -> float:
-    """Predict the pause of a stream: half a step of its node is lost; a read; half a step and a decode of the other."""
-    decode = target.costs.decode.at(target.view.load.decoding + 1)
-    return source.step / 2 + cost.handoff_cost(target.costs, _CONTEXT) + target.step / 2 + decode
+def _pause_seconds(source: _Node, target: _Node, count: int) -> float:
+    """Predict the longest pause of ``count`` streams.
+
+    Half a step of their node is lost. Then they are read one after the other, and wait for half a step and a decode of
+    the other node.
+    """
+    read = cost.handoff_cost(target.costs, count * _CONTEXT)
+    decode = target.costs.decode.at(target.view.load.decoding + count)
+    return source.step / 2 + read + target.step / 2 + decode

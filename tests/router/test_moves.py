@@ -46,6 +46,10 @@ def test_no_stream_moves_where_its_pause_would_be_longer_than_the_gap_that_promp
     assert not found(node("a", 8, prompt_share=0.3, backlog=4000), node("b", 2, backlog=4000))
 
 
+def test_the_last_streams_leave_a_node_of_prompts_for_one_that_computes_some_too() -> None:
+    assert found(node("a", 2, prompt_share=0.9, backlog=4000), node("b", 8, 0.3, backlog=4000)) == [Move("a", "b", 2)]
+
+
 def test_decodes_are_balanced() -> None:
     (move,) = found(node("a", 200), node("b", 40))
     assert (move.source, move.target) == ("a", "b")
