@@ -29,12 +29,16 @@ class AttentionBackend(ABC):
 
         With ``graph`` the following calls are captured into a CUDA graph, or a captured one is replayed, maybe with
         other lengths: in no replay has a sequence more than ``graph`` tokens. Then everything that kernels read must
-        keep the address of the last such call with as many rows and tokens. It is called before the capture, and in it,
-        and before each replay in which sequences may have several tokens.
+        keep the address of the last such call with as many rows and tokens. It is called before the capture, in it, and
+        before each replay if ``replans``.
         """
         if self.recurrent is not None and batch.state_slots is not None:
             self.recurrent.plan(batch, graph > 0)
         self._plan(batch, graph)
+
+    def replans(self, graph: int) -> bool:
+        """Whether each replay of a graph with up to ``graph`` tokens per sequence needs a plan of its own."""
+        return False
 
     @abstractmethod
     def _plan(self, batch: AttentionBatch, graph: int) -> None:

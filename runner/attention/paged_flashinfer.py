@@ -72,8 +72,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
         # Layers with a window never gather, so with an FP8 cache they have no kernel here; nor have layers with sinks.
         specs = {spec for spec in config.attention if not (spec.has_sinks or (cache.is_fp8 and spec.window))}
         self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in specs}
-        in_graphs = not cache.is_fp8 and all(kernel.runs_in_graphs for kernel in self._kernels.values())
-        self._graph_kernels = list(self._kernels.values()) if in_graphs else []
+        # Of all specs or of none: the dtypes are the same.
+        self._graph_kernels = [each for each in self._kernels.values() if each.runs_in_graphs and not cache.is_fp8]
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
         bytes_per_key = 2 * layout.num_kv_heads * layout.head_dim * placement.dtype.itemsize  # of one layer
@@ -86,8 +86,11 @@ class PagedFlashInferAttention(PagedTritonAttention):
         self._chunks = None
         if not graph:
             self._plan_chunks(batch)
-        elif graph > self._tiles.few and self._graph_kernels:
+        elif self.replans(graph):
             self._plan_graph(batch)
+
+    def replans(self, graph: int) -> bool:
+        return graph > self._tiles.few and len(self._graph_kernels) > 0
 
     def _plan_graph(self, batch: AttentionBatch) -> None:
         """Plan for all rows and tokens of the device's tensors. Only those of chunks count; others are empty here.

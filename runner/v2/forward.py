@@ -72,7 +72,7 @@ class ForwardPass:
         keep = batch.logits_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
             self._backend.plan(self._inputs.attention_batch(batch))
-        elif descriptor.longest > 1:
+        elif self._backend.replans(descriptor.longest):
             self._backend.plan(self._inputs.attention_batch(batch, descriptor), graph=descriptor.longest)
         hidden = yield from self._stages.compute(
             lambda start: (
