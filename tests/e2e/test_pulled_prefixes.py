@@ -214,7 +214,7 @@ def test_decode_node_computes_no_prompts_for_peers(fleet: Fleet) -> None:
     decode.wait_idle()
 
 
-@pytest.mark.parametrize("fault", ["stopped", "killed"])
+@pytest.mark.parametrize("fault", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
 def test_source_that_fails_amid_a_pull_changes_no_token(
     fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]], fault: str
 ) -> None:
@@ -415,7 +415,9 @@ def test_answer_after_a_pull_is_that_of_the_model(real: Real, reader: str, split
     assert found.cached_tokens == cached - computed
 
 
-@pytest.mark.parametrize("fault", ["byte flipped", "source killed", "source stopped"])
+@pytest.mark.parametrize(
+    "fault", ["byte flipped", "source killed", pytest.param("source stopped", marks=pytest.mark.slow)]
+)
 def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
     """D computes the first half. The source fails before a byte has come, or a byte of the other half has changed."""
     source, names = real.prefill, (*NAMES, "kv_checksum_failures")
