@@ -27,10 +27,10 @@ class AttentionBackend(ABC):
     def plan(self, batch: AttentionBatch, graph: int = 0) -> None:
         """Prepare the calls of one step, also those of ``recurrent`` unless ``batch`` has no slots of states.
 
-        With ``graph`` the following calls are captured into a CUDA graph, or a captured one is replayed, maybe with
-        other lengths: in no replay has a sequence more than ``graph`` tokens. Then everything that kernels read must
-        keep the address of the last such call with as many rows and tokens. It is called before the capture, in it, and
-        before each replay if ``replans``.
+        With ``graph``, the following calls are captured into a CUDA graph, or a captured one is replayed, maybe with
+        other lengths. ``graph`` is the most tokens that a sequence may have in a replay; 0: there is no graph. What
+        kernels read must keep the address of the last such call with as many rows and tokens. Call it before the
+        capture and in it, and if ``replans`` before each replay.
         """
         if self.recurrent is not None and batch.state_slots is not None:
             self.recurrent.plan(batch, graph > 0)

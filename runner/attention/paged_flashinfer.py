@@ -93,9 +93,9 @@ class PagedFlashInferAttention(PagedTritonAttention):
         return graph > self._tiles.few and len(self._graph_kernels) > 0
 
     def _plan_graph(self, batch: AttentionBatch) -> None:
-        """Plan for all rows and tokens of the device's tensors. Only those of chunks count; others are empty here.
+        """Plan for as many rows and tokens as the device's tensors have. Rows before the first chunk count as empty.
 
-        In a capture nothing is copied: the plan of the same size before it stands.
+        During a capture nothing is copied: the plan of the same size that was made before it is valid.
         """
         rows, tokens = batch.device_seq_lens.shape[0], batch.slots.shape[0]
         if not torch.cuda.is_current_stream_capturing():

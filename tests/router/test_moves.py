@@ -80,11 +80,14 @@ nodes = st.builds(node, st.just("x"), st.integers(0, 250), st.floats(0, 1), back
 @given(st.lists(nodes, min_size=2, max_size=4))
 def test_streams_do_not_move_back(fleet: list[NodeView]) -> None:
     views = {name: msgspec.structs.replace(view, node_id=name) for name, view in zip("abcd", fleet, strict=False)}
+    ways = set[tuple[str, str]]()
     for _ in range(500):
         found = moves(FleetSnapshot("m", tuple(views.values())))
         if not found:
             return
         for source, target, count in found:
+            assert (target, source) not in ways
+            ways.add((source, target))
             for name, change in ((source, -count), (target, count)):
                 load = views[name].load
                 moved = load.decoding + change
