@@ -1,9 +1,9 @@
 """Which streams move between nodes that decode. Pure: routers with the same reports agree without talking.
 
 Streams leave a node that leans to prefill, and balance decodes, by the costs of pdserve/request_cost.py. A stream
-pauses while it moves. So it moves only where its pause is no longer than the gap that prompts may cause anyway, which
-excludes two nodes that both compute prompts. The last streams of a node may also leave then: without them its prompts
-have no ITL target. The way back would cost more than it saves, so no stream goes back and forth.
+pauses while it moves, so it does not move to a node that computes many prompts. The last streams of a node do, if their
+pause is no longer than the gap that prompts may cause anyway: without them the prompts of their node have no ITL
+target. The way back would cost more than it saves, so no stream goes back and forth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _TOKENS = cost.OUTPUT_TOKENS // 4  # of an answer, for which a move saves: half 
 _LEAST = 0.01  # seconds of TTFT that a decision must save: one prompt alone makes a share of 5 % for a second
 _CONTEXT = 2000  # tokens of KV that a move reads, assumed
 _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
-_LAST_PAUSE = 1.5  # of the last streams of a node, at most, in ITL targets: half a step of both nodes, and the read
+# The longest pause of a stream, in ITL targets, and of the last ones of a node. Half a step of a node that computes
+# prompts in bulk is 1/2 of its target, and a decode is at least 1/9: together they exceed the first limit.
+_PAUSE, _LAST_PAUSE = 0.6, 1.0
 
 
 class Move(NamedTuple):
@@ -86,8 +88,8 @@ def _best_count(source: _Node, target: _Node) -> int:
     longest = max(source.view.load.itl_target, target.view.load.itl_target)
     best, most = 0, _LEAST
     for count in {min(count, decoding) for count in _COUNTS}:
-        pause = _pause_seconds(source, target, count)
-        if pause > (_LAST_PAUSE * longest if count == decoding else longest):
+        pause = _pause_seconds(target, count)
+        if pause > (_LAST_PAUSE if count == decoding else _PAUSE) * longest:
             continue
         saved = source.saved(count) + target.saved(-count) - cost.DELAY_WEIGHT * count * pause
         if saved > most:
@@ -95,12 +97,11 @@ def _best_count(source: _Node, target: _Node) -> int:
     return best
 
 
-def _pause_seconds(source: _Node, target: _Node, count: int) -> float:
-    """Predict the longest pause of ``count`` streams.
+def _pause_seconds(target: _Node, count: int) -> float:
+    """Predict the longest pause of ``count`` streams, which leave right behind a token.
 
-    Half a step of their node is lost. Then they are read one after the other, and wait for half a step and a decode of
-    the other node.
+    They are read one after the other, and wait for half a step and a decode of their new node.
     """
     read = cost.handoff_cost(target.costs, count * _CONTEXT)
     decode = target.costs.decode.at(target.view.load.decoding + count)
-    return source.step / 2 + read + target.step / 2 + decode
+    return read + target.step / 2 + decode

@@ -44,7 +44,11 @@ class OutputHandler(Protocol):
         """Tokens of KV that a move of the request would read; 0: it stays."""
 
     def move(self, to: Placement) -> None:
-        """Continue at another node, which reads the KV from the present one. Ignored if the request stays."""
+        """Continue at another node from the next token on. It reads the KV from the present one.
+
+        Ignored if the request stays. Its pause would be half a step longer if it left between two tokens: what a step
+        in flight computes for it is lost.
+        """
 
 
 class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, OutputHandler]):

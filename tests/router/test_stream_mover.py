@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -38,14 +39,17 @@ def moved(metrics: RouterMetrics, reason: str = "moved") -> float:
 
 @pytest.mark.parametrize("refusing", [False, True])
 def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode], refusing: bool) -> None:
-    """The first node sends two tokens. The node that the stream moves to continues behind them, unless it refuses."""
+    """It leaves behind the token that comes next. The node that it moves to continues there, unless it refuses."""
     resumed: list[tuple[str, str, list[int]]] = []
+    is_moving = threading.Event()
 
     def play(name: str) -> None:
         async def script(conversation: Conversation) -> None:
             message = conversation.message
             if not message.resume:
                 conversation.token(1)
+                while not is_moving.is_set():
+                    await asyncio.sleep(0.01)
                 conversation.token(2)
                 await conversation.cancelled.wait()
                 conversation.token(9)  # from a step in flight
@@ -69,11 +73,14 @@ def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode
         await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
         request = RunningRequest([5] * 40, 100, fleet, metrics, SALT)
         await request.start()
-        await request.wait(2)
+        await request.wait(1)
         (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
         target = "b" if source == "a" else "a"
         mover = StreamMover(fleet, lambda snapshot: [Move(source, target, 1)])
         await mover.move_streams()
+        await mover.move_streams()  # it is about to leave: this changes nothing
+        assert not resumed
+        is_moving.set()
         assert await request.wait() == [1, 2, 3, 4]
         attempts = [(target, source, [1, 2])]
         assert resumed[:1] == attempts
@@ -86,7 +93,12 @@ def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode
 
 
 def test_a_stream_that_has_just_moved_or_is_about_to_end_stays(pair: list[ScriptedNode]) -> None:
+    is_moving = threading.Event()
+
     async def script(conversation: Conversation) -> None:
+        conversation.token(1)
+        while not is_moving.is_set():
+            await asyncio.sleep(0.01)
         conversation.token(1)
         await conversation.cancelled.wait()
 
@@ -105,7 +117,8 @@ def test_a_stream_that_has_just_moved_or_is_about_to_end_stays(pair: list[Script
         (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
         target = "b" if source == "a" else "a"
         await StreamMover(fleet, lambda snapshot: [Move(source, target, 9)]).move_streams()
-        await long.wait(2)
+        is_moving.set()
+        await long.wait(4)  # two tokens of each node
         await StreamMover(fleet, lambda snapshot: [Move(target, source, 9)]).move_streams()
         assert moved(metrics) == 1
         await nodes.close()

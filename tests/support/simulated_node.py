@@ -109,6 +109,7 @@ class Job:
     end: float = 0.0
     longest_gap: float = 0.0
     moved_at: float = -1e9
+    moves_to: SimulatedNode | None = None  # behind its next token
 
     @property
     def ttft(self) -> float:
@@ -271,9 +272,13 @@ class SimulatedNode:
         return sorted(jobs, key=lambda job: (job.prompt + job.tokens, job.at))
 
     def move(self, job: Job, target: SimulatedNode) -> None:
-        """Hand a decoding job over to another node; tokens of steps in flight are dropped."""
+        """Hand a decoding job over to another node, behind its next token."""
+        job.moves_to, job.moved_at = target, self._events.now
+
+    def _move_now(self, job: Job, target: SimulatedNode) -> None:
+        """Later tokens, of steps in flight, are dropped."""
+        job.moves_to = None
         del self._jobs[job.rid]
-        job.moved_at = self._events.now
         self._events.after(self._delays.message, partial(self.obey, Cancel(job.rid)))
         self._events.after(self._delays.message, partial(target.serve, job, self, job.tokens))
 
@@ -412,6 +417,8 @@ class SimulatedNode:
             self._client.on_first_token(job, None)
         if job.tokens == job.output:
             self._end(job)
+        elif job.moves_to is not None:
+            self._move_now(job, job.moves_to)
 
     def _end(self, job: Job) -> None:
         del self._jobs[job.rid]
