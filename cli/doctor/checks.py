@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import re
 import resource
 import socket
 import struct
+import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
@@ -90,6 +92,25 @@ def check_variables(parser: ArgumentParser) -> Finding:
     if unread:
         return warn("; ".join(describe_unread(*each) for each in unread.items()), "unset or rename it")
     return ok(f"every {VARIABLE_PREFIX}… that is set is read")
+
+
+def check_bytecode() -> Finding:
+    """Check that processes find torch compiled: without bytecode, each start compiles its two thousand modules."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return ok("torch is not installed")
+    bytecode = Path(importlib.util.cache_from_source(torch.origin))
+    if bytecode.exists():
+        return ok("torch is compiled")
+    folder = next(parent for parent in bytecode.parents if parent.exists())
+    if not sys.dont_write_bytecode and os.access(folder, os.W_OK):
+        return ok("the first start compiles torch")
+    packages = Path(torch.origin).parent.parent
+    return note(
+        "each start compiles torch, which takes some 2 s: it has no bytecode, and Python may write none",
+        f"run python -m compileall -q {packages} once, or set PYTHONPYCACHEPREFIX to a folder that stays, and unset "
+        "PYTHONDONTWRITEBYTECODE",
+    )
 
 
 def is_local(options: NodeOptions) -> bool:

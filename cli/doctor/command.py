@@ -131,6 +131,8 @@ def _findings(
     except PdserveError as exc:
         yield Finding("checkpoint", Level.FAIL, str(exc))
     yield run_check("variables", checks.check_variables, parser)
+    if not options.simulated:
+        yield run_check("bytecode", checks.check_bytecode)
     if config is not None:
         yield run_check("runner", checks.check_runner, lambda: resolve(known, devices[0]))
         yield run_check("tokenizer", _check_tokenizer, config)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from machine import patience
 
-from cli.doctor.checks import check_requirement, check_ucx_ports
+from cli.doctor.checks import check_bytecode, check_requirement, check_ucx_ports
 from cli.doctor.findings import Finding, Level
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
@@ -46,8 +46,19 @@ def test_no_check_fails_on_this_machine() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TCP_PORT_RANGE="20000-20255")
     assert (status, failed(findings)) == (0, set()), findings
     assert "shm" in findings["transport"].text
-    checks = "clock tls port device checkpoint variables runner tokenizer tensors memory shm memlock nixl transport"
+    checks = (
+        "clock tls port device checkpoint variables bytecode runner tokenizer tensors memory shm memlock nixl transport"
+    )
     assert findings.keys() == {*checks.split(), "ucx ports"}
+
+
+@pytest.mark.parametrize(("forbidden", "level"), [(False, Level.OK), (True, Level.NOTE)])
+def test_bytecode_is_written_once_or_missed_at_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forbidden: bool, level: Level
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "empty"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
+    assert check_bytecode().level is level
 
 
 @pytest.mark.slow

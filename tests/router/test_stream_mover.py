@@ -48,8 +48,7 @@ def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode
             message = conversation.message
             if not message.resume:
                 conversation.token(1)
-                while not is_moving.is_set():
-                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(is_moving.wait)
                 conversation.token(2)
                 await conversation.cancelled.wait()
                 conversation.token(9)  # from a step in flight
@@ -97,8 +96,7 @@ def test_a_stream_that_has_just_moved_or_is_about_to_end_stays(pair: list[Script
 
     async def script(conversation: Conversation) -> None:
         conversation.token(1)
-        while not is_moving.is_set():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(is_moving.wait)
         conversation.token(1)
         await conversation.cancelled.wait()
 
