@@ -6,7 +6,7 @@ T_ttft / (T_itl · L) = ``DELAY_WEIGHT`` seconds of TTFT. The costs are the same
 
     prompt    its own wait  +  the streams that it delays  +  the later prompts that it delays
     decode    its own steps  +  what it adds to the steps of the streams beside it  +  the prompts that it delays
-    handoff   from P's first token to the KV on D
+    handoff   from P's first token to the KV on D  +  the prompts that wait there for a step without them
     pull      from the request to the KV of a cached prefix, in place of the time to compute it; or both at once, where
               that takes clearly less time than either
 """
@@ -23,6 +23,7 @@ from pdserve.kv_groups import Windows, blocks_for
 TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
 ITL_OBJECTIVE = 0.02  # seconds: T_itl
 OUTPUT_TOKENS = 200  # assumed length of an answer: L
+PROMPT_TOKENS = 2000  # the same of a prompt
 DELAY_WEIGHT = TTFT_OBJECTIVE / (ITL_OBJECTIVE * OUTPUT_TOKENS)
 
 HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
@@ -154,9 +155,15 @@ def remote_prompt_times(load: RequestLoad, costs: StepCosts, prompt_tokens: int,
     return PromptTimes(first_token + _block_wait(load, prompt_tokens), delays)
 
 
-def handoff_cost(costs: StepCosts, uncached_tokens: int) -> float:
-    """Cost of a handoff after P's first token, as if D read nothing while P computes."""
-    return HANDOFF_SECONDS + costs.read.at(uncached_tokens)
+def handoff_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
+    """Cost of a handoff to D after P's first token, as if D read nothing while P computes.
+
+    The step in which the stream joins has few prompts, as it has waited for it. The prompts that wait on D, and those
+    that arrive until they are computed, wait for that step, too.
+    """
+    waiting = load.backlog / PROMPT_TOKENS / (1.0 - min(load.prompt_share, _MOST_SHARE))
+    join = costs.decode.at(load.decoding) if load.decoding else 0.0
+    return HANDOFF_SECONDS + costs.read.at(uncached_tokens) + waiting * join
 
 
 def pull_seconds(costs: StepCosts, num_tokens: int) -> float:
@@ -271,20 +278,29 @@ def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> f
     return decode.at(decodes) / (1.0 - min(prompt_share, _MOST_SHARE))
 
 
-def settled_shares(prompt_work: float, streams: int, nodes: int, decode: LinearCost) -> list[float]:
+def settled_shares(
+    prompt_work: float, streams: int, nodes: int, decode: LinearCost, itl_target: float = 0.0
+) -> list[float]:
     """Return the share of prompts on each of ``nodes`` once requests have settled: the first nodes have most of them.
 
     ``prompt_work`` is the sum of the shares now. Either every node has the same share, or the first ones compute
-    prompts only, as far as they suffice: what makes the time per token of ``streams`` shorter.
+    prompts only, as far as they suffice: what makes the time per token of ``streams`` shorter. Beside streams, prompts
+    get what the ITL target leaves, at most. If that is less than they need, every node has this share.
     """
-    even = prompt_work / nodes
+
+    def beside(decodes: float, share: float) -> float:
+        step = decode.at(decodes)
+        longest = max(itl_target, _LEAST_ITL_STEPS * step) if itl_target else math.inf
+        return min(share, 1.0 - step / longest)
+
+    even = beside(streams / nodes, prompt_work / nodes)
     best, found = time_per_token(decode, streams / nodes, even), [even] * nodes
     for leaning in {max(1, int(prompt_work)), max(1, int(prompt_work) + 1)}:
         others = nodes - leaning
         if others <= 0:
             continue
         own = min(prompt_work / leaning, _MOST_SHARE)
-        rest = (prompt_work - leaning * own) / others
+        rest = beside(streams / others, (prompt_work - leaning * own) / others)
         if (seconds := time_per_token(decode, streams / others, rest)) < best:
             best, found = seconds, [own] * leaning + [rest] * others
     return found

@@ -18,7 +18,6 @@ from router.fleet.policy import FleetSnapshot, NodeView, filled, prompt_shares, 
 
 _TOKENS = cost.OUTPUT_TOKENS // 4  # of an answer, for which a move saves: half of its rest, as loads change meanwhile
 _LEAST = 0.01  # seconds of TTFT that a decision must save: one prompt alone makes a share of 5 % for a second
-_CONTEXT = 2000  # tokens of KV that a move reads, assumed
 _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
 # The longest pause of a stream, in ITL targets, and of the last ones of a node. Half a step of a node that computes
 # prompts in bulk is 1/2 of its target, and a decode is at least 1/9: together they exceed the first limit.
@@ -102,6 +101,6 @@ def _pause_seconds(target: _Node, count: int) -> float:
 
     They are read one after the other, and wait for half a step and a decode of their new node.
     """
-    read = cost.handoff_cost(target.costs, count * _CONTEXT)
+    read = cost.pull_seconds(target.costs, count * cost.PROMPT_TOKENS)
     decode = target.costs.decode.at(target.view.load.decoding + count)
     return read + target.step / 2 + decode

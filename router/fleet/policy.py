@@ -215,7 +215,7 @@ def _candidates(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Candid
             excess = _excess(request, prompt.first_token, per_token)
             candidates.append(_Candidate(decoding + prompt.cost, decode, excess=excess, source=source, saved=saved))
         if peer is not None:
-            seconds = decoding + peer.seconds + cost.handoff_cost(costs, uncached)
+            seconds = decoding + peer.seconds + cost.handoff_cost(load, costs, uncached)
             excess = _excess(request, peer.first_token, per_token)
             way = _Candidate(seconds, decode, peer.node, excess=excess, source=peer.source, saved=peer.saved)
             candidates.append(way)
@@ -238,7 +238,8 @@ def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, floa
     work = sum(_prompt_work(node.load, filled(node.costs, typical), life) for node in (*fixed, *decodes))
     work = max(0.0, work - len(fixed))
     others = [node.node_id for node in decodes if node.role != BOTH]
-    shares = cost.settled_shares(work, streams, len(decodes), typical.decode)
+    target = max(node.load.itl_target for node in decodes)
+    shares = cost.settled_shares(work, streams, len(decodes), typical.decode, target)
     return dict(zip([*elastic, *others], shares, strict=True))
 
 

@@ -202,6 +202,38 @@ def test_settled_shares_keep_the_work_and_never_decode_slower(
     assert time_per_token(decode, streams / decoding, found[-1]) <= even * (1.0 + 1e-9)
 
 
+@given(
+    work=st.floats(0.0, 12.0),
+    streams=st.integers(1, 3000),
+    nodes=st.integers(2, 12),
+    base=st.floats(1e-3, 0.1),
+    slope=st.floats(0.0, 1e-3),
+    target=st.floats(1e-3, 1.0),
+)
+def test_streams_settle_where_they_get_a_token_per_itl_target(
+    work: float, streams: int, nodes: int, base: float, slope: float, target: float
+) -> None:
+    """The target is at least two decode steps."""
+    decode = LinearCost(base, slope)
+    found = settled_shares(work, streams, nodes, decode, target)
+    decoding = sum(share == found[-1] for share in found)
+    step = decode.at(streams / decoding)
+    assert step / (1.0 - found[-1]) <= max(target, 2.0 * step) * (1.0 + 1e-9)
+
+
+@pytest.mark.parametrize(("streams", "queues"), [(40, (30_000, 20_000)), (60, (30_000, 20_000))])
+def test_under_overload_all_nodes_do_both_and_keep_the_prompts_of_their_streams(
+    streams: int, queues: tuple[int, int]
+) -> None:
+    nodes = tuple(
+        both(f"b{i}", requests=streams, decoding=streams, prompt_share=0.65, backlog=queue, itl_target=0.04)
+        for i, queue in enumerate(queues)
+    )
+    shares = prompt_shares(FleetSnapshot("m", nodes), COSTS)
+    assert shares["b0"] == pytest.approx(shares["b1"])
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == Placement("b1", None)
+
+
 def test_full_decode_node_is_avoided() -> None:
     nodes = (decode("d0", free_blocks=10), decode("d1", requests=100), prefill("p0"))
     assert prefix_aware(FleetSnapshot("m", nodes), ASK).decode == "d1"
