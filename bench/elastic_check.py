@@ -22,7 +22,7 @@ from fleet import Fleet, start_elastic
 from fleet_simulation import Simulation
 from plan_check import replay
 from replay import make_long_model
-from simulated_node import Job
+from simulated_node import Card, Job
 
 from cli.plan.queues import percentile
 from cli.plan.workload import Workload, workload_of
@@ -45,7 +45,7 @@ def simulated(roles: Sequence[str], workload: Workload, rate: float, times: floa
     at = accumulate(gap / rate for gap in workload.gaps)
     jobs = [Job(*values) for values in zip(at, workload.prompts, workload.outputs, strict=True)]
     costs = choose_costs([], 1.0 / times)
-    simulation = Simulation(roles, costs=costs, kv_tokens=KV_TOKENS, idle_step=0.0, device="simulated")
+    simulation = Simulation(roles, card=Card(costs, 0.0, KV_TOKENS), device="simulated")
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
     per_token, longest = [job.per_token for job in decoded], [job.longest_gap for job in decoded]

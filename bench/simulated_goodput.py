@@ -1,8 +1,8 @@
-"""The loads of bench/goodput_fleets.py on simulated fleets: the real scheduler, policy and moves, modelled H100s.
+"""The loads of bench/goodput_fleets.py on simulated fleets: the real scheduler, policy and moves, modelled cards.
 
     PYTHONPATH=.:tests/support python bench/simulated_goodput.py --rates 8,16,24,32 --seed 5 \
         --also 20:mean=512,sigma=0.8:mean=512,sigma=0.8
-    PYTHONPATH=.:tests/support python bench/simulated_goodput.py --rates 16,24 --seconds 15 --repeat 4
+    PYTHONPATH=.:tests/support python bench/simulated_goodput.py --card h200 --rates 16,24 --seconds 15 --repeat 4
 
 The flags of loads are those of bench/goodput_fleets.py, and so are the requests. A fleet is ``1p1d``, ``2d``, another
 pair of numbers, ``elastic`` (as many nodes as the first fleet), or ``turn``: nodes that requests use one after the
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fleet_simulation import Simulation, no_moves, split
 from loads import add_load_flags, make_loads
-from simulated_node import Delays, Job
+from simulated_node import H100, H200, Card, Delays, Job
 
 from cli.bench.http_load import percentiles
 from pdserve.request_cost import ITL_OBJECTIVE, TTFT_OBJECTIVE
@@ -32,6 +32,7 @@ from router.fleet.moves import moves
 from router.fleet.policy import prefix_aware, round_robin
 
 SHARES = ("p50", "p90", "p99")
+CARDS = {"h100": H100, "h200": H200}
 
 
 class Results(NamedTuple):
@@ -54,11 +55,11 @@ def roles_of(fleet: str, nodes: int) -> list[str]:
     return ["both"] * nodes
 
 
-def run(fleet: str, nodes: int, jobs: list[Job], delays: Delays) -> Results:
+def run(fleet: str, nodes: int, jobs: list[Job], card: Card, delays: Delays) -> Results:
     in_turn = fleet == "turn"
     roles = ["decode"] * nodes if in_turn else roles_of(fleet, nodes)
     policy, find_moves = (round_robin, no_moves) if in_turn else (prefix_aware, moves)
-    simulation = Simulation(roles, policy, find_moves, delays=delays)
+    simulation = Simulation(roles, policy, find_moves, card=card, delays=delays)
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
     good = sum(job.ttft <= TTFT_OBJECTIVE and job.per_token <= ITL_OBJECTIVE for job in jobs)
@@ -117,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fleets", nargs="+", default=["2d", "1p1d", "elastic"], metavar="FLEET")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="seeds, from --seed on")
     parser.add_argument("--by-rate", action="store_true", help="requests of the separate client")
+    parser.add_argument("--card", choices=CARDS, default="h100", help="costs of steps")
     for name, what in (("message", "from node to node"), ("confirm", "of D's processes in a handoff")):
         default = 1e3 * getattr(Delays, name)
         parser.add_argument(f"--{name}-ms", type=float, default=default, metavar="MS", help=what)
@@ -129,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("|---" * 10 + "|")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = [
-            (name, fleet, [pool.submit(run, fleet, nodes, jobs, delays) for jobs in repeated])
+            (name, fleet, [pool.submit(run, fleet, nodes, jobs, CARDS[args.card], delays) for jobs in repeated])
             for name, repeated in loads_of(args).items()
             for fleet in args.fleets
         ]

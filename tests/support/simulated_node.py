@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.scheduler import Scheduler
@@ -50,17 +50,40 @@ DECODE_AHEAD = 3  # tokens after the first that P samples at most
 MIN_LEFT, REST = 16, 5.0  # tokens, seconds: see router/generation
 LEAD = 1e-3  # seconds before the end of a step at which the next one is planned
 
-#: An 8B model in bf16 on an H100 that reads KV over NVLink; the room for KV in tokens.
-H100 = SimulatedCosts(
-    step=6.2e-3,
-    decode=11e-6,
-    decode_context=43.6e-9,
-    prompt_token=22.5e-6,
-    prompt_context=0.45e-9,
-    hidden=3.9e-3,
+
+class Card(NamedTuple):
+    """A GPU with an 8B model in bf16, which reads KV over NVLink."""
+
+    costs: SimulatedCosts
+    idle_step: float  # seconds of a decode step of one sequence: kernels for a single row
+    kv_tokens: int  # room for KV
+
+
+H100 = Card(
+    SimulatedCosts(
+        step=6.2e-3,
+        decode=11e-6,
+        decode_context=43.6e-9,
+        prompt_token=22.5e-6,
+        prompt_context=0.45e-9,
+        hidden=3.9e-3,
+    ),
+    idle_step=5.4e-3,
+    kv_tokens=444_848,
 )
-H100_IDLE_STEP = 5.4e-3  # seconds of a decode step of one sequence: kernels for a single row
-H100_KV_TOKENS = 444_848
+#: Fitted to each step of two nodes at 24 and 32 requests/s, timed by CUDA events (two H200s, e2e3babc).
+H200 = Card(
+    SimulatedCosts(
+        step=4.9e-3,
+        decode=9e-6,
+        decode_context=31e-9,
+        prompt_token=21.3e-6,
+        prompt_context=1.3e-9,
+        hidden=0.5e-3,
+    ),
+    idle_step=4.0e-3,
+    kv_tokens=840_000,
+)
 
 
 class Events:
@@ -189,9 +212,7 @@ class SimulatedNode:
         client: Client,
         *,
         target: float | None = None,
-        costs: SimulatedCosts = H100,
-        kv_tokens: int = H100_KV_TOKENS,
-        idle_step: float = H100_IDLE_STEP,
+        card: Card = H100,
         device: str = "cuda",
         delays: Delays = Delays(),
     ) -> None:
@@ -199,10 +220,10 @@ class SimulatedNode:
         self.role = role
         self._events = events
         self._client = client
-        self._costs = costs
+        self._costs = card.costs
         self._delays = delays
         self.scheduler = Scheduler(
-            num_blocks=kv_tokens // BLOCK,
+            num_blocks=card.kv_tokens // BLOCK,
             block_size=BLOCK,
             max_num_seqs=MAX_SEQS,
             max_batch_tokens=MAX_BATCH_TOKENS,
@@ -210,13 +231,13 @@ class SimulatedNode:
             tile=TILE[device],
             max_waiting=1 << 30,
             itl_target=target,
-            idle_step=idle_step,
+            idle_step=card.idle_step,
             connector=PeerConnectorScheduler,
             clock=lambda: events.now,
         )
         self._jobs: dict[int, Job] = {}  # that decode here, by rid
         self._handoffs: dict[int, _Handoff] = {}  # by rid, on D and on P
-        self._steps = SimulatedSteps(costs)
+        self._steps = SimulatedSteps(card.costs)
         self._share = PromptShare(0.0)
         self._reads_until = 0.0
         self._executing: StepPlan | None = None
