@@ -285,11 +285,11 @@ class PromptRun:
             if self._unfinished == 0:
                 self._finish()
         elif self._moves_to is not None:
-            self._move_now()
+            self._move_now(self._moves_to)
 
-    def _move_now(self) -> None:
-        to, self._moves_to = self._moves_to, None
-        if to is not None and self.movable_tokens:
+    def _move_now(self, to: Placement) -> None:
+        self._moves_to = None
+        if self.movable_tokens:
             self._migration.move(self._leave(), self._num_unfinished_tokens, to)
 
     def _count_token(self, choice: Choice, output: pb.Output) -> None:
