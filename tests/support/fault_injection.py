@@ -139,7 +139,7 @@ def inject(node: NodeProcess, kind: str) -> None:
         node.wait_ended(10.0)
     else:
         node.signal(signal.SIGTERM)
-        node.wait_ended(10.0)
+        node.wait_ended(60.0)  # requests that run there end first
 
 
 def recover(node: NodeProcess, kind: str) -> None:
