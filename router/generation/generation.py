@@ -136,7 +136,6 @@ class PromptRun:
         self._started = False  # a token has arrived
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
-        self._moves_to: Placement | None = None  # behind the next token
         options = generation.options
         self.prefix = PromptPrefix(job.prompt.token_ids, root_hash(options.cache_salt))
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
@@ -190,7 +189,6 @@ class PromptRun:
                 self._suspicion.begin_trial(self._call)
             if len(generation.runs) > 1:
                 generation.weights.settle(self._call.node)
-        self._moves_to = None
         self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
         span.set(self._call.placed)
@@ -212,16 +210,14 @@ class PromptRun:
 
     @property
     def movable_tokens(self) -> int:
-        if self._waiting or self._moves_to or self._generation.paused or len(self.choices) > 1:
-            return 0
-        if not self._migration.may_move:
+        if self._waiting or self._generation.paused or len(self.choices) > 1 or not self._migration.may_move:
             return 0
         num_outputs = len(self.choices[0].token_ids)
         return self.prefix.num_tokens + num_outputs if self.job.sampling.max_tokens - num_outputs >= _MIN_LEFT else 0
 
     def move(self, to: Placement) -> None:
         if self.movable_tokens:
-            self._moves_to = to
+            self._migration.destination = to
 
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
@@ -284,13 +280,8 @@ class PromptRun:
             self._unfinished -= 1
             if self._unfinished == 0:
                 self._finish()
-        elif self._moves_to is not None:
-            self._move_now(self._moves_to)
-
-    def _move_now(self, to: Placement) -> None:
-        self._moves_to = None
-        if self.movable_tokens:
-            self._migration.move(self._leave(), self._num_unfinished_tokens, to)
+        elif self._migration.destination is not None:
+            self._migration.move(self._leave(), self._num_unfinished_tokens)
 
     def _count_token(self, choice: Choice, output: pb.Output) -> None:
         generation = self._generation

@@ -7,9 +7,10 @@
 
 If the engine of D, or of its P, ends in a step with the prompt, the prompt is suspect (suspicion.py).
 
-A drain is no failure and counts towards no limit, nor does a move. The call to the first node of a move ends before the
-second one begins, so that two nodes never produce tokens of one prompt. Its blocks stay in the first node's prefix
-cache, as the last ones to be evicted, until the second node has leased them.
+A drain is no failure and counts towards no limit, nor does a move. A move begins behind the next token of the
+prompt. The call to its first node ends before that to the second one begins, so that two nodes never produce tokens of
+one prompt. Its blocks stay in the first node's prefix cache, as the last ones to be evicted, until the second node has
+leased them.
 
 The client receives the same tokens as without migration: sampling noise depends only on seed, choice and position,
 penalties are computed from the tokens sent along, and text exists only in the router. Outputs of a node that the prompt
@@ -66,6 +67,7 @@ class Migration:
         self._left: set[str] = set()  # ids of decode nodes
         self._left_at = 0.0  # the latest
         self._give_up_at = 0.0
+        self.destination: Placement | None = None  # where the prompt will move, behind its next token
         self.suspicion = Suspicion(num_choices)
         self._waits_for_turn = False  # only nodes with other suspects are ready
         self._num_failures = 0
@@ -119,12 +121,14 @@ class Migration:
 
     @property
     def may_move(self) -> bool:
-        if self._cancelled or not self._options.migrations or self.suspicion.crashed:
+        if self._cancelled or not self._options.migrations or self.suspicion.crashed or self.destination is not None:
             return False
         return perf_counter() > self._moved_at + _REST
 
-    def move(self, node: NodeView, num_tokens: int, to: Placement) -> None:
-        """Continue on ``to.decode``, which reads the KV from ``node``; if that is refused, anywhere."""
+    def move(self, node: NodeView, num_tokens: int) -> None:
+        """Continue at ``destination``, which reads the KV from ``node``; if that is refused, anywhere."""
+        to, self.destination = self.destination, None
+        assert to is not None
         self._count(node, num_tokens, f"to {to.decode}", "moved")
         self._computed_by, self._moving = node, True
         self._left_at = self._moved_at = perf_counter()
@@ -188,6 +192,7 @@ class Migration:
         self._metrics.migrations.labels(why).inc()
 
     def _go_elsewhere(self, node: NodeView, error: PdserveError) -> None:
+        self.destination = None
         self._left.add(node.node_id)
         self._left_at = perf_counter()
         self._give_up_at = self._left_at + _TIMEOUT

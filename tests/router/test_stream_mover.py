@@ -122,3 +122,36 @@ def test_a_stream_that_has_just_moved_or_is_about_to_end_stays(pair: list[Script
         await nodes.close()
 
     asyncio.run(run())
+
+
+def test_a_stream_whose_node_fails_before_it_has_moved_does_not_move_later(pair: list[ScriptedNode]) -> None:
+    is_moving = threading.Event()
+
+    async def script(conversation: Conversation) -> None:
+        if conversation.message.resume:
+            conversation.token(2)
+            conversation.token(3, finish="length")
+            return
+        conversation.token(1)
+        await asyncio.to_thread(is_moving.wait)
+        conversation.fail(pb.Failure.NODE_FAILED)
+
+    for node in pair:
+        node.scripts[SALT] = script
+
+    async def run() -> None:
+        nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
+        fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
+        nodes.listed("both", frozenset(node.address for node in pair))
+        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
+        request = RunningRequest([5] * 40, 100, fleet, metrics, SALT)
+        await request.start()
+        await request.wait(1)
+        (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
+        await StreamMover(fleet, lambda snapshot: [Move(source, "b" if source == "a" else "a", 1)]).move_streams()
+        is_moving.set()
+        assert await request.wait() == [1, 2, 3]
+        assert (moved(metrics), moved(metrics, "failed")) == (0, 1)
+        await nodes.close()
+
+    asyncio.run(run())
