@@ -334,12 +334,17 @@ def test_nothing_is_read_where_computing_is_faster() -> None:
 
 
 class World:
-    """A node with little memory, conversations over shared prefixes, and a disk that lasts, fails and lies."""
+    """A node with little memory, conversations over shared prefixes, and a disk that lasts, fails and lies.
+
+    Time is modelled: an event takes a millisecond, and a step one per token.
+    """
 
     def __init__(self, seed: int, kind: str) -> None:
         self.random = random.Random(seed)
         options = {**KINDS[kind], "room": HostRoom(45 * len(KINDS[kind].get("windows", (None,))), 9)}
-        self.node = make_node(max_num_seqs=4, **options)
+        self.node = make_node(max_num_seqs=4, seconds=lambda plan: 1e-3 * plan.num_tokens, **options)
+        self.now = 0.0
+        tier_of(self.node)._clock = tier_of(self.node)._host._clock = lambda: self.now
         self.expected: dict[int, tuple[list[int], int]] = {}  # prompt and outputs of open requests
         self.conversations = [words(seed * 10 + place, 9) for place in range(5)]
         self.num_checked = 0
@@ -361,6 +366,7 @@ class World:
 
     def event(self) -> None:
         chance, memory, disk = self.random, memory_of(self.node), disk_of(self.node)
+        self.now += 1e-3
         choice = chance.random()
         if choice < 0.1 and len(self.expected) < 5:
             self.submit()
