@@ -95,7 +95,7 @@ def check_variables(parser: ArgumentParser) -> Finding:
 
 
 def check_bytecode() -> Finding:
-    """Check that processes find torch compiled: without bytecode, each start compiles its two thousand modules."""
+    """Check that processes find torch compiled: without bytecode, each start compiles more than a thousand modules."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return ok("torch is not installed")
