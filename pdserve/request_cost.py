@@ -126,7 +126,8 @@ def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> P
     decodes, slope = load.decoding, costs.prompt.slope
     own, queued = slope * uncached_tokens, slope * load.backlog
     if decodes:
-        step, longest = costs.decode.at(decodes), _longest_step(load, costs, decodes)
+        step = costs.decode.at(decodes)
+        longest = _longest_step(load.itl_target, step)
         hidden = max(0.0, costs.decode.base - costs.prompt.base)
     else:
         step, longest, hidden = costs.prompt.base, math.inf, 0.0
@@ -176,7 +177,7 @@ def answer_wait(load: RequestLoad, costs: StepCosts) -> float:
     step = costs.prompt.slope * min(load.backlog, _STEP_TOKENS)
     if load.decoding:
         decode = costs.decode.at(load.decoding)
-        step = min(decode + step, _longest_step(load, costs, load.decoding))
+        step = min(decode + step, _longest_step(load.itl_target, decode))
     return step / 2.0
 
 
@@ -278,9 +279,7 @@ def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> f
     return decode.at(decodes) / (1.0 - min(prompt_share, _MOST_SHARE))
 
 
-def settled_shares(
-    prompt_work: float, streams: int, nodes: int, decode: LinearCost, itl_target: float = 0.0
-) -> list[float]:
+def settled_shares(prompt_work: float, streams: int, nodes: int, decode: LinearCost, itl_target: float) -> list[float]:
     """Return the share of prompts on each of ``nodes`` once requests have settled: the first nodes have most of them.
 
     ``prompt_work`` is the sum of the shares now. Either every node has the same share, or the first ones compute
@@ -290,8 +289,7 @@ def settled_shares(
 
     def beside(decodes: float, share: float) -> float:
         step = decode.at(decodes)
-        longest = max(itl_target, _LEAST_ITL_STEPS * step) if itl_target else math.inf
-        return min(share, 1.0 - step / longest)
+        return min(share, 1.0 - step / _longest_step(itl_target, step))
 
     even = beside(streams / nodes, prompt_work / nodes)
     best, found = time_per_token(decode, streams / nodes, even), [even] * nodes
@@ -311,13 +309,14 @@ def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
 
     A step with prompts takes the ITL target, and its decodes do their part of it, at most half.
     """
-    step, longest = costs.decode.at(decodes), _longest_step(load, costs, decodes)
+    step = costs.decode.at(decodes)
+    longest = _longest_step(load.itl_target, step)
     return longest / (longest - step) if decodes and step and longest < math.inf else 1.0
 
 
-def _longest_step(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
-    """Return the seconds of a step with prompts and so many decodes."""
-    return max(load.itl_target, _LEAST_ITL_STEPS * costs.decode.at(decodes)) if load.itl_target else math.inf
+def _longest_step(itl_target: float, decode: float) -> float:
+    """Return the seconds of a step with prompts and decodes, which take ``decode`` seconds alone."""
+    return max(itl_target, _LEAST_ITL_STEPS * decode) if itl_target else math.inf
 
 
 def _block_wait(load: RequestLoad, num_tokens: int) -> float:

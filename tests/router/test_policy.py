@@ -193,7 +193,7 @@ def test_settled_shares_keep_the_work_and_never_decode_slower(
     shares: list[float], streams: int, base: float, slope: float
 ) -> None:
     decode, nodes = LinearCost(base, slope), len(shares)
-    found = settled_shares(sum(shares), streams, nodes, decode)
+    found = settled_shares(sum(shares), streams, nodes, decode, itl_target=0.0)
     assert len(found) == nodes
     assert sum(found) == pytest.approx(sum(shares))
     assert found == sorted(found, reverse=True) or min(found) == pytest.approx(max(found))

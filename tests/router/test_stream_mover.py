@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 from running_request import RunningRequest
@@ -31,6 +32,22 @@ def pair() -> Iterator[list[ScriptedNode]]:
     yield nodes
     for node in nodes:
         node.close()
+
+
+@asynccontextmanager
+async def served(pair: list[ScriptedNode]) -> AsyncIterator[tuple[Fleet, Nodes, RouterMetrics]]:
+    nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
+    fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
+    nodes.listed("both", frozenset(node.address for node in pair))
+    await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
+    yield fleet, nodes, metrics
+    await nodes.close()
+
+
+def ends(fleet: Fleet, nodes: Nodes) -> tuple[str, str]:
+    """Return the node of the only stream that may move, and the other one."""
+    (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
+    return source, "b" if source == "a" else "a"
 
 
 def moved(metrics: RouterMetrics, reason: str = "moved") -> float:
@@ -66,27 +83,22 @@ def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode
     play("b")
 
     async def run() -> None:
-        nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
-        fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
-        nodes.listed("both", frozenset(node.address for node in pair))
-        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
-        request = RunningRequest([5] * 40, 100, fleet, metrics, SALT)
-        await request.start()
-        await request.wait(1)
-        (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
-        target = "b" if source == "a" else "a"
-        mover = StreamMover(fleet, lambda snapshot: [Move(source, target, 1)])
-        await mover.move_streams()
-        await mover.move_streams()  # it is about to leave: this changes nothing
-        assert not resumed
-        is_moving.set()
-        assert await request.wait() == [1, 2, 3, 4]
-        attempts = [(target, source, [1, 2])]
-        assert resumed[:1] == attempts
-        assert [(name, tokens) for name, _, tokens in resumed[1:]] == [(source, [1, 2])] * refusing
-        assert (moved(metrics), moved(metrics, "failed"), moved(metrics, "lost")) == (1, 0, 0)
-        assert all(view.in_flight == 0 for view in nodes.views())
-        await nodes.close()
+        async with served(pair) as (fleet, nodes, metrics):
+            request = RunningRequest([5] * 40, 100, fleet, metrics, SALT)
+            await request.start()
+            await request.wait(1)
+            source, target = ends(fleet, nodes)
+            mover = StreamMover(fleet, lambda snapshot: [Move(source, target, 1)])
+            await mover.move_streams()
+            await mover.move_streams()  # it is about to leave: this changes nothing
+            assert not resumed
+            is_moving.set()
+            assert await request.wait() == [1, 2, 3, 4]
+            attempts = [(target, source, [1, 2])]
+            assert resumed[:1] == attempts
+            assert [(name, tokens) for name, _, tokens in resumed[1:]] == [(source, [1, 2])] * refusing
+            assert (moved(metrics), moved(metrics, "failed"), moved(metrics, "lost")) == (1, 0, 0)
+            assert all(view.in_flight == 0 for view in nodes.views())
 
     asyncio.run(run())
 
@@ -104,22 +116,17 @@ def test_a_stream_that_has_just_moved_or_is_about_to_end_stays(pair: list[Script
         node.scripts[SALT] = script
 
     async def run() -> None:
-        nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
-        fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
-        nodes.listed("both", frozenset(node.address for node in pair))
-        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
-        short, long = (RunningRequest([5] * 40, length, fleet, metrics, SALT) for length in (5, 100))
-        for request in (short, long):
-            await request.start()
-            await request.wait(1)
-        (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
-        target = "b" if source == "a" else "a"
-        await StreamMover(fleet, lambda snapshot: [Move(source, target, 9)]).move_streams()
-        is_moving.set()
-        await long.wait(4)  # two tokens of each node
-        await StreamMover(fleet, lambda snapshot: [Move(target, source, 9)]).move_streams()
-        assert moved(metrics) == 1
-        await nodes.close()
+        async with served(pair) as (fleet, nodes, metrics):
+            short, long = (RunningRequest([5] * 40, length, fleet, metrics, SALT) for length in (5, 100))
+            for request in (short, long):
+                await request.start()
+                await request.wait(1)
+            source, target = ends(fleet, nodes)
+            await StreamMover(fleet, lambda snapshot: [Move(source, target, 9)]).move_streams()
+            is_moving.set()
+            await long.wait(4)  # two tokens of each node
+            await StreamMover(fleet, lambda snapshot: [Move(target, source, 9)]).move_streams()
+            assert moved(metrics) == 1
 
     asyncio.run(run())
 
@@ -140,18 +147,14 @@ def test_a_stream_whose_node_fails_before_it_has_moved_does_not_move_later(pair:
         node.scripts[SALT] = script
 
     async def run() -> None:
-        nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
-        fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
-        nodes.listed("both", frozenset(node.address for node in pair))
-        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
-        request = RunningRequest([5] * 40, 100, fleet, metrics, SALT)
-        await request.start()
-        await request.wait(1)
-        (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
-        await StreamMover(fleet, lambda snapshot: [Move(source, "b" if source == "a" else "a", 1)]).move_streams()
-        is_moving.set()
-        assert await request.wait() == [1, 2, 3]
-        assert (moved(metrics), moved(metrics, "failed")) == (0, 1)
-        await nodes.close()
+        async with served(pair) as (fleet, nodes, metrics):
+            request = RunningRequest([5] * 40, 100, fleet, metrics, SALT)
+            await request.start()
+            await request.wait(1)
+            source, target = ends(fleet, nodes)
+            await StreamMover(fleet, lambda snapshot: [Move(source, target, 1)]).move_streams()
+            is_moving.set()
+            assert await request.wait() == [1, 2, 3]
+            assert (moved(metrics), moved(metrics, "failed")) == (0, 1)
 
     asyncio.run(run())

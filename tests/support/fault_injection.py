@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import grpc
 from fleet import Fleet, NodeProcess
 
+from pdserve.flags.shared import DRAIN_SECONDS
+
 KINDS = ("kill", "kill engine", "terminate", "stop node", "stop frontend", "stop engine")
 ONE_RANK = {"prefill": 1, "decode": 1, "both": 1}
 SETTLE_SECONDS = 3.0  # until all routers and peers know that a node is ready again
@@ -139,7 +141,7 @@ def inject(node: NodeProcess, kind: str) -> None:
         node.wait_ended(10.0)
     else:
         node.signal(signal.SIGTERM)
-        node.wait_ended(60.0)  # requests that run there end first
+        node.wait_ended(DRAIN_SECONDS + 10.0)  # requests that run there end first
 
 
 def recover(node: NodeProcess, kind: str) -> None:
