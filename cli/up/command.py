@@ -57,14 +57,14 @@ def up(args: argparse.Namespace) -> int:
         fleet = LocalFleet(children, plan, args)
         display = starting_display(children.children)
         try:
-            watch(children, display, until=lambda: stop.received or fleet.advance(), died=refuse)
+            watch(children, display, stop, until=fleet.advance, died=refuse)
         finally:
             display.close()
         if stop.received:
             return EXIT_INTERRUPTED
         print_welcome(fleet.url, plan.config, fleet.nodes, router)
         display = serving_display()
-        watch(children, display, lambda: over(fleet, stop), died=lambda child: restart_later(fleet, child))
+        watch(children, display, stop, until=lambda: restart_due(fleet), died=lambda child: restart_later(fleet, child))
         if not stop.immediate:
             _log.info("draining; a second signal stops at once")
             deadline = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
@@ -73,16 +73,21 @@ def up(args: argparse.Namespace) -> int:
     return 0
 
 
-def watch(children: Supervisor, display: Display, until: Callable[[], bool], died: Callable[[Child], None]) -> None:
-    """Display the children's events until ``until()``. Call ``died`` for a child that dies."""
-    while not until():
+def watch(
+    children: Supervisor, display: Display, stop: StopSignals, until: Callable[[], bool], died: Callable[[Child], None]
+) -> None:
+    """Display the children's events until ``until()`` or a stop signal. Call ``died`` for a child that dies before.
+
+    A stop signal to the process group also reaches a child that was forked and does not lead its own session yet.
+    """
+    while not (stop.received or until()):
         for event in children.wait(POLL_SECONDS):
             match event:
                 case Printed(child, text):
                     display.printed(child, text)
                 case Changed(child):
                     display.changed(child)
-                case Died(child):
+                case Died(child) if not stop.received:
                     died(child)
         display.tick()
 
@@ -92,11 +97,10 @@ def refuse(child: Child) -> None:
     raise death_of(child)
 
 
-def over(fleet: LocalFleet, stop: StopSignals) -> bool:
-    """Start processes whose restart is due. Return whether ``up`` should stop."""
-    if not stop.received:
-        fleet.advance()
-    return stop.received
+def restart_due(fleet: LocalFleet) -> bool:
+    """Start processes whose restart is due. Return False: the fleet serves until a signal."""
+    fleet.advance()
+    return False
 
 
 def restart_later(fleet: LocalFleet, child: Child) -> None:

@@ -319,13 +319,19 @@ def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
     assert "layers.3.mlp" in shown[0]
 
 
-def test_ctrl_c_during_start_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reaches_child", [False, True])
+def test_ctrl_c_during_start_leaves_no_process(tmp_path: Path, reaches_child: bool) -> None:
+    """Ctrl-C reaches a child too that was forked just now: its death is no failure."""
     with started(tmp_path) as up:
         end = time.monotonic() + patience(30)
         while not up.descendants():
             assert time.monotonic() < end
             time.sleep(0.02)
         processes = up.descendants()
+        if reaches_child:
+            up.process.send_signal(signal.SIGSTOP)
+            processes[0].kill()
         os.killpg(up.process.pid, signal.SIGINT)
-        assert up.process.wait(patience(10)) == 130
+        up.process.send_signal(signal.SIGCONT)
+        assert up.process.wait(patience(10)) == 130, up.err.read_text()
         assert_gone(processes)
