@@ -9,7 +9,9 @@ from pdserve.request_cost import LinearCost, StepCosts
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
+_LEAST_SPREAD = 2.0  # sequences: a slope between steps that differ by less says nothing of steps with a hundred of them
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
+_MOST_BASE = 1.0  # of a step of prompts, by that of one that decodes
 _OUTLIER_RATIO = 1.5  # of measured to expected seconds; the first use of a kernel takes longer
 _FEW_OUTLIERS = 2  # so many in a row are no rule yet
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
@@ -59,6 +61,16 @@ class LineFit:
     @property
     def mean_x(self) -> float:
         return self._x
+
+    def with_base(self, most: float) -> LinearCost:
+        """Return the fitted line; if its base exceeds ``most``, one with this base, through the mean of the points."""
+        line = self.line
+        return LinearCost(most, (self._y - most) / self._x) if line.base > most else line
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of x."""
+        return math.sqrt(self._xx / self._weight) if self else 0.0
 
     @property
     def line(self) -> LinearCost:
@@ -204,7 +216,7 @@ class StepCostMeter:
         if not prompt_tokens:
             self._decodes.add(decodes, self._credible(self._decodes.line.at(decodes), seconds))
             return 0.0
-        line, token = self._decodes.line, self._prompts.line.slope
+        line, token = self._decodes.line, self.prompt.slope
         usual_tokens = self._prompts.mean_x
         self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * line.slope))
         if not decodes:
@@ -242,6 +254,16 @@ class StepCostMeter:
         return self._decodes.line
 
     @property
+    def prompt(self) -> LinearCost:
+        """Seconds of a step that only computes prompts, by their tokens; zeros while not measured.
+
+        Steps that keep an ITL target take equally long: they have few tokens where these attend to many. That looks
+        like a base, but a step of prompts has hardly more of it than one that decodes: both read the weights.
+        """
+        base = self._decodes.line.base
+        return self._prompts.with_base(_MOST_BASE * base) if base else self._prompts.line
+
+    @property
     def drafts(self) -> LinearCost:
         """Seconds that drafts add to a step, by their number; zeros while not measured, less the longer ago it was."""
         line, share = self._drafts.line, 0.5 ** (self._undrafted / _DRAFTS_HALF_LIFE)
@@ -251,7 +273,7 @@ class StepCostMeter:
     def chunk(self) -> ChunkCost | None:
         """The cost that prompts add to a step that decodes; None while no step had prompts."""
         if self._chunk is None and self._prompts:
-            return ChunkCost(LinearCost(self._prompts.line.slope))
+            return ChunkCost(LinearCost(self.prompt.slope))
         return self._chunk
 
     def expected(self, work: StepWork) -> float:
@@ -260,7 +282,7 @@ class StepCostMeter:
         if not decodes:
             if not prompt_tokens:
                 return 0.0
-            return self._prompts.line.at(prompt_tokens) if self._prompts else math.inf
+            return self.prompt.at(prompt_tokens) if self._prompts else math.inf
         if not (self._decodes and (self._prompts or not prompt_tokens)):
             return math.inf
         seconds = self._decodes.line.at(decodes)
@@ -271,5 +293,8 @@ class StepCostMeter:
         return seconds
 
     def costs(self, read: LinearCost) -> StepCosts:
-        """Return the measured costs of steps, with those of KV reads."""
-        return StepCosts(self._prompts.line, self._decodes.line, read)
+        """Return the measured costs of steps, with those of KV reads. Decodes have no slope until it is known well."""
+        decode = self._decodes.line
+        if self._decodes.spread < _LEAST_SPREAD:
+            decode = LinearCost(decode.base)
+        return StepCosts(self.prompt, decode, read)

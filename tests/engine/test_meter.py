@@ -55,11 +55,35 @@ def test_prompts_decodes_and_reads_are_told_apart() -> None:
     for count in range(1, 40):
         meter.add_step(count, 0, 0.005 + 0.001 * count)
     for count in range(100, 4000, 100):
-        meter.add_step(3, count, 0.010 + 3 * 0.001 + count * 1e-4)
+        meter.add_step(3, count, 0.004 + 3 * 0.001 + count * 1e-4)
     costs = meter.costs(LinearCost(0.002, 1e-5))
     assert (costs.decode.base, costs.decode.slope) == pytest.approx((0.005, 0.001))
-    assert (costs.prompt.base, costs.prompt.slope) == pytest.approx((0.010, 1e-4))
+    assert (costs.prompt.base, costs.prompt.slope) == pytest.approx((0.004, 1e-4))
     assert (costs.read.base, costs.read.slope) == (0.002, 1e-5)
+
+
+def test_steps_of_equal_length_do_not_make_prompts_free() -> None:
+    """Steps that keep an ITL target have fewer tokens where these attend to more, and take as long."""
+    meter = StepCostMeter()
+    for count in range(1, 40):
+        meter.add_step(count, 0, 0.005 + 0.001 * count)
+    for index in range(100):
+        meter.add_step(5, 300 + index * 370 % 1000, 0.036)
+    prompt = meter.costs(LinearCost()).prompt
+    assert prompt.base <= 0.0051
+    assert prompt.at(800) == pytest.approx(0.036 - 5 * 0.001, rel=0.1)
+
+
+def test_slope_of_decodes_is_reported_once_steps_differ() -> None:
+    meter = StepCostMeter()
+    for index in range(100):
+        meter.add_step(1 + index % 2, 0, 0.005 + 0.003 * (index % 3))  # noise looks like a slope
+    decode = meter.costs(LinearCost()).decode
+    assert decode.slope == 0.0
+    assert 0.005 < decode.base < 0.011
+    for count in range(1, 20):
+        meter.add_step(count, 0, 0.005 + 0.001 * count)
+    assert meter.costs(LinearCost()).decode.slope > 0.0
 
 
 def test_prompts_cost_what_they_add_to_a_decode_step() -> None:
