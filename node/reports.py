@@ -32,7 +32,7 @@ def sample_bits(num_blocks: int) -> int:
     return max(0, (num_blocks - 1).bit_length() - MAX_REPORTED_BLOCKS.bit_length() + 1)
 
 
-_SHARE_SECONDS = 2.0  # time constant of PromptShare: about the life of a stream
+_SHARE_SECONDS = 1.0  # time constant of PromptShare: half of the life of a stream, so that nodes soon follow a load
 
 
 class PromptShare:

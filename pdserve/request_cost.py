@@ -174,11 +174,16 @@ def pull_seconds(costs: StepCosts, num_tokens: int) -> float:
 
 def answer_wait(load: RequestLoad, costs: StepCosts) -> float:
     """Seconds until a node has leased cached blocks to a peer: half of the step that executes, on average."""
-    step = costs.prompt.slope * min(load.backlog, _STEP_TOKENS)
-    if load.decoding:
-        decode = costs.decode.at(load.decoding)
-        step = min(decode + step, _longest_step(load.itl_target, decode))
-    return step / 2.0
+    return step_seconds(load, costs) / 2.0
+
+
+def step_seconds(load: RequestLoad, costs: StepCosts) -> float:
+    """Seconds of the step that a node executes. Without streams there, prompts have no ITL target."""
+    prompts = costs.prompt.slope * min(load.backlog, _STEP_TOKENS)
+    if not load.decoding:
+        return prompts
+    decode = costs.decode.at(load.decoding)
+    return min(decode + prompts, _longest_step(load.itl_target, decode))
 
 
 class LoadPlan(NamedTuple):
@@ -279,29 +284,49 @@ def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> f
     return decode.at(decodes) / (1.0 - min(prompt_share, _MOST_SHARE))
 
 
-def settled_shares(prompt_work: float, streams: int, nodes: int, decode: LinearCost, itl_target: float) -> list[float]:
+def settled_shares(prompt_work: float, streams: int, nodes: int, costs: StepCosts, itl_target: float) -> list[float]:
     """Return the share of prompts on each of ``nodes`` once requests have settled: the first nodes have most of them.
 
     ``prompt_work`` is the sum of the shares now. Either every node has the same share, or the first ones compute
-    prompts only, as far as they suffice: what makes the time per token of ``streams`` shorter. Beside streams, prompts
-    get what the ITL target leaves, at most. If that is less than they need, every node has this share.
+    prompts only, as far as they suffice: what costs a request less, by its wait and its time per token. Beside streams,
+    prompts get what the ITL target leaves, at most. If that is less than they need, every node has this share.
     """
+    prompt = _mean_prompt(prompt_work, streams, nodes, costs)
 
-    def beside(decodes: float, share: float) -> float:
-        step = decode.at(decodes)
-        return min(share, 1.0 - step / _longest_step(itl_target, step))
-
-    even = beside(streams / nodes, prompt_work / nodes)
-    best, found = time_per_token(decode, streams / nodes, even), [even] * nodes
-    for leaning in {max(1, int(prompt_work)), max(1, int(prompt_work) + 1)}:
+    def shares(leaning: int) -> tuple[float, float]:
+        """Return the share of each of the first nodes, and of each other one."""
         others = nodes - leaning
-        if others <= 0:
-            continue
-        own = min(prompt_work / leaning, _MOST_SHARE)
-        rest = beside(streams / others, (prompt_work - leaning * own) / others)
-        if (seconds := time_per_token(decode, streams / others, rest)) < best:
-            best, found = seconds, [own] * leaning + [rest] * others
-    return found
+        own = min(prompt_work / leaning, _MOST_SHARE) if leaning else 0.0
+        step = costs.decode.at(streams / others)
+        return own, min((prompt_work - leaning * own) / others, 1.0 - step / _longest_step(itl_target, step))
+
+    def cost(leaning: int) -> float:
+        seconds = time_per_token(costs.decode, streams / (nodes - leaning), shares(leaning)[1])
+        return TTFT_OBJECTIVE / ITL_OBJECTIVE * seconds + _prompt_wait(prompt_work, leaning or nodes, prompt)
+
+    leaning = int(prompt_work) + 1
+    while leaning + 1 < nodes and cost(leaning + 1) < cost(leaning):  # the cost is convex from here on
+        leaning += 1
+    best = min((number for number in (0, int(prompt_work), leaning) if number < nodes), key=cost)
+    own, rest = shares(best)
+    return [own] * best + [rest] * (nodes - best)
+
+
+def _mean_prompt(prompt_work: float, streams: int, nodes: int, costs: StepCosts) -> float:
+    """Return the seconds of a prompt: of those that make this work while each stream takes its usual time."""
+    assumed = PROMPT_TOKENS * costs.prompt.slope
+    life = OUTPUT_TOKENS * costs.decode.at(streams / nodes)
+    return min(assumed, prompt_work * life / streams) if streams else assumed
+
+
+def _prompt_wait(prompt_work: float, nodes: int, prompt: float) -> float:
+    """Return the mean wait of a prompt for one of ``nodes`` that share the work, in seconds; ``prompt``: its own.
+
+    M/D/m by the approximation of H. Sakasegawa (Annals of the Institute of Statistical Mathematics 29, 1977). Other
+    nodes take over what would wait for longer than half of a prompt.
+    """
+    all_busy = math.pow(min(prompt_work / nodes, 1.0), math.sqrt(2.0 * (nodes + 1)) - 1.0)
+    return all_busy * prompt / 2.0 / max(nodes - prompt_work, 1.0)
 
 
 def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:

@@ -8,7 +8,6 @@ target. The way back would cost more than it saves, so no stream goes back and f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -51,13 +50,11 @@ class _Node(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds of a step, with the prompts that wait now, or those that usually do."""
+        """Seconds of a step, with the prompts that wait now, or those that usually do once it has streams."""
         load = self.view.load
         decode = self.costs.decode.at(load.decoding)
-        most = max(load.itl_target - decode, decode) if load.itl_target else math.inf
-        waiting = min(self.costs.prompt.slope * load.backlog, most)
-        usual = min(load.prompt_share, 1.0) * most if load.itl_target else 0.0
-        return decode + max(waiting, usual)
+        usual = min(load.prompt_share, 1.0) * max(load.itl_target - decode, decode) if load.itl_target else 0.0
+        return max(cost.step_seconds(load, self.costs), decode + usual)
 
 
 def moves(snapshot: FleetSnapshot) -> list[Move]:
@@ -68,7 +65,7 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
     nodes = snapshot.usable("decode")
     typical = snapshot.typical or typical_costs(nodes)
     shares: Mapping[str, float] = prompt_shares(snapshot, typical)
-    found = [_Node(node, filled(node.costs, typical), shares[node.node_id]) for node in nodes]
+    found = [_Node(node, filled(node, typical), shares[node.node_id]) for node in nodes]
     sources = sorted(found, key=lambda node: (node.saved(1), node.view.node_id))
     targets = sorted(found, key=lambda node: (-node.saved(-1), node.view.node_id))
     chosen: list[Move] = []

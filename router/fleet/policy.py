@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from heapq import nsmallest
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
@@ -200,12 +200,13 @@ def _candidates(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Candid
     """Return for each D the ways to compute the prompt there, or on the best P that it reads from."""
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_costs([*decodes, *prefills])
-    sources = _sources(snapshot, request, typical)
-    ranked = _rank_prefills(prefills, request, typical, snapshot.counter, sources)
+    known = {node.node_id: filled(node, typical) for node in snapshot.nodes if node.model == snapshot.model}
+    sources = _sources(snapshot, request, known)
+    ranked = _rank_prefills(prefills, request, known, snapshot.counter, sources)
     shares = prompt_shares(snapshot, typical)
     candidates: list[_Candidate] = []
     for decode in decodes:
-        load, costs = decode.load, filled(decode.costs, typical)
+        load, costs = decode.load, known[decode.node_id]
         uncached = request.uncached(decode.node_id)
         decoding = cost.decode_cost(load, costs, request.num_tokens, shares[decode.node_id])
         per_token = cost.time_per_token(costs.decode, load.to_decode + 1, shares[decode.node_id])
@@ -235,20 +236,20 @@ def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, floa
     fixed = [node for node in snapshot.usable("prefill") if node.role != BOTH]
     streams = sum(node.load.to_decode for node in decodes)
     life = cost.OUTPUT_TOKENS * typical.decode.at(max(1.0, streams / len(decodes)))
-    work = sum(_prompt_work(node.load, filled(node.costs, typical), life) for node in (*fixed, *decodes))
+    work = sum(_prompt_work(node.load, node.costs.prompt or typical.prompt, life) for node in (*fixed, *decodes))
     work = max(0.0, work - len(fixed))
     others = [node.node_id for node in decodes if node.role != BOTH]
     target = max(node.load.itl_target for node in decodes)
-    shares = cost.settled_shares(work, streams, len(decodes), typical.decode, target)
+    shares = cost.settled_shares(work, streams, len(decodes), typical, target)
     return dict(zip([*elastic, *others], shares, strict=True))
 
 
-def _prompt_work(load: RequestLoad, costs: StepCosts, life: float) -> float:
+def _prompt_work(load: RequestLoad, prompt: LinearCost, life: float) -> float:
     """Return the share of a node's time that its prompts need: a node that lacks time has a growing queue of them.
 
     ``life``: seconds that a stream takes, in which the queue should be computed.
     """
-    return load.prompt_share + costs.prompt.slope * load.backlog / life
+    return load.prompt_share + prompt.slope * load.backlog / life
 
 
 def pooling_node(
@@ -269,7 +270,8 @@ def pooling_node(
         raise no_serving_node(snapshot, task)
     if policy == PREFIX_AWARE:
         typical = snapshot.typical or typical_costs(nodes)
-        return _rank_prefills(nodes, PolicyRequest(num_tokens), typical, snapshot.counter)[0].node.node_id
+        known = {node.node_id: filled(node, typical) for node in nodes}
+        return _rank_prefills(nodes, PolicyRequest(num_tokens), known, snapshot.counter)[0].node.node_id
     if policy == LEAST_LOADED:
         nodes = _fewest_requests(nodes)
     return nodes[snapshot.counter % len(nodes)].node_id
@@ -355,16 +357,16 @@ def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 def _rank_prefills(
     prefills: list[NodeView],
     request: PolicyRequest,
-    typical: StepCosts,
+    known: Mapping[str, StepCosts],
     counter: int,
     sources: Sequence[_Source] = (),
 ) -> list[_Candidate]:
-    """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate."""
+    """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate. ``known``: costs by node id."""
     if not prefills:
         return []
     ranked = []
     for node in prefills:
-        costs = filled(node.costs, typical)
+        costs = known[node.node_id]
         times = partial(cost.remote_prompt_times, node.load, costs, request.num_tokens)
         prompt, source, saved = _with_pull(node, costs, request, sources, times)
         ranked.append(_Candidate(prompt.cost, node, first_token=prompt.first_token, source=source, saved=saved))
@@ -374,12 +376,12 @@ def _rank_prefills(
     return ranked[first:tied] + ranked[:first] + ranked[tied:]
 
 
-def _sources(snapshot: FleetSnapshot, request: PolicyRequest, typical: StepCosts) -> list[_Source]:
+def _sources(snapshot: FleetSnapshot, request: PolicyRequest, known: Mapping[str, StepCosts]) -> list[_Source]:
     """Return the nodes that a prefix may be pulled from: those with the most of it, which answer first."""
     if not (request.cached and request.may_hand_off):
         return []
     found = [
-        _Source(node, request.cached[node.node_id], cost.answer_wait(node.load, filled(node.costs, typical)))
+        _Source(node, request.cached[node.node_id], cost.answer_wait(node.load, known[node.node_id]))
         for node in snapshot.nodes
         if node.node_id in request.cached and node.ready and not node.stalled and node.model == snapshot.model
     ]
@@ -421,18 +423,27 @@ def _with_pull(
 
 
 def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:
-    """The mean of the measured costs; a default where no node has measured one."""
+    """The mean of the measured costs, with the median slope of decodes; a default where no node has measured one."""
     means = {}
     for name in StepCosts.__struct_fields__:
         if known := [line for node in nodes if (line := getattr(node.costs, name))]:
             means[name] = LinearCost(fmean(line.base for line in known), fmean(line.slope for line in known))
+    if decode := means.get("decode"):
+        slopes = [node.costs.decode.slope for node in nodes if node.costs.decode.slope]
+        ratio = cost.TYPICAL.decode.slope / cost.TYPICAL.decode.base
+        means["decode"] = LinearCost(decode.base, median(slopes) if slopes else decode.base * ratio)
     return msgspec.structs.replace(cost.TYPICAL, **means)
 
 
-def filled(measured: StepCosts, typical: StepCosts) -> StepCosts:
-    """Fill the costs that a node has not measured with the typical ones."""
-    if measured.prompt.base and measured.decode.base and measured.read.base:
-        return measured
-    return StepCosts(
-        measured.prompt or typical.prompt, measured.decode or typical.decode, measured.read or typical.read
-    )
+def filled(node: NodeView, typical: StepCosts) -> StepCosts:
+    """Return the costs of a node, with typical ones for those that it has not measured.
+
+    It has measured steps of about as many sequences as it decodes now. What more of them cost is known better by all
+    nodes together: while their number hardly changes, a node finds any slope.
+    """
+    measured, decodes = node.costs, node.load.decoding
+    decode = typical.decode
+    if seconds := measured.decode.at(decodes):
+        slope = decode.slope * seconds / decode.at(decodes)
+        decode = LinearCost(seconds - slope * decodes, slope)
+    return StepCosts(measured.prompt or typical.prompt, decode, measured.read or typical.read)

@@ -46,6 +46,13 @@ def test_no_stream_moves_where_its_pause_would_be_longer_than_the_gap_that_promp
     assert not found(node("a", 8, prompt_share=0.3, backlog=4000), node("b", 2, backlog=4000))
 
 
+def test_no_stream_moves_to_a_node_amid_a_long_step_of_prompts() -> None:
+    """A node without streams computes all prompts that wait in one step."""
+    (move,) = found(node("a", 4, prompt_share=0.3), node("b", 0))
+    assert move == Move("a", "b", 4)
+    assert found(node("a", 4, prompt_share=0.3), node("b", 0, backlog=8192)) == []
+
+
 def test_the_last_streams_leave_a_node_of_prompts_for_one_that_computes_some_too() -> None:
     assert found(node("a", 2, prompt_share=0.9, backlog=4000), node("b", 8, 0.3, backlog=4000)) == [Move("a", "b", 2)]
 

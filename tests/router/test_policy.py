@@ -193,7 +193,7 @@ def test_settled_shares_keep_the_work_and_never_decode_slower(
     shares: list[float], streams: int, base: float, slope: float
 ) -> None:
     decode, nodes = LinearCost(base, slope), len(shares)
-    found = settled_shares(sum(shares), streams, nodes, decode, itl_target=0.0)
+    found = settled_shares(sum(shares), streams, nodes, msgspec.structs.replace(COSTS, decode=decode), itl_target=0.0)
     assert len(found) == nodes
     assert sum(found) == pytest.approx(sum(shares))
     assert found == sorted(found, reverse=True) or min(found) == pytest.approx(max(found))
@@ -215,10 +215,34 @@ def test_streams_settle_where_they_get_a_token_per_itl_target(
 ) -> None:
     """The target is at least two decode steps."""
     decode = LinearCost(base, slope)
-    found = settled_shares(work, streams, nodes, decode, target)
+    found = settled_shares(work, streams, nodes, msgspec.structs.replace(COSTS, decode=decode), target)
     decoding = sum(share == found[-1] for share in found)
     step = decode.at(streams / decoding)
     assert step / (1.0 - found[-1]) <= max(target, 2.0 * step) * (1.0 + 1e-9)
+
+
+def test_more_nodes_than_needed_compute_prompts_while_streams_are_few() -> None:
+    """A few streams fit on few nodes, and prompts wait less for one of many nodes."""
+    few, many = (settled_shares(9.2, streams, 16, COSTS, 0.04) for streams in (20, 1500))
+    assert sum(share > 0.5 for share in few) >= 12
+    assert sum(share > 0.5 for share in many) <= 10
+
+
+def test_node_that_finds_streams_to_cost_nothing_does_not_get_all_of_them() -> None:
+    """Its steps had much the same number of them."""
+    measured = COSTS.decode.at(45)
+    flat = msgspec.structs.replace(COSTS, decode=LinearCost(measured))
+    others = [decode(f"d{i}", requests=45, decoding=45, costs=COSTS) for i in range(3)]
+    full = decode("d3", requests=60, decoding=45, costs=flat)
+    assert prefix_aware(FleetSnapshot("m", (*others, full)), ASK).decode != "d3"
+    free = decode("d3", requests=30, decoding=30, costs=msgspec.structs.replace(COSTS, decode=LinearCost(5.6e-3)))
+    assert prefix_aware(FleetSnapshot("m", (*others, free)), ASK).decode == "d3"
+
+
+def test_slow_decode_node_gets_fewer_streams() -> None:
+    slow = msgspec.structs.replace(COSTS, decode=LinearCost(0.015, 60e-6))
+    nodes = decode("d0", requests=10, decoding=10, costs=slow), decode("d1", requests=14, decoding=14, costs=COSTS)
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK).decode == "d1"
 
 
 @pytest.mark.parametrize(("streams", "queues"), [(40, (30_000, 20_000)), (60, (30_000, 20_000))])
