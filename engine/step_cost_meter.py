@@ -11,7 +11,6 @@ _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new on
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _LEAST_SPREAD = 2.0  # sequences: a slope between steps that differ by less says nothing of steps with a hundred of them
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
-_MOST_BASE = 1.0  # of a step of prompts, by that of one that decodes
 _OUTLIER_RATIO = 1.5  # of measured to expected seconds; the first use of a kernel takes longer
 _FEW_OUTLIERS = 2  # so many in a row are no rule yet
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
@@ -62,7 +61,7 @@ class LineFit:
     def mean_x(self) -> float:
         return self._x
 
-    def with_base(self, most: float) -> LinearCost:
+    def with_base_up_to(self, most: float) -> LinearCost:
         """Return the fitted line; if its base exceeds ``most``, one with this base, through the mean of the points."""
         line = self.line
         return LinearCost(most, (self._y - most) / self._x) if line.base > most else line
@@ -258,10 +257,10 @@ class StepCostMeter:
         """Seconds of a step that only computes prompts, by their tokens; zeros while not measured.
 
         Steps that keep an ITL target take equally long: they have few tokens where these attend to many. That looks
-        like a base, but a step of prompts has hardly more of it than one that decodes: both read the weights.
+        like a base. But a step of prompts has no more of it than one that decodes, as both read the weights.
         """
         base = self._decodes.line.base
-        return self._prompts.with_base(_MOST_BASE * base) if base else self._prompts.line
+        return self._prompts.with_base_up_to(base) if base else self._prompts.line
 
     @property
     def drafts(self) -> LinearCost:

@@ -313,7 +313,7 @@ def settled_shares(prompt_work: float, streams: int, nodes: int, costs: StepCost
 
 
 def _mean_prompt(prompt_work: float, streams: int, nodes: int, costs: StepCosts) -> float:
-    """Return the seconds of a prompt: of those that make this work while each stream takes its usual time."""
+    """Return the mean seconds of a prompt: the work by the prompts per second, as many of which come as streams end."""
     assumed = PROMPT_TOKENS * costs.prompt.slope
     life = OUTPUT_TOKENS * costs.decode.at(streams / nodes)
     return min(assumed, prompt_work * life / streams) if streams else assumed
