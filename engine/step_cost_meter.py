@@ -292,7 +292,7 @@ class StepCostMeter:
         return seconds
 
     def costs(self, read: LinearCost) -> StepCosts:
-        """Return the measured costs of steps, with those of KV reads. Decodes have no slope until it is known well."""
+        """Return the measured costs of steps, with those of KV reads. Decodes have no slope until steps differ."""
         decode = self._decodes.line
         if self._decodes.spread < _LEAST_SPREAD:
             decode = LinearCost(decode.base)

@@ -127,7 +127,7 @@ def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> P
     own, queued = slope * uncached_tokens, slope * load.backlog
     if decodes:
         step = costs.decode.at(decodes)
-        longest = _longest_step(load.itl_target, step)
+        longest = longest_step(load.itl_target, step)
         hidden = max(0.0, costs.decode.base - costs.prompt.base)
     else:
         step, longest, hidden = costs.prompt.base, math.inf, 0.0
@@ -183,7 +183,7 @@ def step_seconds(load: RequestLoad, costs: StepCosts) -> float:
     if not load.decoding:
         return prompts
     decode = costs.decode.at(load.decoding)
-    return min(decode + prompts, _longest_step(load.itl_target, decode))
+    return min(decode + prompts, longest_step(load.itl_target, decode))
 
 
 class LoadPlan(NamedTuple):
@@ -284,6 +284,11 @@ def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> f
     return decode.at(decodes) / (1.0 - min(prompt_share, _MOST_SHARE))
 
 
+def stream_life(decode: LinearCost, decodes: float) -> float:
+    """Return the seconds that a stream takes beside so many on its node, without prompts."""
+    return OUTPUT_TOKENS * decode.at(max(1.0, decodes))
+
+
 def settled_shares(prompt_work: float, streams: int, nodes: int, costs: StepCosts, itl_target: float) -> list[float]:
     """Return the share of prompts on each of ``nodes`` once requests have settled: the first nodes have most of them.
 
@@ -298,25 +303,21 @@ def settled_shares(prompt_work: float, streams: int, nodes: int, costs: StepCost
         others = nodes - leaning
         own = min(prompt_work / leaning, _MOST_SHARE) if leaning else 0.0
         step = costs.decode.at(streams / others)
-        return own, min((prompt_work - leaning * own) / others, 1.0 - step / _longest_step(itl_target, step))
+        return own, min((prompt_work - leaning * own) / others, 1.0 - step / longest_step(itl_target, step))
 
     def cost(leaning: int) -> float:
         seconds = time_per_token(costs.decode, streams / (nodes - leaning), shares(leaning)[1])
         return TTFT_OBJECTIVE / ITL_OBJECTIVE * seconds + _prompt_wait(prompt_work, leaning or nodes, prompt)
 
-    leaning = int(prompt_work) + 1
-    while leaning + 1 < nodes and cost(leaning + 1) < cost(leaning):  # the cost is convex from here on
-        leaning += 1
-    best = min((number for number in (0, int(prompt_work), leaning) if number < nodes), key=cost)
+    best = min((0, *range(int(prompt_work), nodes)), key=cost)
     own, rest = shares(best)
     return [own] * best + [rest] * (nodes - best)
 
 
 def _mean_prompt(prompt_work: float, streams: int, nodes: int, costs: StepCosts) -> float:
-    """Return the mean seconds of a prompt: the work by the prompts per second, as many of which come as streams end."""
-    assumed = PROMPT_TOKENS * costs.prompt.slope
-    life = OUTPUT_TOKENS * costs.decode.at(streams / nodes)
-    return min(assumed, prompt_work * life / streams) if streams else assumed
+    """Return the mean seconds of a prompt. As many prompts come as streams end: ``streams`` in the life of one."""
+    most = PROMPT_TOKENS * costs.prompt.slope
+    return min(most, prompt_work * stream_life(costs.decode, streams / nodes) / streams) if streams else most
 
 
 def _prompt_wait(prompt_work: float, nodes: int, prompt: float) -> float:
@@ -335,11 +336,11 @@ def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
     A step with prompts takes the ITL target, and its decodes do their part of it, at most half.
     """
     step = costs.decode.at(decodes)
-    longest = _longest_step(load.itl_target, step)
+    longest = longest_step(load.itl_target, step)
     return longest / (longest - step) if decodes and step and longest < math.inf else 1.0
 
 
-def _longest_step(itl_target: float, decode: float) -> float:
+def longest_step(itl_target: float, decode: float) -> float:
     """Return the seconds of a step with prompts and decodes, which take ``decode`` seconds alone."""
     return max(itl_target, _LEAST_ITL_STEPS * decode) if itl_target else math.inf
 

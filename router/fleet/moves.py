@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pdserve import request_cost as cost
 from pdserve.request_cost import StepCosts
-from router.fleet.policy import FleetSnapshot, NodeView, filled, prompt_shares, typical_costs
+from router.fleet.policy import FleetSnapshot, NodeView, node_costs, prompt_shares, typical_costs
 
 _TOKENS = cost.OUTPUT_TOKENS // 4  # of an answer, for which a move saves: half of its rest, as loads change meanwhile
 _LEAST = 0.01  # seconds of TTFT that a decision must save: one prompt alone makes a share of 5 % for a second
@@ -53,8 +53,8 @@ class _Node(NamedTuple):
         """Seconds of a step, with the prompts that wait now, or those that usually do once it has streams."""
         load = self.view.load
         decode = self.costs.decode.at(load.decoding)
-        usual = min(load.prompt_share, 1.0) * max(load.itl_target - decode, decode) if load.itl_target else 0.0
-        return max(cost.step_seconds(load, self.costs), decode + usual)
+        chunk = cost.longest_step(load.itl_target, decode) - decode if load.itl_target else 0.0
+        return max(cost.step_seconds(load, self.costs), decode + min(load.prompt_share, 1.0) * chunk)
 
 
 def moves(snapshot: FleetSnapshot) -> list[Move]:
@@ -65,7 +65,7 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
     nodes = snapshot.usable("decode")
     typical = snapshot.typical or typical_costs(nodes)
     shares: Mapping[str, float] = prompt_shares(snapshot, typical)
-    found = [_Node(node, filled(node, typical), shares[node.node_id]) for node in nodes]
+    found = [_Node(node, node_costs(node, typical), shares[node.node_id]) for node in nodes]
     sources = sorted(found, key=lambda node: (node.saved(1), node.view.node_id))
     targets = sorted(found, key=lambda node: (-node.saved(-1), node.view.node_id))
     chosen: list[Move] = []

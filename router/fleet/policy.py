@@ -200,7 +200,7 @@ def _candidates(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Candid
     """Return for each D the ways to compute the prompt there, or on the best P that it reads from."""
     decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_costs([*decodes, *prefills])
-    known = {node.node_id: filled(node, typical) for node in snapshot.nodes if node.model == snapshot.model}
+    known = {node.node_id: node_costs(node, typical) for node in snapshot.nodes if node.model == snapshot.model}
     sources = _sources(snapshot, request, known)
     ranked = _rank_prefills(prefills, request, known, snapshot.counter, sources)
     shares = prompt_shares(snapshot, typical)
@@ -235,7 +235,7 @@ def prompt_shares(snapshot: FleetSnapshot, typical: StepCosts) -> dict[str, floa
         return {node.node_id: node.load.prompt_share for node in decodes}
     fixed = [node for node in snapshot.usable("prefill") if node.role != BOTH]
     streams = sum(node.load.to_decode for node in decodes)
-    life = cost.OUTPUT_TOKENS * typical.decode.at(max(1.0, streams / len(decodes)))
+    life = cost.stream_life(typical.decode, streams / len(decodes))
     work = sum(_prompt_work(node.load, node.costs.prompt or typical.prompt, life) for node in (*fixed, *decodes))
     work = max(0.0, work - len(fixed))
     others = [node.node_id for node in decodes if node.role != BOTH]
@@ -270,7 +270,7 @@ def pooling_node(
         raise no_serving_node(snapshot, task)
     if policy == PREFIX_AWARE:
         typical = snapshot.typical or typical_costs(nodes)
-        known = {node.node_id: filled(node, typical) for node in nodes}
+        known = {node.node_id: node_costs(node, typical) for node in nodes}
         return _rank_prefills(nodes, PolicyRequest(num_tokens), known, snapshot.counter)[0].node.node_id
     if policy == LEAST_LOADED:
         nodes = _fewest_requests(nodes)
@@ -423,27 +423,24 @@ def _with_pull(
 
 
 def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:
-    """The mean of the measured costs, with the median slope of decodes; a default where no node has measured one."""
-    means = {}
+    """Return the mean of the measured bases and the median of the slopes; defaults for what no node has measured."""
+    found = {}
     for name in StepCosts.__struct_fields__:
-        if known := [line for node in nodes if (line := getattr(node.costs, name))]:
-            means[name] = LinearCost(fmean(line.base for line in known), fmean(line.slope for line in known))
-    if decode := means.get("decode"):
-        slopes = [node.costs.decode.slope for node in nodes if node.costs.decode.slope]
-        ratio = cost.TYPICAL.decode.slope / cost.TYPICAL.decode.base
-        means["decode"] = LinearCost(decode.base, median(slopes) if slopes else decode.base * ratio)
-    return msgspec.structs.replace(cost.TYPICAL, **means)
+        if lines := [line for node in nodes if (line := getattr(node.costs, name))]:
+            base, slopes = fmean(line.base for line in lines), [line.slope for line in lines if line.slope]
+            assumed = getattr(cost.TYPICAL, name)
+            found[name] = LinearCost(base, median(slopes) if slopes else base * assumed.slope / assumed.base)
+    return msgspec.structs.replace(cost.TYPICAL, **found)
 
 
-def filled(node: NodeView, typical: StepCosts) -> StepCosts:
+def node_costs(node: NodeView, typical: StepCosts) -> StepCosts:
     """Return the costs of a node, with typical ones for those that it has not measured.
 
-    It has measured steps of about as many sequences as it decodes now. What more of them cost is known better by all
-    nodes together: while their number hardly changes, a node finds any slope.
+    Its steps show how fast it decodes as many sequences as now. Other numbers take as long as is typical, times that: a
+    node whose number hardly changes finds any slope.
     """
-    measured, decodes = node.costs, node.load.decoding
-    decode = typical.decode
-    if seconds := measured.decode.at(decodes):
-        slope = decode.slope * seconds / decode.at(decodes)
-        decode = LinearCost(seconds - slope * decodes, slope)
+    measured, line = node.costs, typical.decode
+    seconds, usual = measured.decode.at(node.load.decoding), line.at(node.load.decoding)
+    factor = seconds / usual if seconds and usual else 1.0
+    decode = LinearCost(factor * line.base, factor * line.slope)
     return StepCosts(measured.prompt or typical.prompt, decode, measured.read or typical.read)

@@ -321,7 +321,7 @@ def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reaches_child", [False, True])
 def test_ctrl_c_during_start_leaves_no_process(tmp_path: Path, reaches_child: bool) -> None:
-    """Ctrl-C reaches a child too that was forked just now: its death is no failure."""
+    """Ctrl-C also reaches a child that was just forked: its death is no failure."""
     with started(tmp_path) as up:
         end = time.monotonic() + patience(30)
         while not up.descendants():

@@ -239,6 +239,12 @@ def test_node_that_finds_streams_to_cost_nothing_does_not_get_all_of_them() -> N
     assert prefix_aware(FleetSnapshot("m", (*others, free)), ASK).decode == "d3"
 
 
+def test_node_that_was_measured_after_the_typical_costs_is_usable_though_they_have_no_base() -> None:
+    typical = msgspec.structs.replace(COSTS, decode=LinearCost(0.0, 20e-6))
+    nodes = decode("d0", costs=COSTS), decode("d1", requests=5, decoding=5, costs=typical)
+    assert prefix_aware(FleetSnapshot("m", nodes, typical=typical), ASK).decode == "d0"
+
+
 def test_slow_decode_node_gets_fewer_streams() -> None:
     slow = msgspec.structs.replace(COSTS, decode=LinearCost(0.015, 60e-6))
     nodes = decode("d0", requests=10, decoding=10, costs=slow), decode("d1", requests=14, decoding=14, costs=COSTS)

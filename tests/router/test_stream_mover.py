@@ -39,9 +39,11 @@ async def served(pair: list[ScriptedNode]) -> AsyncIterator[tuple[Fleet, Nodes, 
     nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
     fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
     nodes.listed("both", frozenset(node.address for node in pair))
-    await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
-    yield fleet, nodes, metrics
-    await nodes.close()
+    try:
+        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
+        yield fleet, nodes, metrics
+    finally:
+        await nodes.close()
 
 
 def ends(fleet: Fleet, nodes: Nodes) -> tuple[str, str]:
