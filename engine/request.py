@@ -498,5 +498,5 @@ class Sequence:
             choice=self.choice,
             num_scored=self.request.num_scored,
             state_slot=NO_SLOT if state is None else state.slot,
-            state_from=NO_SLOT if state is None or not self.num_computed else state.start,
+            state_from=NO_SLOT if state is None or not self.num_computed else state.begin(),
         )

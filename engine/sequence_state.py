@@ -12,10 +12,14 @@ from pdserve.state import NO_SLOT
 
 @dataclass(slots=True)
 class SequenceState:
-    slot: int
-    source: int = NO_SLOT  # the snapshot that it starts from, until a step has been planned with it
-    lease_slot: int = NO_SLOT  # on P: for the copy that the peer reads, until that is leased
-    lease_at: int = 0  # tokens after which the copy is made
+    """``source`` belongs to the next step, of whatever kind: ``begin`` takes it, and only the runner is told it."""
+
+    slot: int  # its own, which steps overwrite
+    copied_from: list[int]  # of StateSlots: sources of the step that is planned
+    source: int = NO_SLOT  # the snapshot that its next step begins with a copy of; NO_SLOT: ``slot`` has the state
+    spare: int = NO_SLOT  # on P: empty, for the copy that the peer reads
+    lease_slot: int = NO_SLOT  # on P: what the peer reads; it has the state, or a planned step writes it there
+    lease_at: int = 0  # tokens after which the peer needs the state
     stops: list[int] = field(default_factory=list)  # tokens after which snapshots are taken, descending
     pending: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of snapshots in steps in flight
     decode_distance: int = 1  # tokens between snapshots while it decodes
@@ -38,10 +42,27 @@ class SequenceState:
         return max(0, self.decode_distance - num_tokens % self.decode_distance - 2)
 
     def start_from(self, source: int, slot: int) -> None:
-        """Begin with a copy of the state in ``source``."""
+        """Let the next step begin with a copy of the state in ``source``."""
         self.source, self.slot = source, slot
 
+    def begin(self) -> int:
+        """Let the step that is planned begin with its state. Return the slot that has it.
+
+        A snapshot that is copied from stays held until the step has been applied.
+        """
+        source, self.source = self.source, NO_SLOT
+        if source == NO_SLOT:
+            return self.slot
+        self.copied_from.append(source)
+        return source
+
+    def take_spare(self) -> int:
+        """Let the peer read the spare slot, which the step that is planned writes. Return it."""
+        self.lease_slot, self.spare = self.spare, NO_SLOT
+        return self.lease_slot
+
     @property
-    def start(self) -> int:
-        """The slot that has its state before its first step."""
-        return self.slot if self.source == NO_SLOT else self.source
+    def slots(self) -> list[int]:
+        """All slots that it holds."""
+        slots = [self.slot, self.source, self.spare, self.lease_slot, *(slot for _, slot in self.pending)]
+        return [slot for slot in slots if slot != NO_SLOT]

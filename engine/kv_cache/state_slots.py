@@ -9,7 +9,8 @@ cached prefix is of use only with the state at its end, so states are copied at 
     copied behind ▼
     snapshot   held ──step applied──► cached under the hash of its last block ──► evicted, least recently used first
 
-    lease      on P, a copy behind a chunk of a peer's prompt, so that the sequence may go on meanwhile
+    lease      on P, a copy behind a chunk of a peer's prompt, so that the sequence may go on meanwhile, or the
+               snapshot that the sequence begins with
     received   on D, a snapshot at once if it is at a block boundary; the sequence then begins with a copy
 
 Snapshots are made where later prompts will probably branch off: at the last block boundary of a prompt, at the end of a
@@ -46,7 +47,7 @@ class StateSlots:
         self._decode_distance = max(1, DECODE_DISTANCE // block_size) * block_size
         self._snapshots: list[StateSnapshot] = []
         self._copies: list[tuple[int, int]] = []
-        self._sources: list[int] = []  # of sequences in the step that is planned
+        self._sources: list[int] = []  # ``SequenceState.copied_from`` of all sequences
         self._in_flight: deque[tuple[int, list[int]]] = deque()  # the same, by step
 
     def find(self, hashes: list[bytes]) -> tuple[int, int]:
@@ -64,7 +65,7 @@ class StateSlots:
         return self.num_lacking(sequence, source) <= 0
 
     def num_lacking(self, sequence: Sequence, source: int) -> int:
-        """Return how many slots ``allocate`` lacks; 0 or less: none."""
+        """Return how many slots ``allocate`` lacks at most; 0 or less: none."""
         kept = source != NO_SLOT and self.pool.count_free((source,))
         return 1 + sequence.for_peer + kept - self.pool.count(Use.FREE)
 
@@ -73,9 +74,12 @@ class StateSlots:
 
         ``source`` has the state after ``num_cached`` tokens. KV was cached up to ``num_matched`` tokens.
         """
+        lease_at = handoff_position(sequence.prompt_len, sequence.request.sampling.n, self._block_size)
+        leases_source = sequence.for_peer and source != NO_SLOT and num_cached == lease_at
         if source != NO_SLOT:
-            self.pool.hold((source,))
-        slots = self.pool.take(1 + sequence.for_peer)
+            self.pool.hold((source,) * (1 + leases_source))
+        needs_spare = sequence.for_peer and not leases_source
+        slots = self.pool.take(1 + needs_spare)
         assert slots is not None
         last = (len(sequence.token_ids) - 1) // self._block_size * self._block_size
         after = num_cached // self._distance * self._distance + self._distance
@@ -85,9 +89,11 @@ class StateSlots:
         sequence.hold_state(
             SequenceState(
                 slots[0],
+                self._sources,
                 source,
-                lease_slot=slots[1] if sequence.for_peer else NO_SLOT,
-                lease_at=handoff_position(sequence.prompt_len, sequence.request.sampling.n, self._block_size),
+                spare=slots[1] if needs_spare else NO_SLOT,
+                lease_slot=source if leases_source else NO_SLOT,
+                lease_at=lease_at,
                 decode_distance=self._decode_distance,
                 stops=sorted((stop for stop in stops if num_cached < stop <= last), reverse=True),
             )
@@ -98,25 +104,30 @@ class StateSlots:
         state = sequence.state
         assert state is not None
         begin = sequence.num_launched - num_tokens
-        if state.source != NO_SLOT:
-            self._sources.append(state.source)
-            if sequence.for_peer and sequence.num_computed == state.lease_at:
-                self._copies.append((state.source, state.lease_slot))
-            state.source = NO_SLOT
         if state.stops and state.stops[-1] < sequence.num_launched:
             self._take_snapshot_amid(sequence, begin, state.stops.pop())
         if state.stops and state.stops[-1] == sequence.num_launched:
             state.stops.pop()
             self._take_snapshot(sequence)
-        if sequence.for_peer and sequence.num_launched == state.lease_at:
-            self._copies.append((state.slot, state.lease_slot))
+        if state.spare != NO_SLOT and sequence.num_launched == state.lease_at:
+            self._copies.append((state.slot, state.take_spare()))
 
     def received(self, sequence: Sequence, num_tokens: int) -> None:
-        """A load has brought the state after ``num_tokens`` tokens: make a snapshot of it, if a slot is free."""
+        """A load has brought the state after ``num_tokens`` tokens: make a snapshot of it, if a slot is free.
+
+        A peer that needs this very state reads the snapshot.
+        """
         state = sequence.state
         assert state is not None
         state.passed(num_tokens)
         if num_tokens % self._block_size:
+            return
+        if state.spare != NO_SLOT and num_tokens == state.lease_at:
+            self.pool.hold((state.slot,))
+            state.lease_slot = state.slot
+            state.start_from(state.slot, state.spare)
+            state.spare = NO_SLOT
+            self._cache(sequence, num_tokens, state.lease_slot)
             return
         block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
         if self.pool.find(block_hash) is None and (slots := self.pool.take(1)) is not None:
@@ -137,8 +148,8 @@ class StateSlots:
         """Return the copies behind ``step``, which has been planned."""
         copies, self._copies = tuple(self._copies), []
         if self._sources:
-            self._in_flight.append((step, self._sources))
-            self._sources = []
+            self._in_flight.append((step, self._sources.copy()))
+            self._sources.clear()
         return copies
 
     def applied(self, step: int) -> None:
@@ -159,20 +170,22 @@ class StateSlots:
                 state.decode_hash = block_hash
 
     def take_lease(self, sequence: Sequence) -> int:
-        """Make a lease of the copy for the peer, beyond the end of the sequence; return its slot."""
+        """Make a lease of the state that the peer needs, beyond the end of the sequence; return its slot.
+
+        NO_SLOT: no step has written it, so the peer refuses the lease and computes the prompt.
+        """
         state = sequence.state
         assert state is not None
         slot, state.lease_slot = state.lease_slot, NO_SLOT
-        self.pool.move((slot,), Use.HELD, Use.LEASED)
+        if slot != NO_SLOT:
+            self.pool.move((slot,), Use.HELD, Use.LEASED)
         return slot
 
     def free(self, sequence: Sequence) -> None:
         """Free the slots of a sequence. No step may be in flight."""
         state = sequence.drop_state()
-        if state is None:
-            return
-        slots = [state.slot, state.source, state.lease_slot, *(slot for _, slot in state.pending)]
-        self.pool.drop([slot for slot in slots if slot != NO_SLOT], Use.HELD)
+        if state is not None:
+            self.pool.drop(state.slots, Use.HELD)
 
     def _cache(self, sequence: Sequence, num_tokens: int, slot: int) -> bytes:
         """Enter a snapshot into the prefix cache, unless there is one after these tokens; return its hash."""
@@ -200,8 +213,8 @@ class StateSlots:
         slots = list(self.pool.take(1) or ())
         if slots:
             state.pending.append((end, slots[0]))
-        if sequence.for_peer and state.lease_at == end:
-            slots.insert(0, state.lease_slot)
+        if state.spare != NO_SLOT and state.lease_at == end:
+            slots.insert(0, state.take_spare())
         if slots:
             self._snapshots.append(StateSnapshot(sequence.seq, end - begin, slots[0]))
             self._copies += [(slots[0], slot) for slot in slots[1:]]

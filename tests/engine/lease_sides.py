@@ -9,7 +9,7 @@ from functools import cached_property
 from heapq import heappush
 from itertools import count
 
-from toy import reference
+from toy import reference, state_after
 from toy_node import BLOCK, Node
 
 from node.leasing.leases import Lease, LeaseId, LeaseTable
@@ -33,7 +33,7 @@ from pdserve.records import Peer
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
+from pdserve.state import NO_SLOT, handoff_position
 
 SECONDS, GUARD = 3.0, 1.0
 FINISHED = pb.PrefillEvent(finished=pb.Finished())
@@ -350,6 +350,10 @@ class DecodeSide:
             tokens = prompt[index * size : min(leased.num_tokens, (index + 1) * size)]
             found = self.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
             assert found == tokens, f"block {block} is leased to a peer without its KV"
+        if leased.last and self.node.scheduler.states is not None:
+            end = handoff_position(len(prompt), self.jobs[leased.rid].sampling.n, size)
+            state = self.node.runner.state_in(leased.state_slot)
+            assert state == state_after(prompt[:end]), "a state of other tokens is leased to a peer"
         if leased.last:
             self.node.obey(FreeLease(leased.rid))
 

@@ -12,7 +12,7 @@ from slow_connector import Transfer
 from toy_node import Node
 
 from node.reading.handoff import Event
-from pdserve.ipc.messages import ReadChecked, ReadEnded, StartRead
+from pdserve.ipc.messages import Pause, ReadChecked, ReadEnded, Resume, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 
 STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", "read")
@@ -23,9 +23,9 @@ TICK = 0.01  # seconds per step of an engine; some requests extend their leases
 class ScriptedJob(Job):
     """A request to D. ``what`` happens to it ``when``: at a stage, or a number of steps after its arrival.
 
-    "cancel" and "give up" come from D; "break": its reads fail from then on; "expire": P's lease ends. With digests:
-    "corrupt": later digests are announced wrong; "overwrite": P's blocks change after their announcement. What is
-    pulled from P is served there from the beginning.
+    "cancel" and "give up" come from D; "pause": its client stops reading, and reads on at once; "break": its reads fail
+    from then on; "expire": P's lease ends. With digests: "corrupt": later digests are announced wrong; "overwrite": P's
+    blocks change after their announcement. What is pulled from P is served there from the beginning.
     """
 
     arrival: int = 0
@@ -145,6 +145,9 @@ class ScriptedWorld(World):
         call = self.d.calls.get(rid)
         if job.what == "cancel":
             self.cancel(rid)
+        elif job.what == "pause":
+            self.d.node.obey(Pause(rid))
+            self.d.node.obey(Resume(rid))
         elif job.what == "break":
             self._broken.add(rid)
         elif job.what in ("corrupt", "overwrite"):

@@ -14,7 +14,8 @@ from toy import reference
 from toy_node import BLOCK, DEPTHS, Make, Node
 
 from engine.kv_cache import state_slots
-from pdserve.ipc.messages import Cancel, Mode
+from engine.kv_cache.block_pool import Use
+from pdserve.ipc.messages import Cancel, Mode, Pause, Resume
 from pdserve.sampling_params import SamplingParams
 
 each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
@@ -34,6 +35,15 @@ def serve(node: Node, rid: int, prompt: list[int], max_tokens: int, n: int = 1) 
     for choice in range(n):
         assert node.tokens[rid, choice] == reference(prompt, choice, max_tokens)
     return node.runner.num_tokens - before
+
+
+def answer(world: ScriptedWorld, num_tokens: int) -> None:
+    """Let D answer its only request up to so many tokens."""
+    for _ in range(3000):
+        if len(world.d.node.tokens[1, 0]) >= num_tokens:
+            return
+        world._step()
+    raise AssertionError("the request is not answered")
 
 
 @each_depth
@@ -93,8 +103,8 @@ def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
             st.integers(1, 60),
             st.integers(1, 3),
             st.booleans(),
-            st.sampled_from(["cancel", "give up", "break", "expire"]),
-            st.sampled_from(["never", "never", *STAGES]),
+            st.sampled_from(["cancel", "give up", "break", "expire", "pause"]),
+            st.sampled_from(["never", "never", *STAGES]) | st.integers(1, 60),
             st.sampled_from([0, 0, 1, 9]),
             st.booleans(),
         ),
@@ -102,13 +112,15 @@ def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
         max_size=8,
     ),
     slots=st.tuples(st.integers(3, 20), st.integers(3, 12)),
+    drafts=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
 @examples(20)
 def test_states_are_handed_off_with_a_fault_at_any_stage(
     depth: tuple[int, int],
     checksum: bool,
-    requests: list[tuple[int, int, bool, str, str, int, bool]],
+    requests: list[tuple[int, int, bool, str, str | int, int, bool]],
     slots: tuple[int, int],
+    drafts: tuple[int, int],
 ) -> None:
     jobs = [
         ScriptedJob(
@@ -123,7 +135,60 @@ def test_states_are_handed_off_with_a_fault_at_any_stage(
         )
         for rid, (length, n, shared, what, when, ahead, pull) in enumerate(requests)
     ]
-    world = ScriptedWorld(depth, (96, 72), jobs, checksum=checksum, state_slots=slots)
+    world = ScriptedWorld(
+        depth, (96, 72), jobs, checksum=checksum, state_slots=slots, drafts=drafts, planned_drafts=True
+    )
+    world.run()
+    world.close()
+
+
+@each_depth
+@pytest.mark.parametrize("length", [5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1])
+@pytest.mark.parametrize("ahead", [0, 9])
+def test_stream_that_is_paused_behind_a_handoff_goes_on_from_its_last_token(
+    depth: tuple[int, int], length: int, ahead: int
+) -> None:
+    """Also one whose state arrived at a block boundary, and was a snapshot at once."""
+    job = ScriptedJob(list(range(length)), SamplingParams(max_tokens=30), ahead=ahead)
+    world = ScriptedWorld(depth, (96, 72), [job], state_slots=(4, 4))
+    answer(world, 13)
+    world.d.node.obey(Pause(1))
+    world.d.node.obey(Resume(1))
+    world.run()
+    world.close()
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_stream_holds_one_slot_behind_a_load(pull: bool) -> None:
+    """And for moments one more: for a snapshot."""
+    sampling = SamplingParams(max_tokens=30)
+    job = ScriptedJob(list(range(5 * BLOCK)), sampling, done=5 if pull else 0, pull=pull, arrival=40 if pull else 0)
+    world = ScriptedWorld((2, 1), (96, 72), [job], state_slots=(20, 20))
+    answer(world, 3)
+    states, held = world.d.node.scheduler.states, []
+    assert states is not None
+    for _ in range(5):
+        world._step()
+        held.append(states.pool.count(Use.HELD))
+    assert min(held) == 1
+    world.run()
+    world.close()
+
+
+@each_depth
+@pytest.mark.parametrize("slots", [3, 12])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
+def test_prompt_that_begins_with_a_pulled_state_leases_that_of_its_own(
+    depth: tuple[int, int], slots: int, n: int, count: int
+) -> None:
+    """Several choices are leased the state at the last block boundary, where the pull ends.
+
+    The state may be cached already, as of the same prompt twice, and there may be no slot for a snapshot.
+    """
+    prompt, sampling = list(range(5 * BLOCK + 1)), SamplingParams(max_tokens=1, n=n)
+    job = ScriptedJob(prompt, sampling, Mode.PULL_AND_LEASE, pull=True, arrival=40)
+    world = ScriptedWorld(depth, (96, 72), [job] * count, state_slots=(20, slots))
     world.run()
     world.close()
 

@@ -8,7 +8,7 @@ With recurrent layers, it also keeps a digest of the tokens so far in the slot o
 that of the tokens in the KV cache.
 
 Drafts come with a plan, from an ``ErringSource``, or are its own; they are right or wrong at random. Wrong ones leave
-their KV behind.
+their KV behind, and no trace in a recurrent state.
 
 With KV cache groups, it reads every token from a full group, and in each group with a window it compares the tokens of
 the window before each query with those of the sequence.
@@ -46,6 +46,14 @@ _SLOT_WORDS = _STATE.layer_bytes // 4  # the first two: number of tokens, digest
 
 def _advanced(count: int, digest: int, token: int) -> tuple[int, int]:
     return count + 1, crc32(struct.pack("<I", token), digest)
+
+
+def state_after(token_ids: Iterable[int]) -> tuple[int, int]:
+    """Return the recurrent state after these tokens."""
+    state = 0, 0
+    for token in token_ids:
+        state = _advanced(*state, int(token))
+    return state
 
 
 def next_token(token_ids: np.ndarray, choice: int) -> int:
@@ -345,15 +353,16 @@ class ToyRunner:
     def _advance(self, state: _State, token: int) -> None:
         """Let a sequence's recurrent state take in a token."""
         if state.slot != NO_SLOT:
-            count, digest = map(int, self.slots[state.slot, :2])
-            self.slots[state.slot, :2] = _advanced(count, digest, token)
+            self.slots[state.slot, :2] = _advanced(*self.state_in(state.slot), token)
+
+    def state_in(self, slot: int) -> tuple[int, int]:
+        """Return the recurrent state in a slot: tokens and their digest."""
+        count, digest = map(int, self.slots[slot, :2])
+        return count, digest
 
     def _check_state(self, state: _State, seen: Iterable[int]) -> None:
         if state.slot != NO_SLOT:
-            expected = (0, 0)
-            for token in seen:
-                expected = _advanced(*expected, int(token))
-            assert tuple(map(int, self.slots[state.slot, :2])) == expected, "a recurrent state is of other tokens"
+            assert self.state_in(state.slot) == state_after(seen), "a recurrent state is of other tokens"
 
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []
@@ -401,8 +410,8 @@ class ToyRunner:
         draft = state.token_ids[first]
         for index in range(1 + num_drafts):
             self._write(state, first + index, draft)
-            self._advance(state, draft)
-            if right:
+            if right:  # a runner keeps the state after the last token that is accepted
+                self._advance(state, draft)
                 self._check_windows(state, first + index)
                 state.num_computed += 1
                 token_ids += self._sample(state, 1, masks.get(index, b""))
