@@ -320,7 +320,7 @@ class DecodeSide:
 
     def take(self, batch: Batch, now: float) -> None:
         """Handle the events of a step."""
-        for_peers = {rid for rid, job in self.jobs.items() if job.for_peer}
+        for_peers = self.read_here
         for refused in batch.refused:
             if refused.rid in for_peers:
                 self.cancel(refused.rid, now)  # its node computes it
@@ -341,6 +341,15 @@ class DecodeSide:
             for choice, expected in enumerate(job.expected):
                 tokens = self.node.tokens[rid, choice]
                 assert tokens == expected[: len(tokens)], "a wrong token"
+
+    @property
+    def read_here(self) -> set[int]:
+        """Prompts for other nodes, in whose place this side reads what is leased."""
+        return {rid for rid, job in self.jobs.items() if job.for_peer}
+
+    def epoch_of(self, job: Job) -> str:
+        """Return the epoch of the node that has the KV of a request, or computes it."""
+        return self.peer
 
     def _take_leased(self, leased: Leased) -> None:
         """Read blocks as the peer of a prompt would, which releases the lease after the last ones."""
@@ -374,7 +383,7 @@ class DecodeSide:
         if job.pull and plain and cached < meeting < len(job.handoff_tokens):
             self.node.obey(ComputeBeside(rid, meeting))
             cached = meeting
-        peer = Peer("p", self.peer, ())
+        peer = Peer("p", self.epoch_of(job), ())
         handoff = Handoff(
             rid,
             rid,
@@ -384,7 +393,7 @@ class DecodeSide:
             sent_at=now,
             pull=job.pull,
         )
-        call = self.calls[rid] = Call(rid, self.peer, job, cached, handoff)
+        call = self.calls[rid] = Call(rid, peer.epoch, job, cached, handoff)
         self.sent.append(Request("prefill", call))
 
     def read(self, call: Call, order: StartRead) -> None:

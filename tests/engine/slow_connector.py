@@ -11,6 +11,7 @@ from toy import ToyRunner
 from connector.completion_queue import CompletionQueue
 from pdserve.kv import KVLayout, KVRegion
 from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV, ReadResult
+from pdserve.state import NO_SLOT
 from pdserve.transports import Connected
 
 
@@ -20,7 +21,7 @@ class Transfer:
 
     order: KVRead
     source: ToyRunner
-    missing: deque[tuple[int, int]]  # (local, remote) blocks
+    missing: deque[tuple[bool, int, int]]  # of a recurrent state; local and remote block, or slot
     will_fail: bool = False
 
     @property
@@ -59,7 +60,9 @@ class SlowConnector:
         if read.epoch not in self._peers or source is None:
             self._completions.read_refused(read, f"no connection to {read.epoch}")
             return
-        missing = deque(zip(read.local_blocks, read.remote_blocks, strict=True))
+        missing = deque((False, *pair) for pair in zip(read.local_blocks, read.remote_blocks, strict=True))
+        if read.local_state != NO_SLOT:
+            missing.append((True, read.local_state, read.remote_state))
         self.transfers[read.read_id] = Transfer(read, source, missing)
 
     def poll(self) -> KVConnectorOutput:
@@ -74,8 +77,12 @@ class SlowConnector:
         """Land one more block; after the last one, end the read."""
         transfer = self.transfers[read_id]
         if transfer.missing:
-            local, remote = transfer.missing.popleft()
-            self.runner.cache[local] = transfer.source.cache[remote]
+            is_state, local, remote = transfer.missing.popleft()
+            ours, theirs = self.runner, transfer.source
+            if is_state:
+                ours.slots[local] = theirs.slots[remote]
+            else:
+                ours.cache[local] = theirs.cache[remote]
         elif transfer.will_fail:
             self.fail(read_id)
         else:

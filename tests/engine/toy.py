@@ -4,6 +4,8 @@ One misplaced block, stale slot or extra token changes its output, so comparing 
 bookkeeping, in microseconds per token. It computes as late as a device may: when the result of a step is taken. So it
 overwrites blocks that were reused too early, and it asserts that there are none.
 
+A change of its weights changes what it writes for a token, so KV of other weights changes its output, too.
+
 With recurrent layers, it also keeps a digest of the tokens so far in the slot of each sequence, and asserts that it is
 that of the tokens in the KV cache.
 
@@ -26,7 +28,7 @@ from zlib import crc32
 
 import numpy as np
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, LatentSpec
 from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups
 from pdserve.pausing import Pausing, complete
 from pdserve.records import DigestOrder, NewSequence, PromptLogprobs, StepOutput, StepPlan
@@ -36,6 +38,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
+OF_WEIGHTS = 1 << 16  # between what two weights write for a token; more than all tokens, with those of wrong drafts
 RIGHT_DRAFTS = 3 / 4
 Slot = tuple[int, int]  # block, offset
 
@@ -45,7 +48,7 @@ _SLOT_WORDS = _STATE.layer_bytes // 4  # the first two: number of tokens, digest
 
 
 def _advanced(count: int, digest: int, token: int) -> tuple[int, int]:
-    return count + 1, crc32(struct.pack("<I", token), digest)
+    return (count + 1) % 2**32, crc32(struct.pack("<I", token), digest)
 
 
 def state_after(token_ids: Iterable[int]) -> tuple[int, int]:
@@ -60,11 +63,13 @@ def next_token(token_ids: np.ndarray, choice: int) -> int:
     return crc32(np.ascontiguousarray(token_ids, dtype=np.uint32).tobytes(), choice) % VOCAB
 
 
-def reference(prompt: list[int], choice: int, num_outputs: int, stop: tuple[int, ...] = ()) -> list[int]:
+def reference(
+    prompt: list[int], choice: int, num_outputs: int, stop: tuple[int, ...] = (), weights: int = 0
+) -> list[int]:
     """Return the output that a sequence must produce."""
     tokens = list(prompt)
     for _ in range(num_outputs):
-        tokens.append(next_token(np.array(tokens), choice))
+        tokens.append(next_token(np.array(tokens) + weights * OF_WEIGHTS, choice))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -76,7 +81,7 @@ def reference_ranks(prompt: list[int]) -> list[int]:
 
 
 class ErringSource:
-    """A DraftSource that is often right, also about a choice other than the first."""
+    """A DraftSource that is often right, also about a choice other than the first, while the weights are unchanged."""
 
     right = RIGHT_DRAFTS
 
@@ -169,13 +174,19 @@ class ToyRunner:
         layered: bool = False,
         num_state_slots: int = 0,
         windows: tuple[int | None, ...] = (None,),
+        latent: bool = False,
     ) -> None:
-        """``layered``: launches take long enough for results of earlier steps to arrive meanwhile."""
+        """``layered``: launches take long enough for results of earlier steps to arrive meanwhile.
+
+        ``latent``: token ids and positions are one row, in place of K and V.
+        """
         self._layered = layered
         self.max_in_flight = max_in_flight
         self.stages = stages
         groups = KVCacheGroups(windows, tuple(range(len(windows))))
-        self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"), groups)
+        spec = LatentSpec(1, 2, "float32") if latent else FullAttentionSpec(1, 1, "float32")
+        self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, spec, groups)
+        self.weights = 0  # changes so far
         self._windows = windows
         self.busy = False  # whether steps in flight go on for now; their results may be taken all the same
         self.launched: list[StepPlan] = []
@@ -325,7 +336,8 @@ class ToyRunner:
         """It has no weights."""
 
     def change_weights(self, change: WeightChange) -> None:
-        """It has no weights."""
+        assert not self._in_flight, "weights change beside a step"
+        self.weights += 1
 
     @property
     def has_weights(self) -> bool:
@@ -347,13 +359,13 @@ class ToyRunner:
         last = {group: index for index, group in enumerate(groups)}
         for index, (block, group) in enumerate(zip(order.block_ids, groups, strict=True)):
             count = (order.num_tokens - 1) % size + 1 if last[group] == index else size
-            digests.append(crc32(self.cache[block, 0, 0, :, :count, 0].tobytes()))
+            digests.append(crc32(self.cache[block, 0, 0, :, :count].tobytes()))
         return (*digests, *(crc32(self.slots[slot].tobytes()) for slot in order.state_slots))
 
     def _advance(self, state: _State, token: int) -> None:
         """Let a sequence's recurrent state take in a token."""
         if state.slot != NO_SLOT:
-            self.slots[state.slot, :2] = _advanced(*self.state_in(state.slot), token)
+            self.slots[state.slot, :2] = _advanced(*self.state_in(state.slot), self._written(token))
 
     def state_in(self, slot: int) -> tuple[int, int]:
         """Return the recurrent state in a slot: tokens and their digest."""
@@ -456,16 +468,20 @@ class ToyRunner:
 
     def _slot(self, state: _State, position: int, group: int = 0) -> np.ndarray:
         block, offset = self._slot_of(state, position, group)
-        return self.cache[block, 0, 0, :, offset, 0]
+        planes = self.cache[block, 0, 0, :, offset]
+        return planes[0] if len(planes) == 1 else planes[:, 0]
+
+    def _written(self, token: int) -> int:
+        return token + self.weights * OF_WEIGHTS
 
     def _write(self, state: _State, position: int, token: int) -> None:
         for group in range(len(self._windows)):
-            self._slot(state, position, group)[:] = token, position
+            self._slot(state, position, group)[:] = self._written(token), position
 
     def _seen(self, state: _State) -> np.ndarray:
         """Return the computed tokens as a full group has them; without one, those in windows were compared."""
         if self._windows[0] is not None:
-            return np.array(state.token_ids[: state.num_computed])
+            return np.array(list(map(self._written, state.token_ids[: state.num_computed])))
         return np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
 
     def _check_windows(self, state: _State, position: int) -> None:
@@ -474,7 +490,7 @@ class ToyRunner:
             if window is not None:
                 for seen in range(max(0, position - window + 1), position):
                     found = self._slot(state, seen, group).tolist()
-                    assert found == [state.token_ids[seen], seen], (seen, position, group)
+                    assert found == [self._written(state.token_ids[seen]), seen], (seen, position, group)
 
     def _read_by(self, state: _State) -> set[int]:
         """Return the blocks that the next steps of a sequence may read."""

@@ -44,6 +44,7 @@ from pdserve.ipc.messages import (
     Shutdown,
     Submit,
     ToEngine,
+    WeightsAnswer,
 )
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.pausing import Pausing, complete, completed
@@ -130,6 +131,7 @@ class Node:
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
         state_slots: int = 0,
         windows: tuple[int | None, ...] = (None,),
+        latent: bool = False,
         host: HostRoom | None = None,
         host_memory: Callable[..., HostMemory] = build_host_memory,
         disk: Callable[..., DiskKV] | None = None,
@@ -159,7 +161,7 @@ class Node:
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows)
+        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows, latent)
         setup, wake = ConnectorSetup(self.epoch, states=self.runner.rank_states), self._channel.wake
         self.connector = connector or LocalConnector(setup)
         region, layout = self.runner.kv_region, self.runner.kv_layout
@@ -250,6 +252,8 @@ class Node:
         for leased in batch.leased:
             if leased.rid in self._pulls:
                 assert leased.last
+                if leased.rid in self.peers._leases and leased.rid not in self.leased:  # a tier has fetched them first
+                    self._add_leased(leased.rid, leased.block_ids)
                 assert self.leased.get(leased.rid, leased.block_ids) == leased.block_ids
                 continue
             unused = -leased.num_tokens % BLOCK  # at the end of the prompt: the sequence may continue there
@@ -293,9 +297,10 @@ class Node:
         self._leased_slots.setdefault(rid, set()).update(slots)
 
     def _pulled(self, rid: int) -> None:
-        """Note the blocks of a pull: they are leased before they are announced."""
+        """Note the blocks of a pull: they are leased before they are announced, unless a tier fetches some."""
         self._pulls.add(rid)
-        self._add_leased(rid, tuple(self.peers._leases[rid].blocks))
+        if (lease := self.peers._leases.get(rid)) is not None:
+            self._add_leased(rid, tuple(lease.blocks))
 
     def _check(self) -> None:
         status = self.scheduler.status()
@@ -323,6 +328,9 @@ class Node:
         with contextlib.suppress(BlockingIOError):
             while chunk := self._socket.recv(1 << 20):
                 for message in self._frames.cut(chunk):
+                    if isinstance(message, WeightsAnswer):
+                        assert not message.kind, message
+                        continue
                     assert isinstance(message, Batch)
                     batches.append(message)
         return batches
