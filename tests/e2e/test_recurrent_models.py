@@ -8,11 +8,14 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exact_fleet import STEP, Model, Served, check_moved_answer, check_turns_of_an_agent, random_prompt
+from slow_clients import read_tokens, send_unread
 
 MIXED = {"num_hidden_layers": 5, "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"]}
 MODELS = {
@@ -39,6 +42,19 @@ def check_model(served: Served) -> None:
     assert prefill.counter("prefix_cached_tokens") > 0
     check_choices(served)
     served.wait_idle()
+
+
+def check_pauses(served: Served, lengths: Sequence[int], output: int = 250) -> None:
+    """Clients stop reading amid their answers, and read on. Some states arrive at a block boundary."""
+    node, prompts = served.fleet.decode[0], [random_prompt(900 + length, length) for length in lengths]
+    fields = {"max_tokens": output, "logprobs": 20, "temperature": 0.0, "return_token_ids": True}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(send_unread(served.fleet.url, {"prompt": each, **fields})) for each in prompts]
+        served.fleet.wait_until(lambda: node.status().paused == len(prompts), 60.0)
+        for prompt, client in zip(prompts, clients, strict=True):
+            tokens = read_tokens(client)
+            assert len(tokens) == output
+            assert tokens == served.reference_of(prompt, output, tokens), f"a prompt of {len(prompt)} tokens"
 
 
 def check_choices(served: Served) -> None:
@@ -122,6 +138,15 @@ def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
         decode = served.fleet.decode[0]
         assert decode.describe().runner == "V2"
         assert (decode.counter("handoffs"), decode.counter("handoff_failures")) == (6, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=pytest.mark.timeout(1200))])
+def test_a_paused_answer_goes_on_from_its_last_token(runner: str, tmp_path: Path) -> None:
+    flags = ("--block-size", "16", "--dtype", "float32")
+    with Served(MODELS["qwen3-next"], tmp_path / "m", ["first"], flags=flags, runner=runner) as served:
+        check_pauses(served, [63, 64, 65])
+        served.wait_idle()
 
 
 @pytest.mark.slow

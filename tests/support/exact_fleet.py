@@ -24,6 +24,7 @@ KINDS = {  # of nodes
     "pp2": ("--pp", "2"),
     "mtp": ("--speculate", "mtp", *ALWAYS),
     "lookup": ("--speculate", "lookup", *ALWAYS),
+    "first": ("--decode-ahead", "0"),  # on P: its first token is its last
 }
 HEADS = ("eagle3", "other-eagle3")
 

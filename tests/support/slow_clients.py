@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from http.client import HTTPResponse
 from typing import Any
 
 from fleet import MODEL_NAME
@@ -24,3 +25,12 @@ def send_unread(url: str, fields: dict[str, Any]) -> socket.socket:
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
     return client
+
+
+def read_tokens(client: socket.socket) -> list[int]:
+    """Read the stream of a connection of ``send_unread`` to its end. Return the token ids of its only choice."""
+    with HTTPResponse(client) as response:
+        response.begin()
+        lines = response.read().decode().split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
