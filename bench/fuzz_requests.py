@@ -1,20 +1,26 @@
-"""Random requests in four situations, whose answers must be equal: a differential fuzzer.
+"""Random requests in five situations, whose answers must be equal: a differential fuzzer.
 
     python bench/fuzz_requests.py --minutes 30 [--seed 1]
+    python bench/fuzz_requests.py --minutes 30 --kinds recurrent --runners V1     of one kind of KV cache
     python bench/fuzz_requests.py --seed 1 --fleet 7                         one fleet again, as a difference names it
 
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine, on its CPU. Each fleet has a
 random tiny model and nodes of either runner with kernel pages of their own: P, two D, and a reference of runner V1.
-V2 runs in Triton's interpreter. Each request is sent
+V2 runs in Triton's interpreter. Beside the reference, nodes may verify drafts, keep little KV on the device and more in
+host memory and on a disk, and P may pull all that a D has cached, or the second half of it. Each request is sent
 
     alone         to the reference: one request at a time, never handed off
     handed off    to P and D, one request at a time
     amid others   together with all others, and with requests whose clients leave
     migrated      likewise, while a D that computes answers is killed or drained, or P is killed
 
+Others, with long answers, are sent alone and
+
+    not read      their clients stop reading until a D has paused a request, twice
+
 Tokens, texts, finish reasons and usage must be equal, log-probabilities within --tolerance. That bound lies between two
-measured figures: sums in another order move them by up to 5e-6 in float32, which each round reports, and one wrong
-token in a cache of 200 by 0.03 or more, in each of these families.
+measured figures: sums in another order move them by up to 5e-6 in float32, and by up to 2e-4 behind delta nets, which
+each round reports. One wrong token of 200 moves them by 0.03 or more, in each of these families.
 
 The same --seed gives the same fleets, requests and faults.
 
@@ -25,13 +31,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
 import random
+import socket
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +51,17 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from answers import Answer, ErrorAnswer, first_difference, send_completion
-from checkpoints import make_checkpoint
+from checkpoints import RECURRENT, make_checkpoint
 from fault_injection import inject, is_ready, recover
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 from random_requests import add_stops, new_request
 
-FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "gpt_oss", "mixtral")
+KINDS = {  # of KV cache, with families
+    "plain": ("llama", "qwen3", "mistral", "qwen2", "mixtral"),
+    "window": ("gpt_oss",),
+    "latent": ("deepseek_v3", "glm4_moe_lite"),
+    "recurrent": ("qwen3_next", "qwen3_5_text"),
+}
 BLOCKS = (16, 32, 48, 64, 96, 128)  # tokens; equal on all nodes of a fleet
 PAGES = {"V1": (8, 16, 32, 64), "V2": (16, 32, 64)}  # tokens of a kernel page, where they divide a block
 CHUNK = 64  # tokens of a step at most
@@ -56,6 +70,21 @@ COMMON = ("--max-batch-tokens", str(CHUNK), "--max-num-seqs", "8", "--max-model-
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
 NOISE = 2  # requests at a time whose clients leave
+TOLERANCE = 1e-4  # of log-probabilities
+TOLERANCES = dict.fromkeys(KINDS["recurrent"], 1e-3)
+DRAFTS = ("--speculate", "lookup", "--speculate-when", "always")
+TIERS = ("--kv-cache-memory", "1MiB", "--host-kv-memory", "2MiB", "--disk-kv-size", "1GiB")
+PULL_HOOK = Path(__file__).parents[1] / "tests" / "e2e" / "split_pulls"  # lets nodes pull whatever that costs
+UNREAD_TOKENS = 300  # of all choices: more than the buffers between a node and a client hold, with log-probabilities
+COUNTERS = {  # of nodes since their last start
+    "handoffs": "handoffs",
+    "pulled_tokens": "tokens pulled",
+    "pull_computed_tokens": "tokens computed beside pulls",
+    "host_kv_hit_tokens": "tokens from host memory",
+    "disk_kv_hit_tokens": "tokens from disk",
+    "spec_decode_num_draft_tokens": "drafts",
+    "preemptions": "preemptions",
+}
 REFUSED = "refused"  # the only choice's finish reason of a request that the router refuses
 
 Body = dict[str, Any]
@@ -84,15 +113,29 @@ class FleetPlan:
     block: int
     prefill: NodePlan
     decode: tuple[NodePlan, NodePlan]
+    drafts: bool
+    tiers: bool
+    pulls: str  # "whole", "split": P computes the first half meanwhile; "": none
 
     @classmethod
-    def draw(cls, rng: random.Random, vocabularies: list[int], runners: list[str]) -> FleetPlan:
+    def draw(cls, rng: random.Random, args: argparse.Namespace) -> FleetPlan:
         block = rng.choice(BLOCKS)
-        nodes = [NodePlan.draw(rng, block, runners) for _ in range(3)]
-        return cls(rng.choice(FAMILIES), rng.choice(vocabularies), block, nodes[0], (nodes[1], nodes[2]))
+        nodes = [NodePlan.draw(rng, block, args.runners) for _ in range(3)]
+        return cls(
+            rng.choice(KINDS[rng.choice(args.kinds)]),
+            rng.choice(args.vocabularies),
+            block,
+            nodes[0],
+            (nodes[1], nodes[2]),
+            drafts=rng.random() < 0.5,
+            tiers=rng.random() < 0.5,
+            pulls=rng.choice(("", "whole", "split")),
+        )
 
-    def flags(self, node: NodePlan) -> list[str]:
-        return [*COMMON, "--block-size", str(self.block), "--kernel-block-size", str(node.page)]
+    def flags(self, node: NodePlan, directory: Path) -> list[str]:
+        flags = [*COMMON, "--block-size", str(self.block), "--kernel-block-size", str(node.page)]
+        flags += DRAFTS if self.drafts else ()
+        return [*flags, *TIERS, "--disk-kv", str(directory / "disk")] if self.tiers else flags
 
     @property
     def edges(self) -> list[int]:
@@ -102,7 +145,9 @@ class FleetPlan:
     def __str__(self) -> str:
         first, second = self.decode
         model = f"{self.family}, vocabulary {self.vocabulary}, blocks of {self.block}"
-        return f"{model}, P {self.prefill}, D {first}, D {second}"
+        extras = [name for name in ("drafts", "tiers") if getattr(self, name)]
+        extras += [f"{self.pulls} pulls"] * bool(self.pulls)
+        return ", ".join([model, f"P {self.prefill}", f"D {first}", f"D {second}", *extras])
 
 
 @dataclass
@@ -115,18 +160,26 @@ class World:
     @contextmanager
     @staticmethod
     def start(plan: FleetPlan, directory: Path, seed: int) -> Iterator[World]:
+        layers = {} if plan.family in RECURRENT else {"num_hidden_layers": 2}
         model = add_tokenizer(
-            make_checkpoint(directory, plan.family, seed=seed, num_hidden_layers=2, vocab_size=plan.vocabulary)
+            make_checkpoint(directory / "model", plan.family, seed=seed, vocab_size=plan.vocabulary, **layers)
         )
+        listed = directory / "decode"
+        listed.touch()
+        pulls = {"SPLIT_PULLS": str(directory), "PYTHONPATH": f"{PULL_HOOK}:{os.environ.get('PYTHONPATH', '')}"}
+        if plan.pulls == "split":
+            (directory / "split").touch()
         with ExitStack() as stack:
             nodes, reference = stack.enter_context(Fleet()), stack.enter_context(Fleet())
             reference.start_decode(model, [*COMMON, "--block-size", "16"], RUNNER_ENVIRONMENTS["V1"])
             reference.start_router(model)
-            flags = [*plan.flags(plan.prefill), "--lease-seconds", "3", "--drain-timeout", "0"]
-            nodes.start_prefill(model, flags, RUNNER_ENVIRONMENTS[plan.prefill.runner])
+            flags = [*plan.flags(plan.prefill, directory), "--lease-seconds", "3", "--drain-timeout", "0"]
+            flags += ["--kv-source", f"file://{listed}"] if plan.pulls else []
+            nodes.start_prefill(model, flags, {**RUNNER_ENVIRONMENTS[plan.prefill.runner], **pulls})
             for node in plan.decode:
-                flags = [*plan.flags(node), "--handoff-min-tokens", "1", "--drain-timeout", "0"]
+                flags = [*plan.flags(node, directory), "--handoff-min-tokens", "1", "--drain-timeout", "0"]
                 nodes.start_decode(model, flags, RUNNER_ENVIRONMENTS[node.runner])
+            listed.write_text("".join(f"{node.address}\n" for node in nodes.decode))
             nodes.start_router(model, ["--migrations", "50"])
             nodes.wait_ready(300.0)
             reference.wait_ready(300.0)
@@ -170,10 +223,10 @@ class Findings:
         return f"{counts}; largest difference of log-probabilities {self.largest:.1e}"
 
 
-async def send(client: httpx.AsyncClient, body: Body, salt: str) -> Answer:
+async def send(client: httpx.AsyncClient, body: Body, salt: str, pauses: Iterable[tuple[int, float]] = ()) -> Answer:
     """Return the answer, or that of a refused request: its error as the text of one choice."""
     try:
-        return await send_completion(client, {**body, "cache_salt": salt})
+        return await send_completion(client, {**body, "cache_salt": salt}, pauses=pauses)
     except httpx.HTTPError as exc:
         raise AssertionError(f"no answer ({exc!r}) to {json.dumps(body)}") from exc
     except ErrorAnswer as exc:
@@ -206,6 +259,7 @@ class Round:
             began = time.monotonic()
             await self._together("amid others", client)
             self.lasted = time.monotonic() - began
+            await self._not_read(alone)
             fault = asyncio.create_task(asyncio.to_thread(self._inject_and_recover, self._draw_fault()))
             await self._together("migrated", client)
             await fault
@@ -238,6 +292,33 @@ class Round:
         for body, answer, expected in zip(self.bodies, answers, self.expected, strict=True):
             self._compare(way, body, answer, expected)
 
+    async def _not_read(self, alone: httpx.AsyncClient) -> None:
+        """Send requests with long answers at the same time; their clients stop reading twice."""
+        bodies = [self._draw_unread() for _ in range(self.args.unread)]
+        expected = [await send(alone, body, self._salt()) for body in bodies]
+        async with self._client(self.world.nodes, [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]) as client:
+            answers = await asyncio.gather(*(send(client, body, self._salt(), self._stops()) for body in bodies))
+        for body, answer, each in zip(bodies, answers, expected, strict=True):
+            self._compare("not read", body, answer, each)
+
+    def _stops(self) -> Iterator[tuple[int, float]]:
+        """Yield pauses of a client, which end once a D has paused a request, or none computes an answer any more."""
+        for tokens in (1, UNREAD_TOKENS // 3):
+            busy = True
+            while busy:
+                yield tokens, 0.5
+                statuses = [node.status() for node in self.world.nodes.decode]
+                paused = any(status.paused for status in statuses)
+                self.findings.counts["pauses"] += paused
+                busy = not paused and any(status.running or status.waiting or status.reading for status in statuses)
+
+    def _draw_unread(self) -> Body:
+        """Draw a request whose answer does not fit into the buffers on its way."""
+        body = self._draw()
+        n = body["n"] * (2 if isinstance(body["prompt"][0], list) else 1)
+        long = {"stream": True, "logprobs": 20, "max_tokens": -(-UNREAD_TOKENS // n), "ignore_eos": True}
+        return {**body, **long, "min_tokens": 0}
+
     async def _neighbour(self, client: httpx.AsyncClient, seed: int) -> None:
         """Send random requests without end; leave each one before its answer ends, or when it ends."""
         rng = random.Random(seed)
@@ -267,7 +348,8 @@ class Round:
         self.findings.counts["migrations"] += int(self.world.router_metric("pdserve_migrations_total") - before)
 
     def _compare(self, way: str, body: Body, found: Answer, expected: Answer) -> None:
-        self.findings.compare(way, body, found, expected, self.args.tolerance)
+        tolerance = self.args.tolerance or TOLERANCES.get(self.plan.family, TOLERANCE)
+        self.findings.compare(way, body, found, expected, tolerance)
 
     def _draw(self) -> Body:
         return new_request(self.rng, self.plan.edges, LONGEST, self.args.max_tokens, self.plan.vocabulary)
@@ -276,17 +358,19 @@ class Round:
         """Return a salt: half of the requests find what earlier ones left in prefix caches."""
         return "common" if self.rng.random() < 0.5 else str(self.rng.getrandbits(60))
 
-    def _client(self, fleet: Fleet) -> httpx.AsyncClient:
+    def _client(self, fleet: Fleet, options: Sequence[tuple[int, int, int]] = ()) -> httpx.AsyncClient:
+        """Return a client of a router, whose sockets have ``options``."""
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=fleet.url, timeout=ANSWER_SECONDS, trust_env=False, limits=limits)
+        transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=options)
+        return httpx.AsyncClient(base_url=fleet.url, timeout=ANSWER_SECONDS, trust_env=False, transport=transport)
 
 
 def fuzz_fleet(number: int, args: argparse.Namespace, until: float) -> Findings:
     """Run rounds on one fleet until one finds a difference."""
     rng = random.Random(f"{args.seed}/{number}")
-    plan, findings = FleetPlan.draw(rng, args.vocabularies, args.runners), Findings()
+    plan, findings = FleetPlan.draw(rng, args), Findings()
     print(f"fleet {number}: {plan}", flush=True)
-    with tempfile.TemporaryDirectory() as directory, World.start(plan, Path(directory) / "model", number) as world:
+    with tempfile.TemporaryDirectory() as directory, World.start(plan, Path(directory), number) as world:
         for index in range(args.rounds):
             each = Round(world, plan, random.Random(f"{args.seed}/{number}/{index}"), findings, args)
             try:
@@ -298,8 +382,8 @@ def fuzz_fleet(number: int, args: argparse.Namespace, until: float) -> Findings:
             print(f"  round {index}: {findings}", flush=True)
             if findings.failures or time.monotonic() > until:
                 break
-        for node in world.nodes.decode:
-            findings.counts["handoffs"] += int(node.counter("handoffs"))  # since its last start
+        for node, (name, text) in itertools.product(world.nodes.nodes, COUNTERS.items()):
+            findings.counts[text] += int(node.counter(name))
     return findings
 
 
@@ -310,12 +394,16 @@ def main() -> int:
     parser.add_argument("--fleet", type=int, metavar="N", help="only this fleet")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of a fleet (default %(default)s)")
     parser.add_argument("--requests", type=int, default=12, metavar="N", help="of a round (default %(default)s)")
+    parser.add_argument(
+        "--unread", type=int, default=3, metavar="N", help="requests of a round that are not read (default %(default)s)"
+    )
     parser.add_argument("--max-tokens", type=int, default=12, metavar="N", help="of an answer (default %(default)s)")
     parser.add_argument(
         "--vocabularies", type=int, nargs="+", default=[4096, 4099, 4128, 4133], metavar="N", help="sizes to draw from"
     )
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="of KV cache, to draw from")
     parser.add_argument("--runners", nargs="+", choices=("V1", "V2"), default=["V1", "V2"], help="to draw from")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of log-probabilities (default %(default)s)")
+    parser.add_argument("--tolerance", type=float, help="of log-probabilities (default 1e-4, behind delta nets 1e-3)")
     args = parser.parse_args()
     until = time.monotonic() + 60 * args.minutes
     total = Findings()

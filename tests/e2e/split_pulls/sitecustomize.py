@@ -20,7 +20,7 @@ def _patch_plans(switch: Path) -> None:
     from pdserve import request_cost
 
     def plan(costs: Any, num_tokens: int, *, split_block: int = 0, **kwargs: Any) -> Any:
-        first = num_tokens // 2 // split_block * split_block if switch.exists() else 0
+        first = num_tokens // 2 // split_block * split_block if split_block and switch.exists() else 0
         return request_cost.LoadPlan(first, num_tokens - first, 0.1)
 
     request_cost.plan_pull = plan
