@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -382,8 +381,11 @@ def fuzz_fleet(number: int, args: argparse.Namespace, until: float) -> Findings:
             print(f"  round {index}: {findings}", flush=True)
             if findings.failures or time.monotonic() > until:
                 break
-        for node, (name, text) in itertools.product(world.nodes.nodes, COUNTERS.items()):
-            findings.counts[text] += int(node.counter(name))
+        for node in world.nodes.nodes:
+            for key, value in node.status().counters.items():
+                name = key.split("{")[0].removeprefix("pdserve_").removesuffix("_total")
+                if name in COUNTERS:
+                    findings.counts[COUNTERS[name]] += int(value)
     return findings
 
 

@@ -15,7 +15,7 @@ class SequenceState:
     """``source`` belongs to the next step, of whatever kind: ``begin`` takes it, and only the runner is told it."""
 
     slot: int  # its own, which steps overwrite
-    copied_from: list[int]  # of StateSlots: sources of the step that is planned
+    copied_from: list[int]  # ``StateSlots`` has this list: sources of the step that is planned, of all sequences
     source: int = NO_SLOT  # the snapshot that its next step begins with a copy of; NO_SLOT: ``slot`` has the state
     spare: int = NO_SLOT  # on P: empty, for the copy that the peer reads
     lease_slot: int = NO_SLOT  # on P: what the peer reads; it has the state, or a planned step writes it there
@@ -60,6 +60,12 @@ class SequenceState:
         """Let the peer read the spare slot, which the step that is planned writes. Return it."""
         self.lease_slot, self.spare = self.spare, NO_SLOT
         return self.lease_slot
+
+    def lease_received(self) -> None:
+        """Let the peer read the slot that a load has filled, and go on in the spare one."""
+        self.lease_slot = self.slot
+        self.start_from(self.slot, self.spare)
+        self.spare = NO_SLOT
 
     @property
     def slots(self) -> list[int]:

@@ -47,8 +47,8 @@ class StateSlots:
         self._decode_distance = max(1, DECODE_DISTANCE // block_size) * block_size
         self._snapshots: list[StateSnapshot] = []
         self._copies: list[tuple[int, int]] = []
-        self._sources: list[int] = []  # ``SequenceState.copied_from`` of all sequences
-        self._in_flight: deque[tuple[int, list[int]]] = deque()  # the same, by step
+        self._sources: list[int] = []  # of the step that is planned; sequences add theirs
+        self._in_flight: deque[tuple[int, list[int]]] = deque()  # the same, of steps in flight
 
     def find(self, hashes: list[bytes]) -> tuple[int, int]:
         """Return the blocks of the longest prefix with a snapshot, and its slot; 0 and NO_SLOT if there is none.
@@ -65,7 +65,10 @@ class StateSlots:
         return self.num_lacking(sequence, source) <= 0
 
     def num_lacking(self, sequence: Sequence, source: int) -> int:
-        """Return how many slots ``allocate`` lacks at most; 0 or less: none."""
+        """Return how many slots ``allocate`` lacks at most; 0 or less: none.
+
+        A prompt for a peer that begins with the very state that the peer needs takes no spare slot.
+        """
         kept = source != NO_SLOT and self.pool.count_free((source,))
         return 1 + sequence.for_peer + kept - self.pool.count(Use.FREE)
 
@@ -123,10 +126,8 @@ class StateSlots:
         if num_tokens % self._block_size:
             return
         if state.spare != NO_SLOT and num_tokens == state.lease_at:
-            self.pool.hold((state.slot,))
-            state.lease_slot = state.slot
-            state.start_from(state.slot, state.spare)
-            state.spare = NO_SLOT
+            self.pool.hold((state.slot,))  # for the lease, and as a source
+            state.lease_received()
             self._cache(sequence, num_tokens, state.lease_slot)
             return
         block_hash = sequence.hashes.upto(sequence.token_ids, num_tokens)[-1]
