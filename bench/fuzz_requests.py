@@ -159,7 +159,7 @@ class World:
     @contextmanager
     @staticmethod
     def start(plan: FleetPlan, directory: Path, seed: int) -> Iterator[World]:
-        layers = {} if plan.family in RECURRENT else {"num_hidden_layers": 2}
+        layers: Body = {} if plan.family in RECURRENT else {"num_hidden_layers": 2}
         model = add_tokenizer(
             make_checkpoint(directory / "model", plan.family, seed=seed, vocab_size=plan.vocabulary, **layers)
         )
