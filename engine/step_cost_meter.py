@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from pdserve.request_cost import LinearCost, StepCosts
+from pdserve.request_cost import LinearCost, StepCosts, in_range
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
@@ -32,7 +32,8 @@ class StepWork(NamedTuple):
 class LineFit:
     """y = base + slope · x through weighted points, by least squares; base and slope are never negative.
 
-    While all x are alike, the line goes through the origin; if ``flat``, it has no slope.
+    The line goes through the mean of the points. A share of the mean y, 0 … 1, grows with x, and the rest is the base:
+    so no rounding makes either of them negative. While all x are alike, all of it grows; if ``flat``, nothing does.
     """
 
     def __init__(self, keep: float, flat: bool = False) -> None:
@@ -48,7 +49,8 @@ class LineFit:
         return self._weight > 0.0
 
     def add(self, x: float, y: float, weight: float = 1.0) -> None:
-        """Add a point; earlier ones lose weight. Welford's update, weighted."""
+        """Add a point of x ≥ 0 and y seconds; earlier ones lose weight. Welford's update, weighted."""
+        y = in_range(y)
         old = self._keep * self._weight
         self._weight = old + weight
         dx, dy, share = x - self._x, y - self._y, weight / self._weight
@@ -61,10 +63,9 @@ class LineFit:
     def mean_x(self) -> float:
         return self._x
 
-    def with_base_up_to(self, most: float) -> LinearCost:
-        """Return the fitted line; if its base exceeds ``most``, one with this base, through the mean of the points."""
-        line = self.line
-        return LinearCost(most, (self._y - most) / self._x) if line.base > most else line
+    @property
+    def mean_y(self) -> float:
+        return self._y
 
     @property
     def spread(self) -> float:
@@ -74,13 +75,24 @@ class LineFit:
     @property
     def line(self) -> LinearCost:
         """The fitted line; zeros while there are no points."""
-        if self._x <= 0.0:
-            return LinearCost(self._y) if self._flat else LinearCost()
-        steepest = self._y / self._x
+        return self._line(self._growing)
+
+    def with_base_up_to(self, most: float) -> LinearCost:
+        """Return the fitted line; if its base exceeds ``most``, one with this base, through the mean of the points."""
+        line = self.line
+        return self._line(1.0 - most / self._y) if line.base > most else line
+
+    @property
+    def _growing(self) -> float:
+        """The share of the mean y that grows with x."""
         if self._xx <= self._weight * (_ALIKE * self._x) ** 2:
-            return LinearCost(self._y) if self._flat else LinearCost(0.0, steepest)
-        slope = min(max(self._xy / self._xx, 0.0), steepest)
-        return LinearCost(self._y - slope * self._x, slope)
+            return 0.0 if self._flat else 1.0
+        slope, steepest = self._xy / self._xx, self._y / self._x
+        return slope / steepest if 0.0 < slope < steepest else float(slope > 0.0)
+
+    def _line(self, growing: float) -> LinearCost:
+        slope = growing * self._y / self._x if self._x > 0.0 else 0.0
+        return LinearCost((1.0 - growing) * self._y, in_range(slope))
 
 
 class ChunkCost(NamedTuple):
@@ -200,6 +212,9 @@ class StepCostMeter:
         Return the seconds that the prompts added to it. In a step ``ahead`` the model has made drafts for the next one:
         a part of what drafts cost.
         """
+        if not decodes and not prompt_tokens:
+            return 0.0
+        seconds = in_range(seconds)
         self._undrafted = 0 if drafts else self._undrafted + 1
         if drafts and not prompt_tokens:
             self._num_drafted += 1
@@ -259,8 +274,7 @@ class StepCostMeter:
         Steps that keep an ITL target take equally long: they have few tokens where these attend to many. That looks
         like a base. But a step of prompts has no more of it than one that decodes, as both read the weights.
         """
-        base = self._decodes.line.base
-        return self._prompts.with_base_up_to(base) if base else self._prompts.line
+        return self._prompts.with_base_up_to(self._decodes.line.base) if self._decodes else self._prompts.line
 
     @property
     def drafts(self) -> LinearCost:
@@ -292,8 +306,8 @@ class StepCostMeter:
         return seconds
 
     def costs(self, read: LinearCost) -> StepCosts:
-        """Return the measured costs of steps, with those of KV reads. Decodes have no slope until steps differ."""
+        """Return the measured costs of steps, with those of KV reads. Until steps differ, decodes take their mean."""
         decode = self._decodes.line
         if self._decodes.spread < _LEAST_SPREAD:
-            decode = LinearCost(decode.base)
+            decode = LinearCost(self._decodes.mean_y)
         return StepCosts(self.prompt, decode, read)

@@ -40,8 +40,16 @@ AUTO_ITL_STEPS = 9.0
 _LEAST_ITL_STEPS = 2.0  # the same in decode steps of all sequences: prompts get half of the time at least
 
 
+MOST_SECONDS = 1e6  # the range of measured seconds, costs and targets is 0 … eleven days
+
+
+def in_range(seconds: float) -> float:
+    """Return measured seconds cut to 0 … ``MOST_SECONDS``; NaN is 0."""
+    return max(0.0, min(seconds, MOST_SECONDS))
+
+
 class LinearCost(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds as ``base + slope × count``. All zeros: nothing has been measured."""
+    """Seconds as ``base + slope × count``, both 0 … ``MOST_SECONDS``. All zeros: nothing has been measured."""
 
     base: float = 0.0
     slope: float = 0.0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.step_cost_meter import LineFit, StepCostMeter
+from engine.step_cost_meter import LineFit, StepCostMeter, StepWork
 from node.reports import PromptShare
-from pdserve.request_cost import LinearCost, StepCosts
+from pdserve.request_cost import MOST_SECONDS, LinearCost, StepCosts
 
 
 @given(
@@ -24,13 +27,73 @@ def test_points_on_a_line_give_the_line(base: float, slope: float, counts: list[
     assert fit.line.slope == pytest.approx(slope, rel=1e-3, abs=1e-9)
 
 
-@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 10)), max_size=60))
-def test_base_and_slope_are_never_negative(points: list[tuple[int, float]]) -> None:
-    fit = LineFit(0.98)
+SECONDS = st.sampled_from([0.0, 1e-9, 0.005, 0.036, 1e9, math.inf, -math.inf, math.nan]) | st.floats()
+COUNTS = st.sampled_from([0, 1, 3, 2048]) | st.integers(0, 1 << 31)
+
+
+def in_range(line: LinearCost) -> bool:
+    return 0.0 <= line.base <= MOST_SECONDS and 0.0 <= line.slope <= MOST_SECONDS
+
+
+@given(st.booleans(), st.lists(st.tuples(COUNTS, SECONDS), max_size=60), SECONDS.filter(lambda most: most >= 0.0))
+def test_base_and_slope_of_any_points_are_in_range(flat: bool, points: list[tuple[int, float]], most: float) -> None:
+    fit = LineFit(0.98, flat)
     for x, y in points:
         fit.add(x, y)
-    assert fit.line.slope >= 0.0
-    assert fit.line.base >= -1e-9
+        assert in_range(fit.line)
+        assert in_range(fit.with_base_up_to(most))
+
+
+class Measured(NamedTuple):
+    """A step and its seconds; idle steps have no tokens."""
+
+    decodes: int
+    prompt_tokens: int
+    seconds: float
+    context: float
+    drafts: int
+    ahead: bool
+
+
+CONTEXTS = st.floats(0.0, 1e9)
+DRAFTS = st.sampled_from([0, 0, 0, 1, 40])
+STEPS = st.builds(Measured, COUNTS, st.just(0) | COUNTS, SECONDS, CONTEXTS, DRAFTS, st.booleans())
+TYPICAL_STEPS = st.builds(
+    Measured,
+    st.integers(0, 4),
+    st.sampled_from([0, 0, 0, 500, 2048]),
+    st.floats(0.0, 0.1),
+    st.floats(0.0, 1e5),
+    st.just(0),
+    st.just(False),
+)
+
+
+@given(st.lists(STEPS | TYPICAL_STEPS, max_size=40), st.tuples(COUNTS, COUNTS, CONTEXTS, DRAFTS).map(StepWork._make))
+def test_costs_of_any_steps_are_in_range(steps: list[Measured], next_step: StepWork) -> None:
+    meter = StepCostMeter()
+    for step in steps:
+        work = step._asdict()
+        seconds = meter.add_step(**work)
+        assert 0.0 <= seconds <= MOST_SECONDS
+        assert all(map(in_range, (meter.decode, meter.prompt, meter.drafts, meter.costs(LinearCost()).decode)))
+        assert meter.expected(next_step) >= 0.0
+        if (chunk := meter.chunk) is not None:
+            assert min(chunk.token.base, chunk.token.slope, chunk.hidden) >= 0.0
+            assert math.isfinite(chunk.at(2048, 1e5))
+
+
+@pytest.mark.parametrize("growth", [1.2 + step / 1000 for step in range(20)])
+def test_decodes_that_cost_more_than_in_proportion_leave_a_base_of_zero(growth: float) -> None:
+    """A short stream, then three with long contexts, on a node that has computed no prompt."""
+    meter = StepCostMeter()
+    for _ in range(39):
+        meter.add_step(1, 0, 0.0058444)
+    for _ in range(60):
+        meter.add_step(3, 0, 3 * growth * 0.0058444)
+        costs = meter.costs(LinearCost())
+        assert costs.prompt == LinearCost()
+        assert costs.decode.base >= 0.0
 
 
 def test_line_through_points_of_one_x_goes_through_the_origin() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 from fleet_simulation import BURSTS, Figures, Simulation, poisson, shift, split
 from simulated_node import Job
+
+from pdserve.request_cost import LinearCost
+from router.fleet.policy import Placement
 
 NEAR = 1.15  # times the result of the best fixed split
 
@@ -51,6 +54,19 @@ def test_requests_decode_where_they_were_prefilled_at_low_load() -> None:
     simulation = Simulation(["both"] * 2)
     simulation.run([Job(2.0 * number, 2000, 200) for number in range(20)])
     assert (simulation.handoffs, simulation.moves) == (0, 0)
+
+
+@pytest.mark.parametrize("output", [40, 44])
+def test_long_contexts_after_a_short_stream_do_not_end_a_decode_node(output: int) -> None:
+    """Steps of three streams take more than three times as long, so their line has no base."""
+    prefills = cycle(("n00", "n01", "n02"))
+    simulation = Simulation(["prefill"] * 3 + ["decode"], policy=lambda *_: Placement("n03", next(prefills)))
+    simulation.run([Job(0.0, 200, output), *(Job(2.0, 100_000, 60) for _ in range(3))])
+    scheduler = simulation.node("n03").scheduler
+    assert scheduler.meter.decode.base == pytest.approx(0.0, abs=1e-6)
+    costs = scheduler.status().costs
+    assert costs.prompt == LinearCost(), "it has computed no prompt"
+    assert costs.decode.base > 0.01, "the mean of its steps"
 
 
 def test_roles_of_all_kinds_serve_a_load_better_than_without_the_elastic_nodes() -> None:

@@ -79,6 +79,9 @@ class Simulation:
         self._pause = max(PAUSE, len(roles) / REPORTS)
         self._left = 0
 
+    def node(self, name: str) -> SimulatedNode:
+        return self._nodes[name]
+
     def run(self, jobs: Sequence[Job]) -> None:
         """Serve jobs until all have ended."""
         self._left = len(jobs)
