@@ -158,9 +158,9 @@ class Node:
             for changes in batch.cache_changes:
                 self._kv_events.publish(changes)
 
-    def _cache_is_empty(self) -> None:
+    def _begin_engine(self) -> None:
         """An engine starts, or has ended."""
-        self._reports.forget_cached()
+        self._reports.begin_engine()
         if self._kv_events is not None:
             self._kv_events.clear()
 
@@ -179,7 +179,7 @@ class Node:
         Other hosts send the digests of their ranks' weights. Raises ConfigError if hosts have different weights, and
         CheckpointError if the engine has loaded other files than those digested.
         """
-        self._cache_is_empty()
+        self._begin_engine()
         stop = threading.Event()
         peer = None if config.load_from == "disk" else await find_weights(self._context, config)
         digests = asyncio.to_thread(host_digests, config, self._engine.local_ranks, stop)
@@ -230,7 +230,7 @@ class Node:
         await self._enter(State.ASLEEP)
         self._role.drop_peers("this node is asleep")
         await self._engine.sleep()
-        self._cache_is_empty()
+        self._begin_engine()
         _log.info("asleep: weights and KV cache are freed")
         order.end()
 

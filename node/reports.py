@@ -36,19 +36,19 @@ _SHARE_SECONDS = 1.0  # time constant of PromptShare: half of the life of a stre
 
 
 class PromptShare:
-    """The share of recent time that a node's steps spent on prompts: an exponential mean over ``_SHARE_SECONDS``."""
+    """The share of recent time that an engine's steps spent on prompts: an exponential mean over ``_SHARE_SECONDS``."""
 
     def __init__(self, now: float) -> None:
+        """``now`` is the engine's start, in seconds."""
         self._share = 0.0
         self._at = now
         self._total = 0.0
 
     def update(self, prompt_seconds: float, now: float) -> float:
-        """Return the share, 0 … 1, given the seconds spent on prompts since the node's start."""
+        """Return the share, 0 … 1, given the seconds spent on prompts since the engine's start."""
         if (passed := now - self._at) > 0.0:
-            keep = math.exp(-passed / _SHARE_SECONDS)
-            spent = (prompt_seconds - self._total) / passed
-            self._share = keep * self._share + (1.0 - keep) * spent
+            rest = -math.expm1(-passed / _SHARE_SECONDS)  # weight of the time that has passed
+            self._share = (1.0 - rest) * self._share + rest / passed * (prompt_seconds - self._total)
             self._at = now
             self._total = prompt_seconds
         return min(self._share, 1.0)
@@ -68,6 +68,27 @@ class CacheDigest:
 
     def of_sample(self, sample_bits: int) -> int:
         return reduce(xor, (found for zeros, found in self._by_zeros.items() if zeros > sample_bits), 0)
+
+
+class _EngineReports:
+    """What one engine has reported. Another engine begins with an empty cache and counters of 0."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = None
+        self.prompt_share = PromptShare(time.monotonic())
+        self.cached: dict[bytes, None] = {}  # block hashes, oldest first
+        self.digest = CacheDigest()
+
+    def on_batch(self, batch: Batch) -> None:
+        self.status = batch.status
+        for block_hash in batch.cached:
+            if block_hash not in self.cached:
+                self.cached[block_hash] = None
+                self.digest.toggle(block_hash)
+        for block_hash in batch.evicted:
+            if block_hash in self.cached:
+                del self.cached[block_hash]
+                self.digest.toggle(block_hash)
 
 
 class ReportSubscriber:
@@ -112,34 +133,22 @@ class NodeReports:
         """``pause`` is the least time between two reports, in seconds."""
         self.describe = describe
         self._pause = pause
-        self._status: Status | None = None
-        self._prompt_share = PromptShare(time.monotonic())
-        self._cached: dict[bytes, None] = {}  # block hashes, oldest first
-        self._digest = CacheDigest()
+        self._engine = _EngineReports()
         self._subscribers: set[ReportSubscriber] = set()
         self._ended = False
 
     def on_batch(self, batch: Batch) -> None:
         """Take in load and cache changes from the engine."""
-        self._status = batch.status
-        for block_hash in batch.cached:
-            if block_hash not in self._cached:
-                self._cached[block_hash] = None
-                self._digest.toggle(block_hash)
-        for block_hash in batch.evicted:
-            if block_hash in self._cached:
-                del self._cached[block_hash]
-                self._digest.toggle(block_hash)
+        self._engine.on_batch(batch)
         for subscriber in self._subscribers:
             subscriber.on_batch(batch)
 
-    def forget_cached(self) -> None:
-        """The engine has ended, or has not begun: it has cached nothing."""
-        for block_hash in self._cached:
+    def begin_engine(self) -> None:
+        """The engine has ended, or has not begun: nothing of an earlier one holds."""
+        for block_hash in self._engine.cached:
             for subscriber in self._subscribers:
                 subscriber.evicted(block_hash)
-        self._cached.clear()
-        self._digest = CacheDigest()
+        self._engine = _EngineReports()
 
     def wake(self) -> None:
         """Report to all subscribers: the description has changed."""
@@ -160,7 +169,7 @@ class NodeReports:
                 sequence, last = sequence + 1, self._ended
                 description = self.describe()
                 bits = description.cache_sample_bits
-                cache = subscriber.take(self._status, self._digest.of_sample(bits), bits)
+                cache = subscriber.take(self._engine.status, self._engine.digest.of_sample(bits), bits)
                 report = pb.NodeReport(sequence=sequence, load=self._load(description), cache=cache)
                 if description != reported:
                     report.description.CopyFrom(description)
@@ -175,7 +184,7 @@ class NodeReports:
 
     @contextmanager
     def _subscribed(self) -> Iterator[ReportSubscriber]:
-        subscriber = ReportSubscriber(self._cached)
+        subscriber = ReportSubscriber(self._engine.cached)
         self._subscribers.add(subscriber)
         try:
             yield subscriber
@@ -183,7 +192,7 @@ class NodeReports:
             self._subscribers.discard(subscriber)
 
     def _load(self, description: pb.NodeDescription) -> pb.NodeLoad:
-        status = self._status
+        status = self._engine.status
         if status is None:
             total = description.kv_layout.num_blocks
             return pb.NodeLoad(free_blocks=total, total_blocks=total)
@@ -196,7 +205,7 @@ class NodeReports:
             throughput=step_costs_to_pb(status.costs),
             decoding=status.decoding,
             for_peers=status.for_peers,
-            prompt_share=self._prompt_share.update(status.totals.prompt_seconds, time.monotonic()),
+            prompt_share=self._engine.prompt_share.update(status.totals.prompt_seconds, time.monotonic()),
             itl_target_ms=status.itl_target * 1e3,
         )
 

@@ -167,3 +167,12 @@ def test_prompt_share_follows_the_last_seconds() -> None:
         assert found == pytest.approx(rate, abs=0.02)
         assert share.update(prompt_seconds, now) == found, "no time has passed"
     assert share.update(prompt_seconds + 1e6, now + 1e-3) == 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 100.0), st.floats(0.0, 100.0)), max_size=20))
+def test_prompt_share_of_any_sums_is_a_share(spent: list[tuple[float, float]]) -> None:
+    share, now, prompt_seconds = PromptShare(0.0), 0.0, 0.0
+    for seconds, passed in spent:
+        now += passed
+        prompt_seconds += seconds
+        assert 0.0 <= share.update(prompt_seconds, now) <= 1.0

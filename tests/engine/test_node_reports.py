@@ -24,9 +24,14 @@ REPORT_INTERVAL = 1.0  # seconds
 
 
 def batch(
-    cached: tuple[int, ...] = (), evicted: tuple[int, ...] = (), running: int = 0, free: int = 10, total: int = 10
+    cached: tuple[int, ...] = (),
+    evicted: tuple[int, ...] = (),
+    running: int = 0,
+    free: int = 10,
+    total: int = 10,
+    prompt_seconds: float = 0.0,
 ) -> Batch:
-    status = Status(free, total - free, 0, 0, total, 0, 0, running, Totals())
+    status = Status(free, total - free, 0, 0, total, 0, 0, running, Totals(prompt_seconds=prompt_seconds))
     return Batch(status, cached=list(map(block_hash, cached)), evicted=list(map(block_hash, evicted)))
 
 
@@ -166,3 +171,25 @@ def test_a_sample_of_a_large_cache_is_reported() -> None:
             return applied(set(), await anext(reports))
 
     assert asyncio.run(watch()) == {0, 4, 8, 12, 16}
+
+
+def test_an_engine_reports_nothing_of_the_one_before_it() -> None:
+    """Its counters begin at 0 and its cache is empty, so the prompt share stays a share."""
+
+    async def watch() -> list[pb.NodeReport]:
+        node_reports, seen, known = NodeReports(lambda: NODE, pause=0.0), [], set[int]()
+        async with aclosing(node_reports.subscribe()) as reports:
+            node_reports.on_batch(batch((1, 2), running=9, free=1, prompt_seconds=3600.0))
+            known = applied(known, await anext(reports))
+            node_reports.begin_engine()
+            seen.append(await anext(reports))
+            known = applied(known, seen[-1])
+            node_reports.on_batch(batch(running=2, prompt_seconds=1e-6))
+            seen.append(await anext(reports))
+            assert not known
+        return seen
+
+    idle, busy = asyncio.run(watch())
+    assert (idle.load.running, idle.load.prompt_share) == (0, 0.0)
+    assert busy.load.running == 2
+    assert 0.0 <= busy.load.prompt_share <= 1.0

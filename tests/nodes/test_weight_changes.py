@@ -51,6 +51,13 @@ def start(fleet: Fleet, versions: Path, role: str, name: str, *flags: str) -> No
     return start_node(versions / name, [*SLOW_STEPS, "--allow-weight-changes", str(versions), *flags])
 
 
+def reported_share(node: NodeProcess) -> float:
+    """Return the share of prompts that the node reports to a router, a while after its first report."""
+    with node.channel() as channel:
+        reports = pb_grpc.NodeStub(channel).Watch(pb.WatchRequest())
+        return [next(reports).load.prompt_share for _ in range(2)][-1]
+
+
 def change(*words: str) -> int:
     return main(["weights", *words])
 
@@ -218,8 +225,10 @@ def test_sleeping_node_has_no_engine_and_wakes_as_a_new_node(fleet: Fleet, versi
     def connected() -> bool:
         return list(decode.describe().connected_peers) == [name]
 
-    expected = tokens(decode, name)
+    for _ in range(3):
+        expected = tokens(decode, name)
     for node in (prefill, decode):
+        assert 0.0 <= reported_share(node) <= 1.0
         before, handed_off = node.describe(), prefill.counter("leases_released")
         assert change("sleep", node.address, "--when", "abort") == 0
         assert node.describe().state == "asleep"
@@ -234,6 +243,7 @@ def test_sleeping_node_has_no_engine_and_wakes_as_a_new_node(fleet: Fleet, versi
         fleet.wait_until(connected, 20.0)
         assert tokens(decode, name) == expected
         assert prefill.counter("leases_released") == handed_off + 1
+        assert 0.0 <= reported_share(node) <= 1.0, "its engine began to count again"
         node.wait_idle()
 
 
