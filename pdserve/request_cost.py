@@ -31,6 +31,7 @@ HANDOFF_SECONDS = 6e-3  # from P's first token to confirmed KV; measured on H100
 CLEAR_WIN = 0.75  # a pull takes at most this share of the time that it saves, as predictions of both are inexact
 _SPLIT_WIN = 2 / 3  # a split takes at most this share of the time to load all, as it takes steps, too
 _STEP_TOKENS = 8192  # assumed size of a step of prompts
+_MOST_STEPS = 1e9  # of a prompt: years
 _SHORTEST_PULL = 0.25  # seconds: a pull is not late before, as one step of the source may take so long
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
 _MOST_SHARE = 0.9  # of time, spent on prompts: a prediction of more would make costs infinite
@@ -90,13 +91,39 @@ class RequestLoad(msgspec.Struct, frozen=True):
     windows: Windows = (None,)  # of KV cache groups
     decoding: int = 0  # sequences that decode now
     for_peers: int = 0  # of ``requests``, prompts that other nodes decode
-    prompt_share: float = 0.0  # of recent time, spent on prompts
-    itl_target: float = 0.0  # seconds of a step with decodes and prompts; 0: no limit
+    prompt_share: float = 0.0  # of recent time, spent on prompts: 0 … 1
+    itl_target: float = 0.0  # seconds of a step with decodes and prompts, 0 … MOST_SECONDS; 0: no limit
 
     @property
     def to_decode(self) -> int:
         """Requests that decode on this node, now or later."""
         return max(0, self.requests - self.for_peers)
+
+
+class OutOfRange(NamedTuple):
+    """A number from which no cost follows."""
+
+    name: str
+    value: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.value:g}, the range is 0 … {self.most:g}"
+
+
+_NAMES = ("prompt.base", "prompt.slope", "decode.base", "decode.slope", "read.base", "read.slope", "itl_target")
+
+
+def out_of_range(load: RequestLoad, costs: StepCosts) -> OutOfRange | None:
+    """Return a number of a node that is out of its range. None: all costs here are finite, and none is negative."""
+    if not 0.0 <= load.prompt_share <= 1.0:
+        return OutOfRange("prompt_share", load.prompt_share, 1.0)
+    prompt, decode, read = costs.prompt, costs.decode, costs.read
+    seconds = prompt.base, prompt.slope, decode.base, decode.slope, read.base, read.slope, load.itl_target
+    for index, value in enumerate(seconds):
+        if not 0.0 <= value <= MOST_SECONDS:
+            return OutOfRange(_NAMES[index], value, MOST_SECONDS)
+    return None
 
 
 def auto_itl_target(one: float, all_: float) -> float:
@@ -148,7 +175,7 @@ def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> P
     rest_of_step = (step + added(executing)) / 2.0 if decodes or queued else 0.0
     behind = min(load.prompt_share, _MOST_SHARE) * (queued + own)
     before = queued - executing + behind
-    steps = max(1, math.ceil((before + own) / chunk))
+    steps = max(1, math.ceil(min((before + own) / chunk, _MOST_STEPS)))
     delay = added(before + own) - added(before)
     return PromptTimes(rest_of_step + steps * step + added(before + own), DELAY_WEIGHT * decodes * delay)
 
@@ -228,7 +255,7 @@ def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace,
     """
     whole, slope = load.at(num_tokens), pace.slower * compute
     first = (whole - pace.queued) / (slope + load.slope)
-    first = min(int(first), num_tokens - 1) // block * block
+    first = int(min(first, num_tokens - 1)) // block * block
     rest = num_tokens - first
     seconds = max(pace.queued + slope * first, load.at(rest))
     clear = seconds < min(_SPLIT_WIN * whole, CLEAR_WIN * (pace.queued + compute * num_tokens))
@@ -317,7 +344,7 @@ def settled_shares(prompt_work: float, streams: int, nodes: int, costs: StepCost
         seconds = time_per_token(costs.decode, streams / (nodes - leaning), shares(leaning)[1])
         return TTFT_OBJECTIVE / ITL_OBJECTIVE * seconds + _prompt_wait(prompt_work, leaning or nodes, prompt)
 
-    best = min((0, *range(int(prompt_work), nodes)), key=cost)
+    best = min((0, *range(int(min(prompt_work, nodes)), nodes)), key=cost)
     own, rest = shares(best)
     return [own] * best + [rest] * (nodes - best)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -29,15 +30,17 @@ from router.fleet.policy import (
     compared_options,
     no_serving_node,
     pooling_node,
+    price,
     typical_costs,
 )
 from router.fleet.prefix_index import CachedBlocks, PromptPrefix
 from router.fleet.serve_stream import OutputHandler, ServeStream
 from router.metrics import RouterMetrics
 
+logger = logging.getLogger(__name__)
+
 _INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
 _TYPICAL_SECONDS = 1.0  # between two computations of the mean costs
-
 
 _ENDPOINTS = {
     GENERATE: "/v1/completions, /v1/chat/completions or /v1/responses",
@@ -119,6 +122,7 @@ class Fleet:
         self._members = _Members({}, model)
         self._typical = TYPICAL
         self._typical_until = 0.0  # time.monotonic
+        self._unpriced: set[str] = set()  # ids of nodes
         self.suspect_turn = asyncio.Lock()  # of prompts to pool whose node's engine has ended
 
     def snapshot(self) -> FleetSnapshot:
@@ -281,9 +285,20 @@ class Fleet:
     def _typical_costs(self, views: Sequence[NodeView]) -> StepCosts:
         now = time.monotonic()
         if now > self._typical_until:
-            self._typical = typical_costs([view for view in views if view.model == self._model])
+            views = [view for view in views if view.model == self._model]
+            self._typical = typical_costs(views)
             self._typical_until = now + _TYPICAL_SECONDS
+            self._warn_of_unpriced(views)
         return self._typical
+
+    def _warn_of_unpriced(self, views: Sequence[NodeView]) -> None:
+        """Log nodes that have lost their price. Only ``prefix-aware`` asks for prices."""
+        unpriced = price(views, self._typical)[1] if self._policy == PREFIX_AWARE else []
+        for node_id, reason in unpriced:
+            if node_id not in self._unpriced:
+                text = "node %s gets no requests while others have a price: it reports that %s; restart it"
+                logger.warning(text, node_id, reason)
+        self._unpriced = {node.node_id for node in unpriced}
 
 
 def _name_nodes(message: pb.Generate, placement: Placement) -> None:

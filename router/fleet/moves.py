@@ -8,12 +8,10 @@ target. The way back would cost more than it saves, so no stream goes back and f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from pdserve import request_cost as cost
-from pdserve.request_cost import StepCosts
-from router.fleet.policy import FleetSnapshot, NodeView, node_costs, prompt_shares, typical_costs
+from router.fleet.policy import FleetSnapshot, NodeView, priced, prompt_shares
 
 _TOKENS = cost.OUTPUT_TOKENS // 4  # of an answer, for which a move saves: half of its rest, as loads change meanwhile
 _LEAST = 0.01  # seconds of TTFT that a decision must save: one prompt alone makes a share of 5 % for a second
@@ -33,10 +31,9 @@ class Move(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A node, its costs, and the share of its time that it will spend on prompts."""
+    """A node and the share of its time that it will spend on prompts."""
 
     view: NodeView
-    costs: StepCosts
     prompt_share: float
 
     def saved(self, count: int) -> float:
@@ -44,7 +41,7 @@ class _Node(NamedTuple):
         load, decodes = self.view.load, self.view.load.to_decode
 
         def seconds(number: int) -> float:
-            return cost.decodes_cost(load, self.costs, max(0, number), _TOKENS, self.prompt_share)
+            return cost.decodes_cost(load, self.view.costs, max(0, number), _TOKENS, self.prompt_share)
 
         return seconds(decodes) - seconds(decodes - count)
 
@@ -52,20 +49,19 @@ class _Node(NamedTuple):
     def step(self) -> float:
         """Seconds of a step, with the prompts that wait now, or those that usually do once it has streams."""
         load = self.view.load
-        decode = self.costs.decode.at(load.decoding)
+        decode = self.view.costs.decode.at(load.decoding)
         chunk = cost.longest_step(load.itl_target, decode) - decode if load.itl_target else 0.0
-        return max(cost.step_seconds(load, self.costs), decode + min(load.prompt_share, 1.0) * chunk)
+        return max(cost.step_seconds(load, self.view.costs), decode + min(load.prompt_share, 1.0) * chunk)
 
 
 def moves(snapshot: FleetSnapshot) -> list[Move]:
-    """Return the moves that save more than they cost; a node takes part in one at most.
+    """Return the moves that save more than they cost; a node takes part in one at most, one without a price in none.
 
     Each router moves its share of a node's streams.
     """
-    nodes = snapshot.usable("decode")
-    typical = snapshot.typical or typical_costs(nodes)
-    shares: Mapping[str, float] = prompt_shares(snapshot, typical)
-    found = [_Node(node, node_costs(node, typical), shares[node.node_id]) for node in nodes]
+    snapshot, typical = priced(snapshot)
+    shares = prompt_shares(snapshot, typical)
+    found = [_Node(node, shares[node.node_id]) for node in snapshot.usable("decode")]
     sources = sorted(found, key=lambda node: (node.saved(1), node.view.node_id))
     targets = sorted(found, key=lambda node: (-node.saved(-1), node.view.node_id))
     chosen: list[Move] = []
@@ -99,6 +95,6 @@ def _pause_seconds(target: _Node, count: int) -> float:
 
     They are read one after the other, and wait for half a step and a decode of their new node.
     """
-    read = cost.pull_seconds(target.costs, count * cost.PROMPT_TOKENS)
-    decode = target.costs.decode.at(target.view.load.decoding + count)
+    read = cost.pull_seconds(target.view.costs, count * cost.PROMPT_TOKENS)
+    decode = target.view.costs.decode.at(target.view.load.decoding + count)
     return read + target.step / 2 + decode

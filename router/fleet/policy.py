@@ -14,7 +14,7 @@ import msgspec
 from pdserve import request_cost as cost
 from pdserve.config.compatibility import PROTOCOL_VERSION, common_protocol
 from pdserve.errors import Overloaded
-from pdserve.request_cost import LinearCost, PromptTimes, RequestLoad, StepCosts
+from pdserve.request_cost import LinearCost, OutOfRange, PromptTimes, RequestLoad, StepCosts
 
 _MOST_SOURCES = 4  # of a pull, that are considered
 _MOST_OPTIONS = 6  # in a trace
@@ -75,7 +75,7 @@ class NodeView(msgspec.Struct, frozen=True):
 class FleetSnapshot(msgspec.Struct, frozen=True):
     """``counter`` counts placements: ties are broken round-robin by it.
 
-    ``typical`` fills costs that a node has not measured; None: the mean of the snapshot's nodes.
+    ``typical`` fills costs that a node has not measured; None: the mean of the model's nodes.
     """
 
     model: str
@@ -162,9 +162,12 @@ def least_loaded(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
 def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
     """Choose the pair, or the D alone, of the lowest cost by pdserve/request_cost.py.
 
-    Those that are predicted to meet the request's objectives come first, or the ones that miss them by the least.
+    Those that are predicted to meet the request's objectives come first, or the ones that miss them by the least. Where
+    no D has a price, load alone decides.
     """
     candidates = _candidates(snapshot, request)
+    if not candidates:
+        return least_loaded(snapshot, request)
     least = min(candidate.excess for candidate in candidates)
     candidates = [candidate for candidate in candidates if candidate.excess == least]
     cheapest = _cheapest(candidates)
@@ -197,22 +200,22 @@ def compared_options(snapshot: FleetSnapshot, request: PolicyRequest, chosen: Pl
 
 
 def _candidates(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Candidate]:
-    """Return for each D the ways to compute the prompt there, or on the best P that it reads from."""
-    decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
-    typical = snapshot.typical or typical_costs([*decodes, *prefills])
-    known = {node.node_id: node_costs(node, typical) for node in snapshot.nodes if node.model == snapshot.model}
-    sources = _sources(snapshot, request, known)
-    ranked = _rank_prefills(prefills, request, known, snapshot.counter, sources)
+    """Return for each D with a price the ways to compute the prompt there, or on the best P that it reads from."""
+    usable = {node.node_id for node in snapshot.usable("decode")}
+    snapshot, typical = priced(snapshot)
+    decodes = [node for node in snapshot.usable("decode") if node.node_id in usable]
+    sources = _sources(snapshot, request)
+    ranked = _rank_prefills(_prefill_nodes(snapshot, request), request, snapshot.counter, sources)
     shares = prompt_shares(snapshot, typical)
     candidates: list[_Candidate] = []
     for decode in decodes:
-        load, costs = decode.load, known[decode.node_id]
+        load, costs = decode.load, decode.costs
         uncached = request.uncached(decode.node_id)
         decoding = cost.decode_cost(load, costs, request.num_tokens, shares[decode.node_id])
         per_token = cost.time_per_token(costs.decode, load.to_decode + 1, shares[decode.node_id])
         peer = next((prefill for prefill in ranked if decode.reads_from(prefill.node)), None)
         if peer is None or not (decode.hands_off_all or request.prefills):
-            prompt, source, saved = _with_pull(decode, costs, request, sources, partial(cost.prompt_times, load, costs))
+            prompt, source, saved = _with_pull(decode, request, sources, partial(cost.prompt_times, load, costs))
             excess = _excess(request, prompt.first_token, per_token)
             candidates.append(_Candidate(decoding + prompt.cost, decode, excess=excess, source=source, saved=saved))
         if peer is not None:
@@ -269,18 +272,18 @@ def pooling_node(
     if not nodes:
         raise no_serving_node(snapshot, task)
     if policy == PREFIX_AWARE:
-        typical = snapshot.typical or typical_costs(nodes)
-        known = {node.node_id: node_costs(node, typical) for node in nodes}
-        return _rank_prefills(nodes, PolicyRequest(num_tokens), known, snapshot.counter)[0].node.node_id
-    if policy == LEAST_LOADED:
+        found, _ = price(nodes, snapshot.typical or typical_costs(nodes))
+        if found:
+            return _rank_prefills(found, PolicyRequest(num_tokens), snapshot.counter)[0].node.node_id
+    if policy != ROUND_ROBIN:
         nodes = _fewest_requests(nodes)
     return nodes[snapshot.counter % len(nodes)].node_id
 
 
-LEAST_LOADED = "least-loaded"
+ROUND_ROBIN, LEAST_LOADED = "round-robin", "least-loaded"
 PREFIX_AWARE = "prefix-aware"  # the only policy that uses the prefix index
 POLICIES: dict[str, Policy] = {
-    "round-robin": round_robin,
+    ROUND_ROBIN: round_robin,
     LEAST_LOADED: least_loaded,
     PREFIX_AWARE: prefix_aware,
 }
@@ -350,25 +353,24 @@ class _Candidate(NamedTuple):
 
 def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """The best candidates and those of equal cost, so that independent routers do not all choose the same."""
-    limit = min(candidate.seconds for candidate in candidates) * (1.0 + _SLACK_SHARE) + _SLACK
+    least = min(candidate.seconds for candidate in candidates)
+    limit = least + _SLACK_SHARE * abs(least) + _SLACK
     return [candidate for candidate in candidates if candidate.seconds <= limit]
 
 
 def _rank_prefills(
     prefills: list[NodeView],
     request: PolicyRequest,
-    known: Mapping[str, StepCosts],
     counter: int,
     sources: Sequence[_Source] = (),
 ) -> list[_Candidate]:
-    """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate. ``known``: costs by node id."""
+    """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate."""
     if not prefills:
         return []
     ranked = []
     for node in prefills:
-        costs = known[node.node_id]
-        times = partial(cost.remote_prompt_times, node.load, costs, request.num_tokens)
-        prompt, source, saved = _with_pull(node, costs, request, sources, times)
+        times = partial(cost.remote_prompt_times, node.load, node.costs, request.num_tokens)
+        prompt, source, saved = _with_pull(node, request, sources, times)
         ranked.append(_Candidate(prompt.cost, node, first_token=prompt.first_token, source=source, saved=saved))
     ranked.sort(key=lambda candidate: candidate.seconds)
     tied = len(_cheapest(ranked))
@@ -376,21 +378,20 @@ def _rank_prefills(
     return ranked[first:tied] + ranked[:first] + ranked[tied:]
 
 
-def _sources(snapshot: FleetSnapshot, request: PolicyRequest, known: Mapping[str, StepCosts]) -> list[_Source]:
+def _sources(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Source]:
     """Return the nodes that a prefix may be pulled from: those with the most of it, which answer first."""
     if not (request.cached and request.may_hand_off):
         return []
     found = [
-        _Source(node, request.cached[node.node_id], cost.answer_wait(node.load, known[node.node_id]))
+        _Source(node, request.cached[node.node_id], cost.answer_wait(node.load, node.costs))
         for node in snapshot.nodes
-        if node.node_id in request.cached and node.ready and not node.stalled and node.model == snapshot.model
+        if node.node_id in request.cached and node.ready and not node.stalled
     ]
     return sorted(found, key=lambda source: (-source.num_tokens, source.wait))[:_MOST_SOURCES]
 
 
 def _with_pull(
     reader: NodeView,
-    costs: StepCosts,
     request: PolicyRequest,
     sources: Sequence[_Source],
     times: Callable[[int], PromptTimes],
@@ -404,7 +405,7 @@ def _with_pull(
     chosen = None
     if not sources:
         return best, None, 0.0
-    load = reader.load
+    load, costs = reader.load, reader.costs
     pace = cost.prompt_pace(load, costs, load.backlog, load.decoding)
     split_block = load.block_size if load.windows == (None,) else 0
     for source in sources:
@@ -422,11 +423,40 @@ def _with_pull(
     return best, chosen, computed.cost - best.cost
 
 
+class Unpriced(NamedTuple):
+    """A node whose costs cannot be predicted, and why."""
+
+    node_id: str
+    reason: OutOfRange
+
+
+def priced(snapshot: FleetSnapshot) -> tuple[FleetSnapshot, StepCosts]:
+    """Return the nodes of the snapshot's model that have a price, with all costs, and the typical costs."""
+    nodes = [node for node in snapshot.nodes if node.model == snapshot.model]
+    typical = snapshot.typical or typical_costs(nodes)
+    found, _ = price(nodes, typical)
+    return FleetSnapshot(snapshot.model, tuple(found), snapshot.counter, typical), typical
+
+
+def price(nodes: Sequence[NodeView], typical: StepCosts) -> tuple[list[NodeView], list[Unpriced]]:
+    """Return nodes with all costs, typical ones where they have measured none, and the nodes without a price."""
+    found, unpriced = list[NodeView](), list[Unpriced]()
+    for node in nodes:
+        costs = node_costs(node, typical)
+        reason = cost.out_of_range(node.load, node.costs) or cost.out_of_range(node.load, costs)
+        if reason is None:
+            found.append(msgspec.structs.replace(node, costs=costs))
+        else:
+            unpriced.append(Unpriced(node.node_id, reason))
+    return found, unpriced
+
+
 def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:
     """Return the mean of the measured bases and the median of the slopes; defaults for what no node has measured."""
+    measured = [node.costs for node in nodes if cost.out_of_range(node.load, node.costs) is None]
     found = {}
     for name in StepCosts.__struct_fields__:
-        if lines := [line for node in nodes if (line := getattr(node.costs, name))]:
+        if lines := [line for costs in measured if (line := getattr(costs, name))]:
             base, slopes = fmean(line.base for line in lines), [line.slope for line in lines if line.slope]
             assumed = getattr(cost.TYPICAL, name)
             found[name] = LinearCost(base, median(slopes) if slopes else base * assumed.slope / assumed.base)

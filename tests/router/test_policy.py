@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
 from pdserve.kv_groups import Windows
 from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
+from router.fleet.moves import moves
 from router.fleet.policy import (
     POLICIES,
+    PREFIX_AWARE,
     FleetSnapshot,
     NodeView,
     Placement,
@@ -25,7 +28,9 @@ from router.fleet.policy import (
     PolicyRequest,
     compared_options,
     least_loaded,
+    pooling_node,
     prefix_aware,
+    price,
     prompt_shares,
     round_robin,
 )
@@ -493,6 +498,89 @@ def test_pulls_are_from_connected_nodes_that_have_more(snapshot: FleetSnapshot, 
     assert reader.reads_from(source)
     assert (source.ready, source.stalled, source.model) == (True, False, "m")
     assert ask.cached[source.node_id] == placement.source_tokens > ask.cached.get(reader.node_id, 0)
+
+
+# ---------------------------------------------------------------- reports of any numbers
+
+in_range = st.sampled_from([0.0, 5e-324, 1e-300, 1e-19, 1e-9, 0.005, 1.0, 1e6])
+numbers = st.sampled_from([-1e-19, -23.7, 1e308, math.inf, -math.inf, math.nan]) | st.floats()
+counts = st.sampled_from([0, 1, 45, 1 << 32, (1 << 64) - 1]) | st.integers(0, (1 << 64) - 1)
+any_lines = lines | st.builds(LinearCost, in_range, in_range) | st.builds(LinearCost, numbers, numbers)
+any_views = st.builds(
+    NodeView,
+    node_id=st.sampled_from("abcdefgh"),
+    role=st.sampled_from(["prefill", "decode", "both"]),
+    model=st.just("m"),
+    ready=st.just(True),
+    stalled=st.booleans(),
+    hands_off_all=st.booleans(),
+    connected_peers=st.just(frozenset("abcdefgh")),
+    load=st.builds(
+        RequestLoad,
+        requests=counts,
+        waiting=counts,
+        decoding=counts,
+        for_peers=counts,
+        backlog=counts,
+        free_blocks=counts,
+        total_blocks=counts,
+        prompt_share=st.floats(0.0, 1.0) | numbers,
+        itl_target=in_range | numbers,
+    ),
+    costs=st.builds(StepCosts, any_lines, any_lines, any_lines),
+)
+any_snapshots = st.builds(
+    FleetSnapshot,
+    model=st.just("m"),
+    nodes=st.lists(views | any_views, max_size=6, unique_by=lambda view: view.node_id).map(tuple),
+    counter=st.integers(0, 2**32),
+)
+
+
+@every_policy
+@given(snapshot=any_snapshots, ask=asks())
+def test_reports_of_any_numbers_give_a_placement(policy: Policy, snapshot: FleetSnapshot, ask: PolicyRequest) -> None:
+    moves(snapshot)
+    with contextlib.suppress(Overloaded):
+        pooling_node(PREFIX_AWARE, snapshot, "generate", ask.num_tokens)
+    if usable := snapshot.usable("decode"):
+        placement = policy(snapshot, ask)
+        assert placement.decode in [node.node_id for node in usable]
+        for option in compared_options(snapshot, ask, placement):
+            assert math.isfinite(option.seconds)
+
+
+LEAST = LinearCost(0.0, 5e-324)
+
+
+@pytest.mark.parametrize("prompt", [COSTS.prompt, LEAST], ids=["prompts", "all"])
+def test_costs_of_almost_no_time_give_a_placement(prompt: LinearCost) -> None:
+    """Quotients of them exceed all numbers."""
+    fields = {"costs": StepCosts(prompt, LEAST, LEAST), "requests": 1, "decoding": 1, "itl_target": LEAST.slope}
+    nodes = tuple(both(name, backlog=4000, prompt_share=0.5, **fields) for name in ("b0", "b1"))
+    for typical in (None, COSTS, StepCosts(LEAST, LEAST, LEAST)):
+        snapshot = FleetSnapshot("m", nodes, typical=typical)
+        assert prefix_aware(snapshot, PolicyRequest(4000, {"b1": 3200})).decode in ("b0", "b1")
+        assert moves(snapshot) == []
+
+
+@pytest.mark.parametrize("bad", [-1e-3, math.nan, math.inf, 1e308])
+@pytest.mark.parametrize("name", ["prompt", "decode", "read", "prompt_share", "itl_target"])
+def test_node_without_a_price_gets_no_request_while_another_one_has_one(name: str, bad: float) -> None:
+    fields = {name: bad} if name in RequestLoad.__struct_fields__ else {}
+    costs = COSTS if fields else msgspec.structs.replace(COSTS, **{name: LinearCost(0.005, bad)})
+    liar = decode("d0", costs=costs, **fields)
+    busy = decode("d1", requests=40, decoding=40)
+    for counter in range(2):
+        assert prefix_aware(FleetSnapshot("m", (liar, busy), counter), ASK).decode == "d1"
+        assert prefix_aware(FleetSnapshot("m", (liar,), counter), ASK).decode == "d0", "it serves though"
+    few, many = (decode(f"d{number}", costs=costs, requests=number, **fields) for number in (3, 9))
+    assert prefix_aware(FleetSnapshot("m", (many, few)), ASK).decode == "d3", "load alone decides"
+    prefills = view("p0", "prefill", costs=costs, **fields), prefill("p1", backlog=9000)
+    assert prefix_aware(FleetSnapshot("m", (decode("d1", hands_off_all=True), *prefills)), ASK).prefill == "p1"
+    (unpriced,) = price((liar, busy), COSTS)[1]
+    assert unpriced.node_id == "d0"
+    assert name in str(unpriced.reason)
 
 
 @dataclass(frozen=True)
