@@ -283,17 +283,21 @@ class HandoffDriver(HandoffExecutor):
         self._free_if_ended()
 
     def _samples(self, tokens: Sequence[pb.SampledToken], n: int) -> tuple[Sample, ...]:
-        """Convert tokens of P. Raises PeerError unless there are ``n``, all within the vocabulary."""
+        """Convert tokens of P. Raises PeerError unless there are ``n``, all within the vocabulary, as asked for."""
         peer, vocab_size = self._peer.address, self._handoffs.node.config.model.vocab_size
+        num_top = max(self._generation.sampling.logprobs, 0)
         if len(tokens) != n:
             raise PeerError(f"{peer} sent the first tokens of {len(tokens)} choices instead of {n}")
         largest = max(token.token_id for token in tokens)
         if largest >= vocab_size:
             raise PeerError(f"{peer} sent token {largest}; the largest token id is {vocab_size - 1}")
-        return tuple(
-            Sample(token.token_id, logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None)
-            for token in tokens
-        )
+        samples = []
+        for token in tokens:
+            logprobs = logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None
+            if logprobs is not None and (fault := logprobs.fault(num_top, vocab_size)):
+                raise PeerError(f"{peer} sent {fault}")
+            samples.append(Sample(token.token_id, logprobs))
+        return tuple(samples)
 
     def _free_if_ended(self) -> None:
         if self._generation.ended:

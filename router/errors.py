@@ -5,6 +5,8 @@ PdserveError
 ├── RateLimitExceeded          429  a limit of this client
 ├── StoreFailed                500  the response store cannot be read
 ├── CrashingRequest            500  two engines have ended with this request; clients must not repeat it
+├── NodeError                  502
+│   └── MalformedOutput             nodes have sent outputs that cannot be this request's
 └── RequestError               400
     ├── BodyTooLarge           413
     ├── ResponseNotStored      404
@@ -58,6 +60,14 @@ class CrashingRequest(PdserveError):
     """The engines of two nodes have ended in steps with this request. Clients and proxies should not repeat it."""
 
     code = "request_crashes_engines"
+
+
+class MalformedOutput(NodeError):
+    """A decode node has sent what cannot be an output of the request. ``field`` is that of the message."""
+
+    def __init__(self, field: str, found: str) -> None:
+        super().__init__(f"the decode node sent {found}; upgrade it, or restart it")
+        self.field = field
 
 
 class EndpointDisabled(RequestError):

@@ -49,6 +49,7 @@ class ModelMetrics:
         self.pauses = metrics.pauses
         self.replayed_tokens = metrics.replayed_tokens
         self.migrations = metrics.migrations
+        self.refused_outputs = metrics.refused_outputs
         self._duration = metrics.model_duration.of(model)
         self._decode = metrics.decode.of(model)
         self._prompt_length = metrics.prompt_length.of(model)
@@ -206,10 +207,17 @@ class RouterMetrics:
         self.migrations = metrics.counter(
             "pdserve_migrations",
             "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "
-            "reported a failure; stalled: its step took too long; drained: it is draining; moved: another node has "
-            "less to do, and reads the KV).",
+            "reported a failure; crashed: its engine ended in a step with the prompt; malformed: it sent a malformed "
+            "output; stalled: its step took too long; drained: it is draining; moved: another node has less to do, and "
+            "reads the KV).",
             ["reason"],
-            series=("lost", "failed", "stalled", "drained", "moved"),
+            series=("lost", "failed", "crashed", "malformed", "stalled", "drained", "moved"),
+        )
+        self.refused_outputs = metrics.counter(
+            "pdserve_refused_outputs",
+            "Outputs of decode nodes that cannot be their request's, by field.",
+            ["field"],
+            series=("choice", "token_id", "logprobs", "prompt_logprobs", "cached_tokens"),
         )
         self.replayed_tokens = metrics.counter(
             "pdserve_replayed_tokens", "Output tokens sent along with migrated prompts."

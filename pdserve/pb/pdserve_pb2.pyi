@@ -987,7 +987,7 @@ class Output(_message.Message):
     """valid if has_token"""
     has_token: _builtins.bool
     finish_reason: _builtins.str
-    """"", "stop" or "length" """
+    """"", "stop" or "length"; a router takes any other one for "length" """
     cached_tokens: _builtins.int
     """prompt tokens found in a prefix cache; in the first output of a request"""
     handed_off: _builtins.bool

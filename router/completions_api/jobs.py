@@ -120,7 +120,7 @@ def make_job(
         thinking_start_ids=thinking.start_ids,
         thinking_end_ids=thinking.end_ids,
     )
-    return Job(prompt, sampling, body.output_limit == 0)
+    return Job(prompt, sampling, limits.vocab_size, body.output_limit == 0)
 
 
 def _first(given: _T | None, default: _T) -> _T:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from array import array
 
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopMatcher, StopStrings
+
+_REASONS = frozenset(("", *FinishReason))  # that this release knows; empty: the choice goes on
 
 
 class Choice:
@@ -52,9 +55,10 @@ class Choice:
         """Return the text that is safe to send; set ``finish_reason`` when the choice ends.
 
         An EOS or stop token that ends the choice has no text, unless ``StopStrings.included``. A stop string counts if
-        its last character comes with token ``min_tokens`` or later.
+        its last character comes with token ``min_tokens`` or later. A reason of a newer release is "length": clients
+        do not know it either, and the node has cut the answer off.
         """
-        reason = output.finish_reason
+        reason = output.finish_reason if output.finish_reason in _REASONS else FinishReason.LENGTH
         text = ""
         if output.has_token:
             self.token_ids.append(output.token_id)

@@ -15,6 +15,7 @@ from pdserve.hashing import root_hash
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, SpanKind
+from router.errors import MalformedOutput
 from router.fleet.fleet import Fleet, NodeCall
 from router.fleet.policy import NodeView, Placement
 from router.fleet.prefix_index import PromptPrefix
@@ -22,6 +23,7 @@ from router.generation.answer_weights import AnswerWeights
 from router.generation.choice import Choice
 from router.generation.job import GenerationOptions, Job
 from router.generation.migration import Accepts, Migration
+from router.generation.output_checks import check_output
 from router.generation.prompt_scores import PromptScores
 from router.generation.usage import Usage
 from router.metrics import ModelMetrics
@@ -143,7 +145,8 @@ class PromptRun:
             Choice(index, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops, job.sampling)
             for index in range(first_index, first_index + job.sampling.n)
         ]
-        self.scores = PromptScores(job.prompt.unpacked()) if job.sampling.prompt_logprobs >= 0 else None
+        num_top = job.sampling.prompt_logprobs
+        self.scores = PromptScores(job.prompt.unpacked(), num_top, job.vocab_size) if num_top >= 0 else None
         self._unfinished = len(self.choices)
         self._span = NO_SPAN  # of the present call
         self._migration = Migration(options, generation.metrics, self._send, generation.fail, len(self.choices))
@@ -221,7 +224,7 @@ class PromptRun:
 
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
-        self._call.finish()
+        self._call.cancel()  # else a node that sent a malformed output would go on
         self._span.fail(error)
         self._span.end()
         self._migration.on_failure(error, self._call, self._num_unfinished_tokens)
@@ -250,6 +253,9 @@ class PromptRun:
     def on_output(self, output: pb.Output) -> None:
         try:
             self._on_output(output)
+        except MalformedOutput as exc:
+            self._generation.metrics.refused_outputs.labels(exc.field).inc()
+            self.on_failure(exc)
         except Exception:  # a bug in one response must not end the stream that all requests share
             options = self._generation.options
             text = "request %s: an output could not be handled"
@@ -257,12 +263,15 @@ class PromptRun:
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
+        if output.HasField("prompt_logprobs"):
+            if self.scores is None or self._started:
+                raise MalformedOutput("prompt_logprobs", "log-probabilities of the prompt that were not asked for")
+            self.scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))
+            return
+        check_output(output, self.job, self.choices)
         if self.scores is not None:
-            if output.HasField("prompt_logprobs"):
-                self.scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))
-                return
             if not self.scores.complete:
-                raise NodeError("the decode node sent a token before all log-probabilities of the prompt")
+                raise MalformedOutput("prompt_logprobs", "a token before all log-probabilities of the prompt")
             if self.job.silent:
                 output = pb.Output(choice=output.choice, finish_reason="length")
         # Scores do not settle them: another node computes all of them again.

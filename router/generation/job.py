@@ -19,6 +19,7 @@ class Job(msgspec.Struct, frozen=True):
 
     prompt: Prompt
     sampling: SamplingParams
+    vocab_size: int
     silent: bool = False
 
 

@@ -1,6 +1,6 @@
 """Migration: when its decode node fails or drains, a prompt continues on another one, behind the tokens so far.
 
-    runs on a D ──stream lost, NODE_FAILED, stalled, or draining──► waits for another D ──► runs there
+    runs on a D ──stream lost, NODE_FAILED, malformed output, stalled, or draining──► waits for another D ──► runs there
        │   ▲                                                   │ too many failures, or no D
        │   └─ refused: any D, the first one included           ▼ accepts it in time
        └──moved──► another D, which pulls the KV from the first one         an error
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from pdserve.errors import DeadlineExceeded, Draining, EngineCrashed, NodeError, Overloaded, PdserveError
-from router.errors import CrashingRequest
+from router.errors import CrashingRequest, MalformedOutput
 from router.fleet.fleet import NodeCall
 from router.fleet.policy import NodeView, Placement
 from router.fleet.serve_stream import NodeLost
@@ -41,6 +41,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 _TURN_PAUSE = 0.05  # seconds between attempts of a suspect while others are on trial
 _REST = 5.0  # seconds between two moves of a stream
 _LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # of log lines, by reason
+_FAILURES = ((EngineCrashed, "crashed"), (NodeLost, "lost"), (MalformedOutput, "malformed"))  # reasons in metrics
 
 Accepts = Callable[[NodeView], bool]
 
@@ -173,7 +174,7 @@ class Migration:
             text = f"{self._num_failures} decode nodes failed under this request, the limit is {limit + 1}"
             self._give_up(NodeError(f"{text}; the last one: {error}"))
             return
-        why = "crashed" if isinstance(error, EngineCrashed) else "lost" if isinstance(error, NodeLost) else "failed"
+        why = next((why for kind, why in _FAILURES if isinstance(error, kind)), "failed")
         self._leave(node, num_tokens, error, why)
 
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
@@ -184,9 +185,9 @@ class Migration:
 
     def _count(self, node: NodeView, num_tokens: int, text: str, why: str) -> None:
         """Log and count a migration from ``node``."""
-        level = _LEVELS.get(why, logging.WARNING)
-        line = "request %s migrates with %d output tokens: %s"
-        logger.log(level, line, self._options.request_id, num_tokens, text, extra=self._options.log_fields)
+        level, options = _LEVELS.get(why, logging.WARNING), self._options
+        line = "request %s leaves decode node %s with %d output tokens: %s"
+        logger.log(level, line, options.request_id, node.node_id, num_tokens, text, extra=options.log_fields)
         where = {"pdserve.decode_node": node.node_id, "pdserve.migration.reason": why}
         self._options.span.event("migration", {**where, "pdserve.replayed_tokens": num_tokens})
         self._metrics.migrations.labels(why).inc()

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pdserve.errors import NodeError
-from pdserve.records import PromptLogprobs
+from pdserve.records import MOST_LOGPROB, PromptLogprobs
+from router.errors import MalformedOutput
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import LOWEST
 
@@ -17,17 +17,28 @@ from router.generation.token_logprob import LOWEST
 class PromptScores:
     """Collects consecutive runs of token positions. After a migration they start again at position 1."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], num_top: int, vocab_size: int) -> None:
+        """``num_top`` alternatives per token were asked for."""
         self.token_ids = token_ids
+        self._num_top = num_top
+        self._vocab_size = vocab_size
         self._runs: list[PromptLogprobs] = []
 
     def add(self, run: PromptLogprobs) -> None:
-        """Raises NodeError for a run that is not the next one."""
+        """Raises MalformedOutput for a run that is not the next one, or has what no prompt has."""
+        if run.num_top > self._num_top:
+            text = f"{run.num_top} alternatives of prompt tokens, where {self._num_top} were asked for"
+            raise MalformedOutput("prompt_logprobs", text)
         if run.first == 1:
             self._runs.clear()
         if run.first != self._end or len(run.table) % run.row_bytes(run.num_top) or run.end > len(self.token_ids):
-            found = f"{run.first} … {run.end - 1} where {self._end} is the next of {len(self.token_ids)}"
-            raise NodeError(f"the decode node sent log-probabilities of prompt tokens {found}")
+            text = f"log-probabilities of prompt tokens {run.first} … {run.end - 1} where {self._end} is the next"
+            raise MalformedOutput("prompt_logprobs", f"{text} of {len(self.token_ids)}")
+        rows = _rows(run)
+        if not (np.all(rows["own"] <= MOST_LOGPROB) and np.all(rows["top"] <= MOST_LOGPROB)):
+            raise MalformedOutput("prompt_logprobs", "a log-probability of a prompt token above 0, or NaN")
+        if np.any(rows["ids"] >= self._vocab_size):
+            raise MalformedOutput("prompt_logprobs", f"a token outside the vocabulary of {self._vocab_size}")
         self._runs.append(run)
 
     @property
@@ -47,8 +58,7 @@ class PromptScores:
         table.logprobs.append(math.nan)
         table.ends.append(0)
         for run in self._runs:
-            top = (run.num_top,)
-            rows = np.frombuffer(run.table, [("own", "<f4"), ("rank", "<u4"), ("ids", "<u4", top), ("top", "<f4", top)])
+            rows = _rows(run)
             ends = table.ends[-1] + run.num_top * np.arange(1, len(rows) + 1)
             table.logprobs.frombytes(np.maximum(rows["own"], LOWEST).tobytes())
             table.ends.frombytes(ends.astype("<u4").tobytes())
@@ -63,3 +73,9 @@ class PromptScores:
             for own, rank, *top in struct.iter_unpack(f"<fI{num_top}I{num_top}f", run.table):
                 values = [max(value, LOWEST) for value in top[num_top:]]
                 yield max(own, LOWEST), rank, list(zip(top[:num_top], values, strict=True))
+
+
+def _rows(run: PromptLogprobs) -> np.ndarray:
+    """Return the fields of each token: own, rank, ids and top."""
+    top = (run.num_top,)
+    return np.frombuffer(run.table, [("own", "<f4"), ("rank", "<u4"), ("ids", "<u4", top), ("top", "<f4", top)])

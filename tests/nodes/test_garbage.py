@@ -274,6 +274,33 @@ def test_announcements_that_lie(what: str, pair: Pair) -> None:
     assert_served(pair)
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        pb.TokenLogprobs(logprob=-1.0, top_ids=[5]),
+        pb.TokenLogprobs(logprob=-1.0, top_ids=[5, 6], top_logprobs=[-1.0, -1.0]),
+        pb.TokenLogprobs(logprob=-1.0, top_ids=[1 << 20], top_logprobs=[-1.0]),
+        pb.TokenLogprobs(logprob=float("nan"), top_ids=[5], top_logprobs=[-1.0]),
+    ],
+    ids=["unlike lengths", "more than asked for", "a token that is none", "nan"],
+)
+def test_logprobs_that_lie_are_not_passed_on(lie: pb.TokenLogprobs, pair: Pair) -> None:
+    def alter(event: pb.PrefillEvent) -> Altered:
+        for choice in event.first_tokens.choices if event.HasField("first_tokens") else ():
+            choice.logprobs.CopyFrom(lie)
+        return (event,)
+
+    pair.proxy.alter_event = alter
+    failures = pair.decode.counter("handoff_failures")
+    with RouterClient(pair.decode.address) as client:
+        sampling, salt = greedy(pair.num_tokens, logprobs=1), pair.new_salt(client)
+        answer = client.generate(PROMPT, sampling, pair.prefill.address, cache_salt=salt)
+    assert answer.tokens == pair.expected
+    assert [len(each.top_ids) for each in answer.logprobs[0]] == [1] * pair.num_tokens
+    assert lie not in answer.logprobs[0]
+    assert pair.decode.counter("handoff_failures") == failures + 1
+
+
 def test_next_tokens_that_were_not_asked_for(pair: Pair) -> None:
     """For a resumed request P samples one token, which D ignores."""
     done, failures = pair.expected[:5], pair.decode.counter("handoff_failures")

@@ -25,7 +25,7 @@ TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
 
 
 def test_finished_request_leaves_no_reference_cycles() -> None:
-    jobs = [Job(Prompt(pack_tokens([1, 2, 3])), SamplingParams(max_tokens=4, n=2))]
+    jobs = [Job(Prompt(pack_tokens([1, 2, 3])), SamplingParams(max_tokens=4, n=2), vocab_size=512)]
     encoder = CompletionEncoder(TOKENIZER, "model", "id", 0, False)
     response = StreamedResponse(encoder, CompletionBody(prompt=""), jobs)
     options = GenerationOptions(request_id="id", arrived=time.monotonic(), timeout=1.0, migrations=2)

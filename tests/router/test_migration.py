@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
+import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -187,6 +189,153 @@ def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Node
     expected = -1.0 if num_scored == 3 else -2.0
     assert [entry[str(token)]["logprob"] for token, entry in zip((6, 7, 8), others, strict=True)] == [expected] * 3
     assert requested == ([0, -1] if num_scored == 3 else [0, 0])
+
+
+VOCABULARY = 506  # of scripted nodes
+NAN, INF = math.nan, math.inf
+
+
+def logprobs(logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float]) -> dict[str, Any]:
+    return {"logprobs": pb.TokenLogprobs(logprob=logprob, top_ids=top_ids, top_logprobs=top_logprobs)}
+
+
+MALFORMED: list[tuple[str, dict[str, Any]]] = [
+    ("choice", {"choice": 2}),
+    ("choice", {"choice": 2**32 - 1, "finish": "stop"}),
+    ("token_id", {"token_id": VOCABULARY}),
+    ("token_id", {"token_id": 2**32 - 1}),
+    ("cached_tokens", {"cached_tokens": 8}),
+    ("logprobs", logprobs(-1.0, [1], [-1.0, -2.0])),
+    ("logprobs", logprobs(-1.0, [1, 2], [-1.0])),
+    ("logprobs", logprobs(-1.0, [1, 2, 3], [-1.0, -2.0, -3.0])),
+    ("logprobs", logprobs(-1.0, [VOCABULARY], [-1.0])),
+    ("logprobs", logprobs(NAN, [1], [-1.0])),
+    ("logprobs", logprobs(INF, [1], [-1.0])),
+    ("logprobs", logprobs(-1.0, [1], [NAN])),
+    ("logprobs", logprobs(-1.0, [1], [INF])),
+]
+
+
+@pytest.mark.parametrize(("field", "fault"), MALFORMED, ids=[f"{field}-{n}" for n, (field, _) in enumerate(MALFORMED)])
+@pytest.mark.parametrize(("cut", "streaming"), [(0, True), (2, False)], ids=["first output, stream", "third output"])
+def test_malformed_output_is_refused_and_another_node_continues_the_answer(
+    nodes: Nodes, tokenizer: Tokenizer, cut: int, field: str, fault: dict[str, Any], streaming: bool
+) -> None:
+    """The client gets the exact answer of two choices; the node that sent the output is told to stop."""
+    token_ids = tokenizer.encode("abcd")
+    fine = logprobs(-0.5, [5, 6], [-0.5, -0.75])
+    first: list[Conversation] = []
+
+    async def malformed(conversation: Conversation) -> None:
+        first.append(conversation)
+        for token_id in token_ids[:cut]:
+            conversation.token(token_id, **fine)
+        conversation.token(**{"token_id": token_ids[cut], **fine, **fault})
+        conversation.token(token_ids[0], choice=1, **fine)
+        for choice in range(2):
+            conversation.token(9, choice=choice, finish="length", **fine)
+
+    async def honest(conversation: Conversation) -> None:
+        assert resumed(conversation) == ({0: token_ids[:cut]} if cut else {})
+        for token_id in token_ids[cut:]:
+            conversation.token(token_id, finish="length" if token_id == token_ids[-1] else "", **fine)
+        for token_id in token_ids:
+            conversation.token(token_id, choice=1, finish="length" if token_id == token_ids[-1] else "", **fine)
+
+    counter = f'pdserve_refused_outputs_total{{field="{field}"}}'
+    before = nodes.metric(counter)
+    fields = {"n": 2, "logprobs": 2, "prompt": [5], "return_token_ids": True}
+    body = nodes.play(malformed, honest) | fields
+    if streaming:
+        events = stream(nodes.client, body)
+        assert [text_of(events, choice) for choice in range(2)] == ["abcd", "abcd"]
+    else:
+        answer = nodes.client.post("/v1/completions", json=body).json()
+        assert [choice["token_ids"] for choice in answer["choices"]] == [token_ids] * 2
+        assert [len(choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]] == [len(token_ids)] * 2
+        assert answer["usage"]["completion_tokens"] == 2 * len(token_ids)
+    assert nodes.metric(counter) == before + 1
+    wait_for(first[0].cancelled.is_set)
+
+
+def rows(*logprobs: float, token_id: int = 1) -> bytes:
+    """Return a table of one alternative per token."""
+    return b"".join(struct.pack("<fIIf", logprob, 1, token_id, logprob) for logprob in logprobs)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pb.PromptLogprobs(first=2, num_top=1, table=rows(-1.0, -1.0)),
+        pb.PromptLogprobs(first=1, num_top=1, table=rows(-1.0, -1.0, -1.0, -1.0)),
+        pb.PromptLogprobs(first=1, num_top=1, table=rows(-1.0, -1.0, -1.0)[:-1]),
+        pb.PromptLogprobs(first=1, num_top=2**32 - 1, table=rows(-1.0, -1.0, -1.0)),
+        pb.PromptLogprobs(first=1, num_top=3, table=bytes(3 * 4 * 8)),
+        pb.PromptLogprobs(first=1, num_top=1, table=rows(-1.0, NAN, -1.0)),
+        pb.PromptLogprobs(first=1, num_top=1, table=rows(-1.0, INF, -1.0)),
+        pb.PromptLogprobs(first=1, num_top=1, table=rows(-1.0, -1.0, -1.0, token_id=VOCABULARY)),
+        None,
+    ],
+    ids=["gap", "long", "torn", "wide", "unasked", "nan", "inf", "token", "token before"],
+)
+def test_malformed_prompt_logprobs_are_refused_and_another_node_scores_the_prompt(
+    nodes: Nodes, run: pb.PromptLogprobs | None
+) -> None:
+    async def malformed(conversation: Conversation) -> None:
+        if run is not None:
+            conversation.put(pb.Output(prompt_logprobs=run))
+        await saying([9])(conversation)
+
+    async def honest(conversation: Conversation) -> None:
+        conversation.put(pb.Output(prompt_logprobs=pb.PromptLogprobs(first=1, num_top=1, table=rows(-2.0, -2.0, -2.0))))
+        await saying([9, 9])(conversation)
+
+    counter = 'pdserve_refused_outputs_total{field="prompt_logprobs"}'
+    before = nodes.metric(counter)
+    body = nodes.play(malformed, honest) | {"prompt": [5, 6, 7, 8], "prompt_logprobs": 1}
+    (choice,) = nodes.client.post("/v1/completions", json=body).json()["choices"]
+    scored = zip((6, 7, 8), choice["prompt_logprobs"][1:], strict=True)
+    assert [entry[str(token)]["logprob"] for token, entry in scored] == [-2.0] * 3
+    assert nodes.metric(counter) == before + 1
+
+
+def test_request_whose_nodes_all_send_malformed_outputs_fails_and_others_go_on(nodes: Nodes) -> None:
+    async def malformed(conversation: Conversation) -> None:
+        conversation.token(9, choice=5)
+
+    other = nodes.play(saying([9, 9, 9]))
+    answer = nodes.client.post("/v1/completions", json=nodes.play(malformed, malformed, malformed))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "node_error")
+    assert "choice 5" in answer.json()["error"]["message"]
+    assert nodes.client.post("/v1/completions", json=other).json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("reason", ["repetition", "x" * 10_000])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
+def test_finish_reason_of_a_newer_release_is_length(nodes: Nodes, tokenizer: Tokenizer, path: str, reason: str) -> None:
+    """The node has cut the answer off, for a reason that clients do not know either; the last token has its text."""
+    body = nodes.play(saying(tokenizer.encode("abc"), reason))
+    del body["prompt"]
+    prompts = {
+        "completions": {"prompt": "x"},
+        "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "responses": {"input": "x"},
+        "messages": {"messages": [{"role": "user", "content": "x"}]},
+    }
+    if path == "responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    answer = nodes.client.post(f"/v1/{path}", json=body | prompts[path])
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    match path:
+        case "responses":
+            assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+        case "messages":
+            assert (found["content"][0]["text"], found["stop_reason"]) == ("abc", "max_tokens")
+        case _:
+            (choice,) = found["choices"]
+            assert choice["finish_reason"] == "length"
+            assert (choice.get("text") or choice["message"]["content"]) == "abc"
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 12])

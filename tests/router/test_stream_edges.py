@@ -323,9 +323,11 @@ def test_sampling_parameters_reach_the_node(
 
 def test_logprobs_of_completions_and_chats(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     smile = tokenizer.encode("🙂", add_special_tokens=False)
-    logprobs = pb.TokenLogprobs(logprob=-0.5, top_ids=[smile[0], 7], top_logprobs=[-0.5, float("-inf")])
+    top_ids, top_logprobs = [smile[0], 7], [-0.5, float("-inf")]
 
     async def script(conversation: Conversation) -> None:
+        num_top = conversation.message.sampling.logprobs
+        logprobs = pb.TokenLogprobs(logprob=-0.5, top_ids=top_ids[:num_top], top_logprobs=top_logprobs[:num_top])
         for position, token_id in enumerate(smile):
             finish = "length" if position == len(smile) - 1 else ""
             conversation.token(token_id, finish=finish, logprobs=logprobs)

@@ -34,7 +34,7 @@ class RunningRequest:
         self._fleet = fleet
         self._changed = asyncio.Event()
         self._ended = False
-        jobs = [Job(Prompt(pack_tokens(prompt)), sampling)]
+        jobs = [Job(Prompt(pack_tokens(prompt)), sampling, vocab_size=1 << 20)]
         self._generation = RequestGeneration(jobs, options, TOKENIZER, self, metrics.of("m"))
 
     async def start(self) -> None:

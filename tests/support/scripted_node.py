@@ -34,20 +34,21 @@ class Conversation:
 
     def token(self, token_id: int, choice: int = 0, finish: str = "", **fields: Any) -> None:
         """Send one token."""
-        self._put(pb.Output(choice=choice, token_id=token_id, has_token=True, finish_reason=finish, **fields))
+        self.put(pb.Output(choice=choice, token_id=token_id, has_token=True, finish_reason=finish, **fields))
 
     def score(self, logprobs: Sequence[float], first: int = 1) -> None:
         """Send log-probabilities of prompt tokens, from the second one on."""
         table = b"".join(struct.pack("<fI", logprob, 1) for logprob in logprobs)
-        self._put(pb.Output(prompt_logprobs=pb.PromptLogprobs(first=first, table=table)))
+        self.put(pb.Output(prompt_logprobs=pb.PromptLogprobs(first=first, table=table)))
 
     def fail(self, code: pb.Failure.Code.ValueType, message: str = "scripted", retry_after_ms: int = 0) -> None:
-        self._put(pb.Output(failure=pb.Failure(code=code, message=message, retry_after_ms=retry_after_ms)))
+        self.put(pb.Output(failure=pb.Failure(code=code, message=message, retry_after_ms=retry_after_ms)))
 
     def send(self, batch: pb.OutputBatch) -> None:
         self._outbox.put_nowait(batch)
 
-    def _put(self, output: pb.Output) -> None:
+    def put(self, output: pb.Output) -> None:
+        """Send an output of this request."""
         output.request = self.message.request
         self.send(pb.OutputBatch(outputs=[output]))
 
