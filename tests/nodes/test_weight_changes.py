@@ -54,8 +54,9 @@ def start(fleet: Fleet, versions: Path, role: str, name: str, *flags: str) -> No
 def reported_share(node: NodeProcess) -> float:
     """Return the share of prompts that the node reports to a router, a while after its first report."""
     with node.channel() as channel:
-        reports = pb_grpc.NodeStub(channel).Watch(pb.WatchRequest())
-        return [next(reports).load.prompt_share for _ in range(2)][-1]
+        reports = iter(pb_grpc.NodeStub(channel).Watch(pb.WatchRequest()))
+        next(reports)
+        return next(reports).load.prompt_share
 
 
 def change(*words: str) -> int:

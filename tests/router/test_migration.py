@@ -316,7 +316,7 @@ def test_finish_reason_of_a_newer_release_is_length(nodes: Nodes, tokenizer: Tok
     """The node has cut the answer off, for a reason that clients do not know either; the last token has its text."""
     body = nodes.play(saying(tokenizer.encode("abc"), reason))
     del body["prompt"]
-    prompts = {
+    prompts: dict[str, dict[str, Any]] = {
         "completions": {"prompt": "x"},
         "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
         "responses": {"input": "x"},

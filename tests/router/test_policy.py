@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -567,7 +568,7 @@ def test_costs_of_almost_no_time_give_a_placement(prompt: LinearCost) -> None:
 @pytest.mark.parametrize("bad", [-1e-3, math.nan, math.inf, 1e308])
 @pytest.mark.parametrize("name", ["prompt", "decode", "read", "prompt_share", "itl_target"])
 def test_node_without_a_price_gets_no_request_while_another_one_has_one(name: str, bad: float) -> None:
-    fields = {name: bad} if name in RequestLoad.__struct_fields__ else {}
+    fields: dict[str, Any] = {name: bad} if name in RequestLoad.__struct_fields__ else {}
     costs = COSTS if fields else msgspec.structs.replace(COSTS, **{name: LinearCost(0.005, bad)})
     liar = decode("d0", costs=costs, **fields)
     busy = decode("d1", requests=40, decoding=40)
