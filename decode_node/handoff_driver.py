@@ -41,6 +41,7 @@ from pdserve.ipc.messages import (
     Reserved,
     StartRead,
 )
+from pdserve.logprobs import logprobs_fault
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
 from pdserve.request_cost import NO_PULL
@@ -285,19 +286,18 @@ class HandoffDriver(HandoffExecutor):
     def _samples(self, tokens: Sequence[pb.SampledToken], n: int) -> tuple[Sample, ...]:
         """Convert tokens of P. Raises PeerError unless there are ``n``, all within the vocabulary, as asked for."""
         peer, vocab_size = self._peer.address, self._handoffs.node.config.model.vocab_size
-        num_top = max(self._generation.sampling.logprobs, 0)
         if len(tokens) != n:
             raise PeerError(f"{peer} sent the first tokens of {len(tokens)} choices instead of {n}")
         largest = max(token.token_id for token in tokens)
         if largest >= vocab_size:
             raise PeerError(f"{peer} sent token {largest}; the largest token id is {vocab_size - 1}")
-        samples = []
         for token in tokens:
-            logprobs = logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None
-            if logprobs is not None and (fault := logprobs.fault(num_top, vocab_size)):
+            if fault := logprobs_fault(token.logprobs, self._generation.sampling.logprobs, vocab_size):
                 raise PeerError(f"{peer} sent {fault}")
-            samples.append(Sample(token.token_id, logprobs))
-        return tuple(samples)
+        return tuple(
+            Sample(token.token_id, logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None)
+            for token in tokens
+        )
 
     def _free_if_ended(self) -> None:
         if self._generation.ended:

@@ -25,28 +25,12 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-#: Rounding takes a probability above 1, and its logarithm above 0. NaN is not below it.
-MOST_LOGPROB = 1.0
-
-
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural log-probabilities of the model's raw distribution at one output position."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
-
-    def fault(self, most: int, vocab_size: int) -> str:
-        """Return what no node computes for a request of ``most`` alternatives; empty if there is nothing."""
-        num_top = len(self.top_ids)
-        if num_top != len(self.top_logprobs) or num_top > most:
-            return f"{num_top} alternatives with {len(self.top_logprobs)} log-probabilities, the limit is {most}"
-        for logprob in (self.logprob, *self.top_logprobs):
-            if not logprob <= MOST_LOGPROB:
-                return f"a log-probability of {logprob}"
-        if num_top and (largest := max(self.top_ids)) >= vocab_size:
-            return f"log-probabilities of token {largest}; the largest token id is {vocab_size - 1}"
-        return ""
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):

@@ -1,9 +1,11 @@
-"""One choice of a response: output tokens in, text out."""
+"""One choice of a response: output tokens in, text out; and the consumer of the text."""
 
 from __future__ import annotations
 
 from array import array
+from typing import Protocol
 
+from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams
@@ -82,3 +84,16 @@ class Choice:
     @property
     def stop_reason(self) -> str | int | None:
         return self.stop_string or (self.matched_stop if self.matched_stop in self.stop_token_ids else None)
+
+
+class Consumer(Protocol):
+    """Writes a response from the outputs. Called on the event loop; must not block."""
+
+    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        """Handle a token, the end of the choice (``choice.finish_reason``), or both."""
+
+    def on_weights(self, weights: str) -> None:
+        """Note the weights that make the whole answer. Called once, before all else."""
+
+    def on_end(self, error: PdserveError | None) -> None:
+        """Handle the end. Without an error every choice has a finish reason."""

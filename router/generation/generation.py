@@ -6,24 +6,23 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from time import monotonic
-from typing import Protocol
 
 import msgspec
 
 from pdserve.errors import NodeError, PdserveError
 from pdserve.hashing import root_hash
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, SpanKind
 from router.errors import MalformedOutput
 from router.fleet.fleet import Fleet, NodeCall
 from router.fleet.policy import NodeView, Placement
 from router.fleet.prefix_index import PromptPrefix
 from router.generation.answer_weights import AnswerWeights
-from router.generation.choice import Choice
+from router.generation.choice import Choice, Consumer
 from router.generation.job import GenerationOptions, Job
 from router.generation.migration import Accepts, Migration
-from router.generation.output_checks import check_output
+from router.generation.output_checks import add_scores, check_output
 from router.generation.prompt_scores import PromptScores
 from router.generation.usage import Usage
 from router.metrics import ModelMetrics
@@ -36,19 +35,6 @@ logger = logging.getLogger(__name__)
 _CONTEXT_TOKENS = 4
 _SENT_AT_ONCE = 64  # prompts, each about 0.1 ms on the event loop
 _MIN_LEFT = 16  # output tokens; a stream that ends sooner does not move
-
-
-class Consumer(Protocol):
-    """Writes a response from the outputs. Called on the event loop; must not block."""
-
-    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        """Handle a token, the end of the choice (``choice.finish_reason``), or both."""
-
-    def on_weights(self, weights: str) -> None:
-        """Note the weights that make the whole answer. Called once, before all else."""
-
-    def on_end(self, error: PdserveError | None) -> None:
-        """Handle the end. Without an error every choice has a finish reason."""
 
 
 class RequestGeneration:
@@ -145,8 +131,7 @@ class PromptRun:
             Choice(index, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops, job.sampling)
             for index in range(first_index, first_index + job.sampling.n)
         ]
-        num_top = job.sampling.prompt_logprobs
-        self.scores = PromptScores(job.prompt.unpacked(), num_top, job.vocab_size) if num_top >= 0 else None
+        self.scores = PromptScores(job) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
         self._span = NO_SPAN  # of the present call
         self._migration = Migration(options, generation.metrics, self._send, generation.fail, len(self.choices))
@@ -264,16 +249,11 @@ class PromptRun:
 
     def _on_output(self, output: pb.Output) -> None:
         if output.HasField("prompt_logprobs"):
-            if self.scores is None or self._started:
-                raise MalformedOutput("prompt_logprobs", "log-probabilities of the prompt that were not asked for")
-            self.scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))
+            add_scores(output, None if self._started else self.scores)
             return
-        check_output(output, self.job, self.choices)
-        if self.scores is not None:
-            if not self.scores.complete:
-                raise MalformedOutput("prompt_logprobs", "a token before all log-probabilities of the prompt")
-            if self.job.silent:
-                output = pb.Output(choice=output.choice, finish_reason="length")
+        check_output(output, self.job, self.choices, self.scores)
+        if self.scores is not None and self.job.silent:
+            output = pb.Output(choice=output.choice, finish_reason="length")
         # Scores do not settle them: another node computes all of them again.
         if not self._generation.weights.settled and self._call is not None:
             self._generation.weights.settle(self._call.node)

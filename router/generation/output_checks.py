@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.logprobs import logprobs_fault
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import logprobs_from_pb
+from pdserve.rpc.protobuf import prompt_logprobs_from_pb
 from router.errors import MalformedOutput
 from router.generation.choice import Choice
 from router.generation.job import Job
+from router.generation.prompt_scores import PromptScores
 
 
-def check_output(output: pb.Output, job: Job, choices: Sequence[Choice]) -> None:
+def add_scores(output: pb.Output, scores: PromptScores | None) -> None:
+    """Add log-probabilities of the prompt; without ``scores`` none were asked for. Raises MalformedOutput."""
+    if scores is None:
+        raise MalformedOutput("prompt_logprobs", "log-probabilities of the prompt that were not asked for")
+    scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))
+
+
+def check_output(output: pb.Output, job: Job, choices: Sequence[Choice], scores: PromptScores | None) -> None:
     """Raise MalformedOutput unless the output can be one of the ``choices`` of a job. Called for each token."""
+    if scores is not None and not scores.complete:
+        raise MalformedOutput("prompt_logprobs", "a token before all log-probabilities of the prompt")
     if output.choice >= len(choices):
         raise MalformedOutput("choice", f"choice {output.choice}, and the request has {len(choices)}")
     if output.cached_tokens:
@@ -27,7 +38,5 @@ def check_output(output: pb.Output, job: Job, choices: Sequence[Choice]) -> None
         return
     if output.token_id >= job.vocab_size:
         raise MalformedOutput("token_id", f"token {output.token_id} of a vocabulary of {job.vocab_size}")
-    if output.HasField("logprobs"):
-        fault = logprobs_from_pb(output.logprobs).fault(max(job.sampling.logprobs, 0), job.vocab_size)
-        if fault:
-            raise MalformedOutput("logprobs", fault)
+    if fault := logprobs_fault(output.logprobs, job.sampling.logprobs, job.vocab_size):
+        raise MalformedOutput("logprobs", fault)

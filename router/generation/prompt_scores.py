@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pdserve.records import MOST_LOGPROB, PromptLogprobs
+from pdserve.logprobs import MOST_LOGPROB
+from pdserve.records import PromptLogprobs
 from router.errors import MalformedOutput
+from router.generation.job import Job
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import LOWEST
 
@@ -17,11 +19,10 @@ from router.generation.token_logprob import LOWEST
 class PromptScores:
     """Collects consecutive runs of token positions. After a migration they start again at position 1."""
 
-    def __init__(self, token_ids: Sequence[int], num_top: int, vocab_size: int) -> None:
-        """``num_top`` alternatives per token were asked for."""
-        self.token_ids = token_ids
-        self._num_top = num_top
-        self._vocab_size = vocab_size
+    def __init__(self, job: Job) -> None:
+        self.token_ids = job.prompt.unpacked()
+        self._num_top = job.sampling.prompt_logprobs
+        self._vocab_size = job.vocab_size
         self._runs: list[PromptLogprobs] = []
 
     def add(self, run: PromptLogprobs) -> None:

@@ -1,0 +1,35 @@
+"""The range of log-probabilities that another process sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+#: Rounding takes a probability above 1, and its logarithm above 0. NaN is not below it.
+MOST_LOGPROB = 1.0
+
+
+class Logprobs(Protocol):
+    """TokenLogprobs, the record or the message."""
+
+    @property
+    def logprob(self) -> float: ...
+
+    @property
+    def top_ids(self) -> Sequence[int]: ...
+
+    @property
+    def top_logprobs(self) -> Sequence[float]: ...
+
+
+def logprobs_fault(found: Logprobs, asked: int, vocab_size: int) -> str:
+    """Return what is wrong where ``asked`` alternatives were asked for (-1: none); empty if nothing is."""
+    num_top = len(found.top_ids)
+    if num_top != len(found.top_logprobs) or num_top > max(asked, 0):
+        return f"{num_top} alternatives with {len(found.top_logprobs)} log-probabilities, where {asked} were asked for"
+    for logprob in (found.logprob, *found.top_logprobs):
+        if not logprob <= MOST_LOGPROB:
+            return f"a log-probability of {logprob}"
+    if num_top and (largest := max(found.top_ids)) >= vocab_size:
+        return f"a log-probability of token {largest}; the largest token id is {vocab_size - 1}"
+    return ""
