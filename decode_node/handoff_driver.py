@@ -270,7 +270,7 @@ class HandoffDriver(HandoffExecutor):
                 sample,
                 number=1,
                 eos_token_ids=model.eos_token_ids,
-                cached_tokens=0 if choice else tokens.cached_tokens,
+                cached_tokens=0 if choice else min(tokens.cached_tokens, generation.num_handoff_tokens),
             )
         self._free_if_ended()
 

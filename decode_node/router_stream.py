@@ -14,6 +14,7 @@ from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES
 from pdserve.rpc.errors import failure_to_pb
+from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.protobuf import resumed_outputs, sampling_from_pb
 from pdserve.tracing.spans import Attributes
 
@@ -101,6 +102,7 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
         node.check_ready()
         if message.epoch not in ("", node.epoch):
             raise Draining(f"{node.name} has other weights than when it was chosen; send the request again")
+        check_message(message)
         token_ids = message.token_ids
         sampling = sampling_from_pb(message.sampling)
         num_tokens = check_request(token_ids, sampling, node.config)

@@ -22,6 +22,7 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.kv_groups import KVCacheGroups
 
+MAX_BLOCK_SIZE = 1 << 16  # tokens
 MAX_BLOCKS = 1 << 24  # of a KV cache: a hostile config has blocks of a few bytes, and each costs memory on the host
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_E4M3 = "fp8_e4m3"
@@ -249,11 +250,16 @@ class KVShare(msgspec.Struct, frozen=True):
         """Layers of the model whose KV every node needs."""
         return self.total_layers - self.draft_layers
 
-    def usable(self, other_drafts: bool) -> KVShare:
-        """Return the part that a node can use whose drafts are, or are not, made by another layer than here."""
+    def usable(self, other_drafts: bool) -> KVShare | None:
+        """Return the part that a node can use whose drafts are, or are not, made by another layer than here.
+
+        None: this part has only layers that make drafts.
+        """
         if not other_drafts:
             return self
         held = min(self.layers.stop, self.model_layers) - self.first_layer
+        if held < 1:
+            return None
         return msgspec.structs.replace(self, num_layers=held, total_layers=self.model_layers, draft_layers=0)
 
     @classmethod
@@ -287,7 +293,7 @@ class KVShare(msgspec.Struct, frozen=True):
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a block size, ascending. Raises ConfigError unless it is at least 1."""
-    if number < 1:
-        raise ConfigError(f"block_size {number} must be at least 1")
+    """Return the divisors of a block size, ascending. Raises ConfigError unless it is in 1 … MAX_BLOCK_SIZE."""
+    if not 1 <= number <= MAX_BLOCK_SIZE:
+        raise ConfigError(f"block_size {number} must be at least 1 and at most {MAX_BLOCK_SIZE}")
     return [d for d in range(1, number + 1) if number % d == 0]

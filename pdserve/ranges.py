@@ -1,4 +1,4 @@
-"""Ranges of numbers in requests, declared on the fields of records, and the error for a value outside."""
+"""Ranges of numbers from outside, declared on the fields of records and messages, and the error for a value outside."""
 
 from __future__ import annotations
 
@@ -13,15 +13,33 @@ from pdserve.errors import RequestError, cut
 
 
 class Range(msgspec.Struct, frozen=True):
-    """The values that a field may have, as in ``Annotated[float, Range(0, 1)]``; for a dict, its values."""
+    """The values that a field may have, as in ``Annotated[float, Range(0, 1)]``; for a dict or list, its values.
+
+    NaN is in no range.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     above: bool = False  # ``low`` itself is excluded
+    most: int | None = None  # entries of a list; None: any number
 
-    def check(self, name: str, value: float) -> None:
-        """Raise RequestError for a value outside."""
-        within(name, value, self.low, self.high, above=self.above)
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        floor = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
+        ceiling = "" if self.high == math.inf else f" and at most {self.high:g}"
+        return floor + ceiling
+
+    def check(self, name: str, value: float, param: str | None = None) -> None:
+        """Raise RequestError for a value outside. ``param`` is the field, if it is not ``name``."""
+        if value not in self:
+            raise RequestError(outside(name, value, self), param or name)
+
+
+def outside(name: str, value: float, allowed: Range) -> str:
+    """Return the text of an error for a value outside its range."""
+    return f"{name} is {cut(str(value))}; it must be {allowed}"
 
 
 @cache
@@ -34,8 +52,4 @@ def ranges_of(record: type[msgspec.Struct]) -> Mapping[str, Range]:
 
 def within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:
     """Raise RequestError unless the value is in low … high; ``above`` excludes ``low``. ``param`` is the field."""
-    if (low < value if above else low <= value) and value <= high:
-        return
-    floor = f"above {low:g}" if above else f"at least {low:g}"
-    ceiling = "" if high == math.inf else f" and at most {high:g}"
-    raise RequestError(f"{name} is {cut(str(value))}; it must be {floor}{ceiling}", param or name)
+    Range(low, high, above).check(name, value, param)

@@ -19,6 +19,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import abort
+from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.message_limits import ANSWER_LIMIT
 from pdserve.sampling_params import SamplingParams
 
@@ -107,6 +108,7 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
             await abort(context, exc)
 
     def _check(self, request: pb.PoolRequest) -> None:
+        check_message(request)
         config, size = self._node.config, self._config.size
         for prompt in request.prompts:
             check_request(prompt, _ONE_STEP, config, max_tokens=0)

@@ -17,6 +17,7 @@ from node.served_streams import ServedStream
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_to_pb
+from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.protobuf import sampling_from_pb
 from pdserve.tracing.spans import Attributes
 
@@ -99,12 +100,11 @@ class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
         node = self._node
         node.check_ready()
         if request.epoch != node.epoch:
-            raise PeerError(
-                f"epoch {request.epoch or '(none)'} is not that of {node.node_id}, which is {node.epoch}; "
-                "repeat the handshake"
-            )
+            text = f"epoch {request.epoch or '(none)'} is not that of {node.node_id}, which is {node.epoch}"
+            raise PeerError(f"{text}; repeat the handshake")
         if self._start_prefill is None and not request.cached_only:
             raise PeerError(f"{node.name} leases cached KV only; name a prefill node to compute a prompt")
+        check_message(request)
         sampling = sampling_from_pb(request.sampling)
         num_tokens = check_request(request.token_ids, sampling, node.config)
         check_skip(request.skip_tokens, num_tokens, node.config.kv_layout.block_size)

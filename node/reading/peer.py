@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from node.context import NodeContext
 from node.health import State
@@ -36,12 +37,13 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
 from pdserve.rpc.channel import Dialer
 from pdserve.rpc.errors import error_from_rpc
+from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.message_limits import request_limit
 from pdserve.rpc.protobuf import rank_from_pb
 from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 _BACKOFF_MIN = 0.1  # seconds until the second attempt
 _BACKOFF_MAX = 5.0  # seconds between attempts, at most
@@ -330,11 +332,13 @@ class KVPeer:
         stub: pb_grpc.NodeAsyncStub = pb_grpc.NodeStub(self._dialer.channel)
         return await self._call(stub.Describe(pb.DescribeRequest(), timeout=self._timing.answer_timeout))
 
-    async def _call(self, call: Awaitable[T]) -> T:
+    async def _call(self, call: Awaitable[M]) -> M:
         try:
-            return await call
+            reply = await call
         except grpc.aio.AioRpcError as exc:
             raise error_from_rpc(exc, self.address) from exc
+        check_answer(reply)
+        return reply
 
 
 def _state(description: pb.NodeDescription) -> str:

@@ -31,6 +31,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import abort, error_from_rpc
+from pdserve.rpc.field_ranges import check_answer
 from pdserve.weights.sharing import RankWeights, StoredSize, TensorPart, WeightPeer, check_rank
 
 WEIGHTS_SERVICE = "pdserve.v1.Weights"
@@ -183,6 +184,7 @@ class ReceivedOffer:
 
     def add(self, message: pb.OfferedWeights) -> None:
         """Raises PeerError for what cannot be part of an offer of this checkpoint."""
+        check_answer(message, self._address)
         self._num_bytes += message.ByteSize()
         self._num_tensors += len(message.tensors)
         pieces = self._ranks.setdefault(message.agent, [])

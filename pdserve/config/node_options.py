@@ -21,7 +21,7 @@ from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import GRPC_TLS
 from pdserve.flags.value_types import natural, number, parse_size, positive_int, words
-from pdserve.kv import FP8_E4M3
+from pdserve.kv import FP8_E4M3, MAX_BLOCK_SIZE
 from pdserve.model.model_config import MODEL_IMPLS
 from pdserve.model.pooling import TASKS
 from pdserve.request_cost import AUTO_ITL_STEPS
@@ -237,7 +237,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag("layers of each stage", metavar="N,N,…", parse=_layers, unset="split evenly", group="ranks"),
     ] = None
 
-    block_size: Annotated[int, Flag("tokens per block", metavar="N", at_least=1, group="KV cache")] = 16
+    block_size: Annotated[
+        int, Flag("tokens per block", metavar="N", at_least=1, at_most=MAX_BLOCK_SIZE, group="KV cache")
+    ] = 16
     kernel_block_size: Annotated[
         int | None,
         Flag("tokens per kernel page", metavar="N", at_least=1, unset="the largest supported", group="KV cache"),

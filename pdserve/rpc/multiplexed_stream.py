@@ -23,8 +23,9 @@ from typing import Generic, Protocol, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
-from pdserve.errors import Draining, Overloaded, PdserveError, RequestError
+from pdserve.errors import Draining, Overloaded, PdserveError, PeerError, RequestError
 from pdserve.rpc.errors import rpc_reason
+from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.message_limits import MAX_ENTRIES
 
 _log = logging.getLogger(__name__)
@@ -209,9 +210,12 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
                     for entry in entries[start : start + _ENTRIES_AT_ONCE]:
                         handler = self._handlers.get(entry.request)
                         if handler is not None:  # else the entry was under way when the request ended
+                            check_answer(entry)  # type: ignore[arg-type]  # a message, which no Protocol can say
                             self._deliver(handler, entry)
         except grpc.aio.AioRpcError as exc:
             reason = rpc_reason(exc)
+        except PeerError as exc:
+            reason = str(exc)
         except Exception:  # a bug; unread, the stream would hold its requests for ever
             _log.exception("messages of %s could not be handled", self._node)
             reason = "its messages could not be handled"

@@ -124,7 +124,8 @@ def step_costs_from_pb(message: pb.Throughput) -> StepCosts:
 
 
 def _cost_from_pb(message: pb.LinearCost) -> LinearCost:
-    return LinearCost(message.base, message.slope)
+    """Rounding errors below zero (field_ranges.py) are zero."""
+    return LinearCost(max(message.base, 0.0), max(message.slope, 0.0))
 
 
 def rank_to_pb(rank: RankKV) -> pb.RankKV:
