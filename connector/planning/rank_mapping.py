@@ -96,7 +96,8 @@ class LocalRank(NamedTuple):
         for theirs in peer.ranks:
             with naming_rank(peer, theirs):
                 check_compatible(layout, ours, theirs)
-            replicas.setdefault(_part(theirs).usable(peer.other_drafts), []).append(theirs)
+            if (usable := _part(theirs).usable(peer.other_drafts)) is not None:
+                replicas.setdefault(usable, []).append(theirs)
         needed = [share for share in replicas if _overlap(ours, share)]
         _check_cover(ours, needed, peer)
         states = slice_states(self.states, peer)
@@ -123,6 +124,8 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
         ("num_layers", share.model_layers, part.model_layers),
         ("kv_groups", layout.groups, theirs.layout.groups),
     ]
+    if layout.groups.layers:  # the groups name every layer, those that make drafts included
+        fields.append(("total_layers", share.total_layers, part.total_layers))
     if layout.spec.packed:  # its blocks cannot be split
         fields.insert(0, ("kernel_block_size", layout.kernel_block_size, theirs.layout.kernel_block_size))
         fields.append(("part of the model", _describe(share), _describe(part)))

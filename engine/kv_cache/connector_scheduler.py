@@ -39,6 +39,7 @@ from engine.kv_cache.revocation import FindLacking
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from engine.step_cost_meter import LineFit, StepCostMeter
+from pdserve.errors import ConfigError
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.cache_changes import CacheChanges
 from pdserve.ipc.messages import Batch, LeaseCached, Leased, ReadChecked, ReadEnded, StartRead, Totals
@@ -341,9 +342,13 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     # ------------------------------------------------------------ loads on D
 
     def connect(self, peer: Peer) -> None:
+        try:
+            parts = [rank.part.usable(peer.other_drafts) for rank in peer.ranks]
+        except ConfigError as exc:  # a layout without layers or heads
+            self._events.failed_peers.append((peer.epoch, f"the peer's KV: {exc}"))
+            return
         self._connect.append(peer)
-        parts = [rank.part.usable(peer.other_drafts) for rank in peer.ranks]
-        self._layers_of[peer.epoch] = max((each.total_layers for each in parts), default=0)
+        self._layers_of[peer.epoch] = max((part.total_layers for part in parts if part is not None), default=0)
 
     def disconnect(self, epoch: str) -> None:
         self._disconnect.append(epoch)
@@ -480,7 +485,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         has_state = message.remote_state != NO_SLOT
         if has_state if self._states is None else num_tokens == load_len and not has_state:
             return f"the peer named {'a' if has_state else 'no'} recurrent state up to token {num_tokens} of {load_len}"
-        if self._checksum and len(message.digests) != num_blocks + has_state:
+        if len(message.digests) != (num_blocks + has_state if self._checksum else 0):
             return f"the peer named {num_blocks} blocks with {len(message.digests)} digests"
         return ""
 

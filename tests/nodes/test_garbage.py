@@ -123,6 +123,18 @@ def _memory_elsewhere(reply: pb.HandshakeReply) -> None:
     reply.ranks[0].address = 4096
 
 
+def _no_heads(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].layout.num_kv_heads = 0
+
+
+def _no_layers(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].layout.num_layers = 0
+
+
+def _a_block_size_of_32_bits(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].layout.block_size = 2**32 - 1
+
+
 def _another_epoch(reply: pb.HandshakeReply) -> None:
     reply.epoch = "0123456789abcdef"
 
@@ -143,8 +155,9 @@ HANDSHAKES = [
         _no_layout,
     ),
     *(_memory_that_is_not_there, _memory_elsewhere, _another_epoch, _nothing),
+    *(_no_heads, _no_layers, _a_block_size_of_32_bits),
 ]
-EVERYDAY = (_half_the_metadata, _memory_that_is_not_there)
+EVERYDAY = (_half_the_metadata, _memory_that_is_not_there, _no_heads)
 
 
 @pytest.mark.parametrize(
