@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc
 
 from pdserve.checkpoint.hub import resolve_model
-from pdserve.errors import ModelNotFound, NodeError, Overloaded, PdserveError, RequestError, shown
+from pdserve.errors import ModelNotFound, NodeError, Overloaded, PdserveError, PeerError, RequestError, shown
 from pdserve.metrics import exposition
 from pdserve.model.generation_defaults import GenerationDefaults, load_generation_defaults
 from pdserve.rpc.tls import PeerTls
@@ -133,7 +133,7 @@ class Service:
         """Return the metrics of the node that this router runs beside, in Prometheus' format; empty if it has none."""
         if (home := self.nodes.home) is None:
             return b""
-        with suppress(grpc.aio.AioRpcError):
+        with suppress(grpc.aio.AioRpcError, PeerError):
             status = await home.status(_STATUS_SECONDS)
             return exposition(status.counters).encode()
         return b""

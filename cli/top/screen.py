@@ -23,11 +23,12 @@ _MARKS = {
     "stuck": ("▲", "bold yellow"),
     "lost": ("✖", "bold red"),
     "unreachable": ("✖", "bold red"),
+    "faulty": ("✖", "bold red"),
     "unused": ("–", "dim"),
 }
 _MIN_HISTORY_HEIGHT = 24  # lines; a lower screen shows no history
 _MIN_ORIGIN_WIDTH = 100  # columns; a narrower screen does not say where cached tokens came from
-_GONE = ("lost", "unreachable")
+_GONE = ("lost", "unreachable", "faulty")
 _BARS = "▁▂▃▄▅▆▇█"
 
 Item = TypeVar("Item")

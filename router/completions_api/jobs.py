@@ -64,7 +64,8 @@ def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits, *, keeps
     """Keep ``truncate_prompt_tokens`` tokens; -1 leaves room for ``max_tokens``, or for one token."""
     most = body.truncate_prompt_tokens
     if most == -1:
-        most = max(1, limits.max_model_len - (body.output_limit or 1))
+        room = body.output_limit or 1
+        most = max(1, limits.length_beyond(room) - room)
     if most is None or prompt.num_tokens <= most:
         return prompt
     if body.truncation_side == "right":
@@ -89,7 +90,7 @@ def make_job(
         check_vocabulary(name, getattr(body, name), limits)
     bias = _logit_bias(body.logit_bias)
     check_vocabulary("logit_bias", list(bias), limits)
-    max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len, defaults=defaults)
+    max_tokens = _max_tokens(prompt.num_tokens, body, limits, defaults=defaults)
     if body.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens {cut(str(body.min_tokens))} exceeds max_tokens {max_tokens}; lower it", "min_tokens"
@@ -127,10 +128,15 @@ def _first(given: _T | None, default: _T) -> _T:
     return default if given is None else given
 
 
-def _max_tokens(prompt_len: int, body: GenerateBody, limit: int, defaults: GenerationDefaults) -> int:
-    """The client's limit, or a default cut to the room left; at least 1, because a node always samples one token."""
+def _max_tokens(prompt_len: int, body: GenerateBody, limits: ModelLimits, defaults: GenerationDefaults) -> int:
+    """The client's limit, or a default cut to the room left; at least 1, because a node always samples one token.
+
+    The room of what is cut is that of any node that takes the prompt.
+    """
     if prompt_len == 0:
         raise RequestError("the prompt has 0 tokens; give at least one", body.prompt_field)
+    fixed = body.output_limit is not None and not body.lowers_max_tokens
+    limit = limits.max_model_len if fixed else limits.length_beyond(prompt_len)
     room = limit - prompt_len
     if body.output_limit is not None:
         wanted = max(body.output_limit, 1)

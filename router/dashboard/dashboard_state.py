@@ -121,10 +121,11 @@ class DashboardState:
         view, description = node.view(), node.description
         if view is None or description is None:
             if key not in self._last_seen:
-                return live.LiveNode("", node.role, node.address, "", "unreachable")
+                return live.LiveNode("", node.role, node.address, "", "faulty" if node.fault else "unreachable")
             at, name, model = self._last_seen[key]
             lost_seconds = max(0.0, asyncio.get_running_loop().time() - at)
-            return live.LiveNode(name, node.role, node.address, model, "lost", lost_seconds=lost_seconds)
+            state = "faulty" if node.fault else "lost"
+            return live.LiveNode(name, node.role, node.address, model, state, lost_seconds=lost_seconds)
         used = view.model in self._models and description.role == node.role
         history, load = self._poller.histories.get(key), node.reported
         has_step = view.decodes and bool(view.costs.decode)

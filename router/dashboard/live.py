@@ -59,7 +59,8 @@ class LiveNodeStats(msgspec.Struct, frozen=True):
 class LiveNode(msgspec.Struct, frozen=True):
     """``state`` is the node's own (loading, connecting, ready, stuck, draining, asleep …), or the router's:
 
-    "lost" after contact, "unreachable" before any, "unused" for another model or role.
+    "lost" after contact, "unreachable" before any, "faulty" if its reports are refused, "unused" for another model or
+    role.
     """
 
     name: str  # "" before contact

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import grpc.aio
 
+from pdserve.errors import PeerError
 from router.dashboard.node_rates import ExposedLatency, NodeHistory, parse_status
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
@@ -65,7 +66,11 @@ class StatusPoller:
             epoch = node.description.epoch
             try:
                 status = await node.status(_TIMEOUT)
-            except grpc.aio.AioRpcError:
+            except (grpc.aio.AioRpcError, PeerError):
                 return  # the node's Watch stream detects a lost node
             at = asyncio.get_running_loop().time()
-            self.exposed.add(at, history.add(parse_status(at, epoch, status)))
+            try:
+                sample = parse_status(at, epoch, status)
+            except (KeyError, ValueError):
+                return  # the labels of a series are not those of this release
+            self.exposed.add(at, history.add(sample))

@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.errors import Overloaded, RequestError, shown
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import TOKEN_BYTES
 from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
 from pdserve.tracing.spans import Attributes, Value
 from router.fleet.node_client import NodeClient
@@ -50,14 +51,26 @@ _ENDPOINTS = {
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """Limits of the nodes that serve a model."""
+    """What some node of a model takes; others may take less, and get only what they take.
 
-    max_model_len: int  # tokens
+    So a node that describes itself wrongly makes no router refuse what other nodes serve.
+    """
+
+    lengths: tuple[int, ...]  # ``max_model_len`` of the nodes, in tokens, ascending
     vocab_size: int
     task: str = GENERATE
-    vector_size: int = 0  # values of a vector, without the task "generate"
+    vector_sizes: frozenset[int] = frozenset()  # values of a vector, without the task "generate"
     matryoshka: bool = False  # clients may ask for fewer dimensions
     yes_or_no: bool = False  # scores compare the tokens "yes" and "no"
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request."""
+        return self.lengths[-1]
+
+    def length_beyond(self, num_tokens: int) -> int:
+        """Return the least ``max_model_len`` that leaves room behind so many tokens, or the largest of all."""
+        return next((length for length in self.lengths if length > num_tokens), self.max_model_len)
 
 
 class NodeCall:
@@ -129,7 +142,7 @@ class Fleet:
         return FleetSnapshot(self._model, self._nodes.views(), self._nodes.placement_counter)
 
     def limits(self, tasks: Sequence[str] = TASKS) -> ModelLimits:
-        """Return the smallest limits of the ready nodes that serve the first of ``tasks`` with any.
+        """Return the limits of the ready nodes that serve the first of ``tasks`` with any.
 
         Raises Overloaded when no node is ready, and RequestError when all have other tasks.
         """
@@ -146,16 +159,21 @@ class Fleet:
         """The ready nodes of a task."""
         return [node for node in self._nodes.views() if node.serves and node.task == task and node.model == self._model]
 
-    def pooling_node(self, task: str, num_tokens: int, left: Collection[str], weights: str | None) -> NodeClient:
-        """Choose a prefill node with these weights, or any, that is not in ``left``. Raises Overloaded."""
-        chosen = pooling_node(self._policy, self.snapshot(), task, num_tokens, left, weights)
+    def pooling_node(self, task: str, lengths: Sequence[int], left: Collection[str], weights: str | None) -> NodeClient:
+        """Choose a prefill node with these weights, or any, that is not in ``left``, for prompts of these lengths.
+
+        Raises Overloaded.
+        """
+        views = _taking(max(lengths), self._nodes.views())
+        snapshot = FleetSnapshot(self._model, views, self._nodes.placement_counter)
+        chosen = pooling_node(self._policy, snapshot, task, sum(lengths), left, weights)
         self._nodes.placement_counter += 1
         return self._nodes.find("prefill", chosen)
 
-    def has_decode_node(self, accepts: Callable[[NodeView], bool]) -> bool:
-        """Return whether an accepted decode node is ready, and not stalled."""
+    def has_decode_node(self, length: int, accepts: Callable[[NodeView], bool]) -> bool:
+        """Return whether an accepted decode node for requests of ``length`` tokens is ready, and not stalled."""
         nodes = self.snapshot().usable("decode")
-        return any(accepts(node) and not node.stalled for node in nodes)
+        return any(accepts(node) and not node.stalled and node.max_model_len >= length for node in nodes)
 
     async def prepare(self, prefix: PromptPrefix) -> None:
         """Hash the blocks of a long prompt on a thread, so that other streams go on meanwhile."""
@@ -180,6 +198,7 @@ class Fleet:
         """
         views = self._nodes.views()
         typical = self._typical_costs(views)
+        views = _taking(prefix.num_tokens + message.sampling.max_tokens, views)
         if accepts is not None:
             views = tuple(view for view in views if view.role == "prefill" or accepts(view))
         if not alone and worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
@@ -209,12 +228,14 @@ class Fleet:
     def move(self, message: pb.Generate, handler: OutputHandler, to: Placement, num_tokens: int) -> NodeCall:
         """Send a running request of ``num_tokens`` to ``to.decode``, which pulls its KV from ``to.prefill``.
 
-        Raises Overloaded when that node is not ready for it.
+        Raises Overloaded when that node is not ready for it, or takes only shorter requests.
         """
         views = {view.node_id: view for view in self._nodes.views()}
         target, source = views.get(to.decode), views.get(to.prefill or "")
         if target is None or source is None or not (target.ready and source.ready and target.reads_from(source)):
             raise Overloaded(f"node {to.decode} cannot read from {to.prefill} now")
+        if target.max_model_len < len(message.token_ids) // TOKEN_BYTES + message.sampling.max_tokens:
+            raise Overloaded(f"node {to.decode} takes no request of this length")
         decode = self._nodes.find("decode", target.node_id)
         message.prefill_node = source.node_id
         message.pull = True
@@ -334,15 +355,20 @@ class _Members:
                 self.cached.setdefault(block_size, {})[node.cached] = description.node_id
             if (view := node.view()) is not None and view.serves:
                 ready.setdefault(view.task, []).append(description)
-        self.limits = {task: _smallest(task, nodes) for task, nodes in ready.items()}
+        self.limits = {task: _limits(task, nodes) for task, nodes in ready.items()}
 
 
-def _smallest(task: str, nodes: Sequence[pb.NodeDescription]) -> ModelLimits:
+def _taking(length: int, views: Sequence[NodeView]) -> tuple[NodeView, ...]:
+    """Return the nodes that take requests of ``length`` tokens, output included; all nodes if none does."""
+    return tuple(view for view in views if view.max_model_len >= length) or tuple(views)
+
+
+def _limits(task: str, nodes: Sequence[pb.NodeDescription]) -> ModelLimits:
     return ModelLimits(
-        min(node.max_model_len for node in nodes),
-        min(node.vocab_size for node in nodes),
-        task,
-        min(node.pooling.size for node in nodes),
-        all(node.pooling.matryoshka for node in nodes),
-        all(node.pooling.yes_or_no for node in nodes),
+        lengths=tuple(sorted({node.max_model_len for node in nodes})),
+        vocab_size=max(node.vocab_size for node in nodes),
+        task=task,
+        vector_sizes=frozenset(node.pooling.size for node in nodes),
+        matryoshka=any(node.pooling.matryoshka for node in nodes),
+        yes_or_no=all(node.pooling.yes_or_no for node in nodes),
     )

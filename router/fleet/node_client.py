@@ -12,6 +12,7 @@ import grpc.aio
 import msgspec
 
 from pdserve.config.compatibility import common_protocol, describe_window
+from pdserve.errors import PeerError
 from pdserve.hashing import unpack_block_hashes
 from pdserve.kv_groups import blocks_for
 from pdserve.pb import pdserve_pb2 as pb
@@ -19,6 +20,7 @@ from pdserve.pb.pdserve_pb2_grpc import NodeStub, PoolingNodeStub
 from pdserve.request_cost import RequestLoad
 from pdserve.rpc.channel import Dialer
 from pdserve.rpc.errors import error_from_rpc, rpc_reason
+from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, request_limit
 from pdserve.rpc.protobuf import step_costs_from_pb
 from pdserve.rpc.tls import PeerTls
@@ -33,12 +35,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_CACHED = 2 * MAX_REPORTED_BLOCKS
 RETRY = 0.1  # seconds until a lost node is tried again
+FAULT_PAUSE = 2.0  # seconds until a node is tried again that sent what cannot be
 SILENCE = 4.0  # seconds without a report until a node counts as hung; reports come every second at least
 REPORTED = 0.03  # seconds after which reports include a request that was sent: messages, and some decode steps
 PAUSE = 0.02  # seconds between two reports of a node at least; the node's own limit
 
 
-class IndexMismatch(ValueError):
+class IndexMismatch(Exception):
     """This router's index does not have the blocks that the node has cached."""
 
 
@@ -69,6 +72,7 @@ class NodeClient:
         self.stream: ServeStream | None = None
         self.cached: CachedBlocks | None = None  # while there is a description
         self.in_flight = 0  # requests of this router; prompts for peers only until their first token
+        self.fault = ""  # why its latest report was refused; empty if it was not
         self.unlisted = False  # discovery has dropped it: it gets no new request
         self._prefixes = prefixes
         self._on_change = on_change
@@ -123,6 +127,7 @@ class NodeClient:
             in_flight=self.in_flight,
             stalled=node.stalled,
             has_suspect=self.stream is not None and self.stream.suspect is not None,
+            max_model_len=node.max_model_len,
             load=self._current_load(node.kv_layout),
             costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
@@ -130,9 +135,11 @@ class NodeClient:
         return self._view
 
     async def status(self, timeout: float) -> pb.NodeStatus:
-        """Query the node's status. Raises AioRpcError, also after ``timeout`` seconds."""
+        """Query the node's status. Raises AioRpcError, also after ``timeout`` seconds, and PeerError."""
         stub: NodeAsyncStub = NodeStub(self._dialer.channel)
-        return await stub.Status(pb.StatusRequest(), timeout=timeout)
+        status = await stub.Status(pb.StatusRequest(), timeout=timeout)
+        check_answer(status)
+        return status
 
     async def pool(
         self, message: pb.PoolRequest, num_tokens: int, timeout: float, may_leave: Callable[[], bool]
@@ -149,7 +156,7 @@ class NodeClient:
         self._pool_calls[call] = may_leave
         self.add_request(num_tokens, num_tokens)
         try:
-            return await call
+            reply = await call
         except grpc.aio.AioRpcError as exc:
             if exc.code() == grpc.StatusCode.UNAVAILABLE:
                 raise NodeLost(f"{name} failed: {rpc_reason(exc)}") from exc
@@ -163,6 +170,8 @@ class NodeClient:
             call.cancel()
             del self._pool_calls[call]
             self.remove_request()
+        check_answer(reply, name)
+        return reply
 
     def add_request(self, uncached_tokens: int, num_tokens: int, for_peer: bool = False) -> None:
         """Count a request: prompt tokens that the node computes, tokens that need room, whether a peer decodes it."""
@@ -190,7 +199,7 @@ class NodeClient:
             requests=load.waiting + load.running + len(unreported),
             waiting=load.waiting,
             backlog=load.backlog + sum(uncached for _, uncached, _, _ in unreported),
-            free_blocks=max(0, load.free_blocks - blocks),
+            free_blocks=max(0, min(load.free_blocks, load.total_blocks) - blocks),
             total_blocks=load.total_blocks,
             block_size=block_size,
             windows=windows,
@@ -209,14 +218,18 @@ class NodeClient:
             self._pause = max(PAUSE, self._find_pause())
             call = stub.Watch(pb.WatchRequest(pause_ms=int(1000 * self._pause)), wait_for_ready=True)
             watchdog = asyncio.create_task(self._cancel_when_silent(call))
+            fault = ""
             try:
                 await self._read_reports(call)
             except grpc.aio.AioRpcError as exc:
                 reason = rpc_reason(exc)
             except IndexMismatch:
                 reason = ""
-            except ValueError as exc:
-                reason = str(exc)
+            except PeerError as exc:
+                reason = fault = str(exc)
+            except Exception:  # a bug; unwatched, the node would stay as it was for ever
+                logger.exception("a report of the node at %s could not be handled", self.address)
+                reason = fault = "its report could not be handled"
             except asyncio.CancelledError:
                 if not watchdog.done():  # close() has cancelled this task
                     raise
@@ -224,21 +237,26 @@ class NodeClient:
             finally:
                 watchdog.cancel()
                 call.cancel()
+            if fault and fault != self.fault:
+                logger.error("node at %s is not used: %s", self.address, fault)
+            self.fault = fault
             if reason:
                 self._on_lost(reason)
             else:
                 self._rebuild_index()
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(FAULT_PAUSE if fault else RETRY)
 
     async def _read_reports(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
-        """Returns when the node ends the stream. Raises ValueError for an invalid report."""
+        """Returns when the node ends the stream. Raises PeerError for a report that cannot be used."""
         sequence = 0
         async for report in call:
             sequence += 1
+            check_answer(report)
             if report.sequence != sequence or (sequence == 1 and not report.HasField("description")):
-                raise ValueError(f"report {report.sequence} came in place of {sequence}")
+                raise PeerError(f"it sent report {report.sequence} in place of {sequence}")
             self._reported_at = asyncio.get_running_loop().time()
             self._on_report(report)
+            self.fault = ""
 
     async def _cancel_when_silent(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
         """Time in which this process itself was stopped does not count as silence of the node."""
@@ -251,7 +269,7 @@ class NodeClient:
         call.cancel()
 
     def _on_report(self, report: pb.NodeReport) -> None:
-        """Raises ValueError for too many cached blocks, IndexMismatch if they are not those in the index."""
+        """Raises PeerError for blocks that cannot be cached, IndexMismatch if they are not those in the index."""
         changed = report.HasField("description")
         if changed:
             self._on_described(report.description)
@@ -259,9 +277,13 @@ class NodeClient:
             self._read_changed_at = self._reported_at
         self._load = report.load
         assert self.cached is not None, "the first report has a description"
-        self.cached.change(unpack_block_hashes(report.cache.added), unpack_block_hashes(report.cache.removed))
+        try:
+            added, removed = (unpack_block_hashes(data) for data in (report.cache.added, report.cache.removed))
+        except ValueError as exc:
+            raise PeerError(f"it sent a part of a block hash: {exc}") from exc
+        self.cached.change(added, removed)
         if len(self.cached) > _MAX_CACHED:
-            raise ValueError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
+            raise PeerError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
         if report.cache.HasField("digest") and report.cache.digest != self.cached.digest:
             raise IndexMismatch
         assert self.description is not None, "the first report has a description"
@@ -307,7 +329,7 @@ class NodeClient:
 
     def _on_lost(self, reason: str) -> None:
         draining = self.description is not None and self.description.state == "draining"
-        if self.description is not None and not draining:
+        if self.description is not None and not draining and not self.fault:
             logger.warning("node at %s is lost: %s", self.address, reason)
         self._forget()
         # A draining node ends the stream itself, after its requests or its time limit.

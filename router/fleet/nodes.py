@@ -90,8 +90,12 @@ class Nodes:
         return any(each is not None and each.state in ("loading", "connecting") for each in descriptions)
 
     def not_ready(self) -> tuple[list[str], list[str]]:
-        """Describe the listed nodes that do not answer, and those that answer but are not ready."""
-        silent = [f"{node.role} node at {node.address} does not answer" for node in self if node.description is None]
+        """Describe the listed nodes that do not answer, or not as they should, and those that are not ready."""
+        unknown = [node for node in self if node.description is None]
+        silent = [
+            f"{node.role} node at {node.address} {f'is faulty: {node.fault}' if node.fault else 'does not answer'}"
+            for node in unknown
+        ]
         described = [(node, node.description) for node in self if node.description is not None and not node.ready]
         return silent, [f"{node.role} node at {node.address} is {found.state}" for node, found in described]
 

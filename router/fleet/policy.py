@@ -44,6 +44,7 @@ class NodeView(msgspec.Struct, frozen=True):
     hands_off_all: bool = False  # prompts of any length and cost
     has_suspect: bool = False  # a request of this router is on trial there
     weights: str = ""  # short name of the weights: equal for nodes with equal weights
+    max_model_len: float = math.inf  # tokens of the longest request that it takes
 
     @property
     def decodes(self) -> bool:

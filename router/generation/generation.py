@@ -221,7 +221,7 @@ class PromptRun:
             self._migration.leave_stalled(self._leave(), num_tokens)
 
     def _has_decode_node(self, accepts: Accepts) -> bool:
-        return self._fleet.has_decode_node(self._generation.weights.accepting(accepts) or accepts)
+        return self._fleet.has_decode_node(self.job.length, self._generation.weights.accepting(accepts) or accepts)
 
     def _leave(self) -> NodeView:
         """Cancel the present call; return its node."""

@@ -22,6 +22,11 @@ class Job(msgspec.Struct, frozen=True):
     vocab_size: int
     silent: bool = False
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the longest output."""
+        return self.prompt.num_tokens + self.sampling.max_tokens
+
 
 class GenerationOptions(msgspec.Struct, frozen=True):
     """Options shared by all prompts of a request. ``arrived`` is of ``time.monotonic``."""

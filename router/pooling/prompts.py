@@ -31,16 +31,16 @@ async def embedding_prompts(body: EmbeddingBody, encoder: PromptEncoder, limits:
     """Raises RequestError for inputs or dimensions that the model cannot take."""
     _check_dimensions(body.dimensions, limits)
     prompts = await encoder.encode_all(body.pack_inputs(), body.add_special_tokens, "input")
-    most = limits.max_model_len if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    most = limits.length_beyond(1) if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     if most is not None:
         prompts = [Prompt(prompt.last(most)) for prompt in prompts]
     return _checked(prompts, "input", limits)
 
 
 def _check_dimensions(dimensions: int | None, limits: ModelLimits) -> None:
-    size = limits.vector_size
-    if dimensions is None or dimensions == size:
+    if dimensions is None or dimensions in limits.vector_sizes:
         return
+    size = max(limits.vector_sizes)
     if not limits.matryoshka:
         text = f"dimensions is {dimensions}; embeddings of this model have {size} and cannot be shortened: leave it out"
         raise RequestError(text, "dimensions")

@@ -50,7 +50,6 @@ class PoolingOptions(msgspec.Struct, frozen=True):
     task: str
     arrived: float
     timeout: float  # seconds
-    vector_size: int  # values
     dimensions: int = 0  # of embeddings; 0: all
     migrations: int = 0  # node failures after which a batch may still go to another node
     cache_salt: str = ""
@@ -200,15 +199,16 @@ class PoolingRun:
         """Call one node. Raises PdserveError; the node is then avoided for a while. Raises _WeightsGone."""
         options = self._options
         prompts = self._prompts[batch.start : batch.stop]
-        num_tokens = sum(prompt.num_tokens for prompt in prompts)
+        lengths = [prompt.num_tokens for prompt in prompts]
         left = [node_id for node_id, at in self._left.items() if monotonic() < at + _AVOID]
         nodes = self._usable()
         if self.weights is not None and nodes and self.weights not in {node.weights for node in nodes}:
             raise _WeightsGone
-        node = self._fleet.pooling_node(options.task, num_tokens, left, self.weights)
+        node = self._fleet.pooling_node(options.task, lengths, left, self.weights)
         assert node.description is not None, "it was chosen by its view"
         weights = self.weights = node.description.weights
         node_id = node.description.node_id
+        vector_size = options.dimensions or node.description.pooling.size
         span = options.span.child("pool", {"pdserve.prefill_node": node_id}, SpanKind.CLIENT)
         message = pb.PoolRequest(
             request_id=options.request_id,
@@ -222,10 +222,10 @@ class PoolingRun:
         )
         try:
             timeout = options.remaining + _DEADLINE_GRACE
-            reply = await node.pool(message, num_tokens, timeout, lambda: self._has_other(node_id))
+            reply = await node.pool(message, sum(lengths), timeout, lambda: self._has_other(node_id))
             if reply.weights != weights:
                 raise Overloaded(f"prefill node {node_id} has changed its weights; send the request again")
-            _check(reply, len(batch), options.vector_size, node_id)
+            _check(reply, len(batch), vector_size, node_id)
         except (NodeError, Overloaded) as exc:
             span.fail(exc)
             self._left[node_id] = monotonic()

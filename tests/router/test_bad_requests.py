@@ -242,7 +242,7 @@ FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__,
 
 @given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 def test_any_body_is_parsed_or_rejected(fields: dict[str, Any]) -> None:
-    limits = ModelLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
+    limits = ModelLimits(lengths=(LIMIT,), vocab_size=VOCABULARY)
     parsers: list[Callable[[bytes], GenerateBody]] = [parse_completion, parse_chat]
     for parse in parsers:
         message = ""
@@ -256,7 +256,7 @@ def test_any_body_is_parsed_or_rejected(fields: dict[str, Any]) -> None:
 
 @given(st.integers(1, 1200), st.none() | st.integers(1, 1200), st.booleans())
 def test_job_fits_the_model_or_is_rejected(prompt_len: int, max_tokens: int | None, chat: bool) -> None:
-    limits = ModelLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
+    limits = ModelLimits(lengths=(LIMIT,), vocab_size=VOCABULARY)
     body: GenerateBody
     body = ChatBody(messages=[], max_tokens=max_tokens) if chat else CompletionBody(prompt="", max_tokens=max_tokens)
     needed = max_tokens or 1

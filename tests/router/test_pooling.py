@@ -328,6 +328,25 @@ def versions(nodes: list[VectorNode]) -> Iterator[None]:
     set_weights(nodes, "", "")
 
 
+@pytest.mark.parametrize(("field", "value"), [("size", 1), ("max_model_len", 1), ("vocab_size", 1), ("size", 0)])
+def test_a_node_that_describes_itself_wrongly_leaves_exact_answers(
+    field: str, value: int, http: httpx.Client, nodes: list[VectorNode], tokenizer: Tokenizer
+) -> None:
+    described = nodes[0].description.pooling if field == "size" else nodes[0].description
+    before, reports = getattr(described, field), nodes[0].reports
+    setattr(described, field, value)
+    try:
+        wait_for(lambda: nodes[0].reports > reports + 1)
+        for number in range(4):
+            for size in (SIZE, 8):
+                text, fields = f"{field} {value} {number}", {} if size == SIZE else {"dimensions": size}
+                answer = post(http, "/v1/embeddings", input=text, **fields)
+                assert answer["data"][0]["embedding"] == expected(tokenizer, text, size)
+    finally:
+        setattr(described, field, before)
+    wait_for(lambda: num_ready(http) == 2)
+
+
 def test_answer_has_vectors_of_the_version_that_it_names(
     versions: None, http: httpx.Client, tokenizer: Tokenizer
 ) -> None:

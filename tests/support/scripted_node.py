@@ -74,6 +74,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
             vocab_size=vocab_size,
         )
         self.load = pb.NodeLoad()
+        self.reports = 0
         self.cached = pb.CacheChange()  # of each report
         self.reading = asyncio.Event()  # cleared: new streams are not read
         self.reading.set()
@@ -148,6 +149,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
         self.pauses.append(request.pause_ms)
         while True:
             sequence += 1
+            self.reports += 1
             yield pb.NodeReport(sequence=sequence, description=self.description, load=self.load, cache=self.cached)
             await asyncio.sleep(0.5)
 

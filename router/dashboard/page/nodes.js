@@ -6,10 +6,10 @@ import {column, Table} from "./table.js";
 
 const KINDS = {
   ready: "good", loading: "coming", connecting: "coming", draining: "leaving", stuck: "ill", lost: "gone",
-  unreachable: "gone", unused: "unused", asleep: "unused",
+  unreachable: "gone", faulty: "gone", unused: "unused", asleep: "unused",
 };
 const kindOf = (node) => KINDS[node.state] ?? "ill";
-const present = (node) => node.state !== "lost" && node.state !== "unreachable";
+const present = (node) => !["lost", "unreachable", "faulty"].includes(node.state);
 const ifPresent = (text) => (node) => (present(node) ? text(node) : UNKNOWN);
 const stat = (text) => ifPresent((node) => (node.stats ? text(node.stats) : UNKNOWN));
 

@@ -45,7 +45,6 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
             task=limits.task,
             arrived=accounting.arrived,
             timeout=service.options.request_timeout,
-            vector_size=dimensions or limits.vector_size,
             dimensions=dimensions,
             migrations=service.options.migrations,
             cache_salt=admission.cache_salt(body.cache_salt),
