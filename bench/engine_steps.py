@@ -34,7 +34,8 @@ from typing import NamedTuple
 from cli.plan.costs import Costs, Shape, costs_as_toml, rising
 from node.engine_client import EngineClient
 from node.frontend_flags import KVEventOptions
-from node.kv_events import KVEventPublisher, group_kinds
+from node.kv_events.event_log import group_kinds
+from node.kv_events.publisher import KVEventPublisher
 from node.launched_engine import launch_engine
 from node.request_events import Event
 from pdserve.config.device import detect_devices

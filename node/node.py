@@ -42,7 +42,7 @@ from pdserve.process import StatusWriter
 from pdserve.weights.change import ABORT, WeightChange
 
 if TYPE_CHECKING:
-    from node.kv_events import KVEventPublisher  # imports ZeroMQ
+    from node.kv_events.publisher import KVEventPublisher  # imports ZeroMQ
 
 _log = logging.getLogger(__name__)
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Callable, Iterator
-from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from node.stream_writer import Context, StreamWriter
 from pdserve.errors import RequestError
+from pdserve.logs import LimitedLog
 from pdserve.rpc.errors import abort
 
 _log = logging.getLogger(__name__)
-
-_LOG_SECONDS = 10.0  # between two lines, as a hostile peer may open streams without end
 
 
 class Violations:
@@ -28,20 +25,12 @@ class Violations:
 
     def __init__(self) -> None:
         self.count = 0
-        self._logged_count = 0
-        self._log_at = -inf  # earliest time of the next line
+        self._limited_log = LimitedLog(_log)
 
     def add(self, peer: str, error: RequestError) -> None:
         """Count a stream of ``peer``, a network address, that ``error`` ended."""
         self.count += 1
-        now = time.monotonic()
-        if now < self._log_at:
-            return
-        more = self.count - self._logged_count - 1
-        others = f"; so did {more} more streams since the last such line" if more else ""
-        _log.warning("the stream of %s broke the protocol and was ended: %s%s", peer, error, others)
-        self._logged_count = self.count
-        self._log_at = now + _LOG_SECONDS
+        self._limited_log.warning("the stream of %s broke the protocol and was ended: %s", peer, error)
 
 
 class Batch(Protocol):

@@ -66,7 +66,8 @@ async def serve(
     agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
     kv_events = None
     if (events := frontend.kv_events(f"kv@{address}@{config.served_model_name}")) is not None:
-        from node.kv_events import KVEventPublisher, group_kinds  # imports ZeroMQ
+        from node.kv_events.event_log import group_kinds
+        from node.kv_events.publisher import KVEventPublisher  # imports ZeroMQ
 
         kv_events = KVEventPublisher(
             events, group_kinds(config.kv_layout, config.model.state is not None), config.kv_layout.block_size

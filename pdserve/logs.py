@@ -15,7 +15,9 @@ import os
 import re
 import signal
 import sys
+import time
 from datetime import UTC, datetime
+from math import inf
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ LOG_LEVEL = Flag(
 _FORMAT = "PDSERVE_LOG_FORMAT"
 _LEVEL = "PDSERVE_LOG_LEVEL"
 _STDERR = 2
+_LIMITED_SECONDS = 10.0
 _FIELDS = "request_fields"  # attribute of a log record, set by ``request_fields``
 _TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s {name}: %(message)s"
 _TEXT_LINE = re.compile(
@@ -90,6 +93,24 @@ def set_process_fields(**fields: str) -> None:
     _process_fields.update(fields)
 
 
+class LimitedLog:
+    """Warnings that others can cause without end, such as a hostile peer: a line per 10 s, which counts the others."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._num_left_out = 0
+        self._log_at = -inf  # earliest time of the next line
+
+    def warning(self, text: str, *args: object) -> None:
+        if (now := time.monotonic()) < self._log_at:
+            self._num_left_out += 1
+            return
+        more = f"; {self._num_left_out} more such warnings since the last one" if self._num_left_out else ""
+        self._logger.warning(f"{text}%s", *args, more)
+        self._num_left_out = 0
+        self._log_at = now + _LIMITED_SECONDS
+
+
 def request_fields(request_id: str, trace_id: str = "", **fields: object) -> dict[str, object]:
     """Return the ``extra`` of a log line about a request: request id, trace id and further JSON fields."""
     ids = {"request_id": request_id, "trace_id": trace_id}
@@ -98,8 +119,8 @@ def request_fields(request_id: str, trace_id: str = "", **fields: object) -> dic
 
 def json_line(level: str, logger: str, message: str, at: float | None, fields: dict[str, object]) -> str:
     """Format one JSON line without newline. ``at`` is in seconds of ``time.time``; None means now."""
-    time = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
-    stamp = time.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    when = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
+    stamp = when.isoformat(timespec="microseconds").replace("+00:00", "Z")
     line = {"time": stamp, "level": level, "logger": logger, "message": message} | _process_fields | fields
     return _encoder.encode(line).decode()
 

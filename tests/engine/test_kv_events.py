@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import resource
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_event_reader import CacheCopy, EventReader
+from kv_event_reader import CacheCopy, EventReader, begin_frame, raw_connection
 from toy_node import Node
 
 from engine.kv_cache import state_slots
@@ -18,7 +20,8 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
 from node.frontend_flags import FrontendOptions, KVEventOptions
-from node.kv_events import EventLog, GroupKind, KVEventPublisher, short_hash
+from node.kv_events.event_log import EventLog, GroupKind, short_hash
+from node.kv_events.publisher import KVEventPublisher
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.cache_changes import CacheChanges, StoredBlock
@@ -155,7 +158,7 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
         node.submit(rid, prompt, SamplingParams(max_tokens=chance.randint(1, 25)), Mode.LOCAL)
         for _ in range(chance.randint(1, 30)):
             for taken in (*node.step().cache_changes, *recorder.take()):  # the latter: of a step without other events
-                copy.take(*log.add(taken))
+                copy.take_all(log.add(taken))
             cached = {(0, short_hash(each)) for _, each in node.scheduler.pool._key_of.values()}
             cached |= {(1, short_hash(each)) for _, each in states.pool._key_of.values()}
             assert copy.blocks.keys() == cached
@@ -166,7 +169,7 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
         node.step()
     node.scheduler.forget_cached()
     for taken in recorder.take():
-        copy.take(*log.add(taken))
+        copy.take_all(log.add(taken))
     assert not copy.blocks
     node.close()
 
@@ -203,7 +206,7 @@ def test_number_of_an_earlier_start_gets_a_snapshot() -> None:
 
 def test_kept_batches_are_bounded_in_bytes() -> None:
     log = EventLog([FULL], BLOCK, kept_bytes=1000)
-    sizes = [len(log.add(changes(stored(number)))[1]) for number in range(1, 30)]
+    sizes = [len(payload) for number in range(1, 30) for _, payload in log.add(changes(stored(number)))]
     assert sum(len(payload) for _, payload in log.replay(log.next_number - len(log._kept))) <= 1000 < sum(sizes)
 
 
@@ -226,13 +229,78 @@ def test_changes_that_cancel_out_are_not_published() -> None:
     assert recorder.take() == []
 
 
-def test_request_for_a_replay_that_is_no_number_is_ignored(publish: Any, read: Any) -> None:
+def test_batches_are_bounded_in_bytes() -> None:
+    """So the batches that wait for a subscriber are, too."""
+    log, copy = EventLog([FULL], BLOCK), CacheCopy()
+    number_of = {number.to_bytes(16, "little"): number for number in range(1, 5_000)}
+    blocks = [StoredBlock(0, key, b"", array("I", [1 << 31] * BLOCK).tobytes(), "") for key in number_of]
+    batches = log.add(changes(*blocks))
+    assert max(len(payload) for _, payload in batches) < 65 << 10 < sum(len(payload) for _, payload in batches)
+    copy.take_all(batches)
+    assert copy.blocks.keys() == {(0, number) for number in number_of.values()}
+
+
+def test_snapshot_is_used_again_while_the_batches_after_it_are_kept() -> None:
+    log, reader = EventLog([FULL], BLOCK, kept_batches=3), CacheCopy()
+    for number in range(1, 6):
+        log.add(changes(stored(number)))
+    (snapshot,) = log.replay(0)
+    log.add(changes(stored(6)))
+    found = list(log.replay(0))
+    assert found[0] == snapshot
+    reader.take_all(found)
+    assert len(reader.blocks) == 6
+    for number in range(7, 10):
+        log.add(changes(stored(number)))
+    ((number, payload),) = log.replay(0)
+    reader.take(number, payload)
+    assert number == 8
+    assert len(reader.blocks) == 9
+
+
+def test_request_for_a_replay_that_is_no_number_is_ignored(
+    publish: Any, read: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them together cost one line in the log."""
     publisher = publish([FULL])
     publisher.clear()
     reader = read(publisher)
-    for request in ([b""], [b"", b"7"], [b"x" * 9], [b"", b"", b""]):
+    for request in ([b""], [b"", b"7"], [b"x" * 9], [b"", b"", b""], [b"x"] * 20 + [bytes(8)]) * 10:
         reader.ask(request)
     assert reader.replay() == [0]
+    assert len([record for record in caplog.records if "replay" in record.message]) == 1
+
+
+@pytest.mark.parametrize(("socket", "kind"), [(0, "SUB"), (1, "DEALER")])
+def test_long_message_from_outside_ends_its_connection(socket: int, kind: str, publish: Any) -> None:
+    """Its size is known before its content, so it costs no memory."""
+    with raw_connection(publish([FULL]).endpoints[socket], kind) as raw:
+        begin_frame(raw, 1 << 29)
+        while raw.recv(1024):  # times out if the content is awaited
+            pass
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_readers_that_ask_again_before_they_read_cost_a_window_each_and_get_one_replay(publish: Any, read: Any) -> None:
+    publisher = publish([FULL])
+    keys = [number.to_bytes(16, "little") for number in range(100)]
+    blocks = changes(*[StoredBlock(0, key, b"", array("I", [1 << 31] * BLOCK).tobytes(), "") for key in keys])
+    for _ in range(1_200):
+        publisher.publish(blocks)  # 8 kB each
+    prompt, late = read(publisher), [read(publisher, receives=1) for _ in range(2)]
+    assert len(prompt.receive(0)) == 1_200
+    before = resident_bytes()
+    for _ in range(8):
+        for reader in late:
+            reader.ask([b"", bytes(8)])
+        prompt.receive(0)
+    grown = resident_bytes() - before
+    assert grown < 60 << 20, f"{grown >> 20} MiB for 16 requests of 10 MB each"
+    late[0].receive_rest()
+    assert late[0].receive(1_200) == [], "an answer to an earlier request is left"
 
 
 def test_port_in_use_and_wrong_endpoints_are_refused(publish: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from toy_node import BLOCK, Node
 from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.disk_tier import DiskTier
 from engine.kv_cache.host_tier import HostTier
-from node.kv_events import EventLog, GroupKind, short_hash
+from node.kv_events.event_log import EventLog, GroupKind, short_hash
 from pdserve.host_copies import HostRoom
-from pdserve.ipc.cache_changes import CacheChanges, Medium, StoredBlock, TierChanges
+from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
 from pdserve.ipc.messages import Batch, Cancel, Mode, UseWeights
 from pdserve.sampling_params import SamplingParams
 
@@ -32,6 +33,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 PREFIXES = 12
 Keys = set[tuple[int, int]]
+
+
+def numbered(key: BlockKey) -> tuple[int, int]:
+    return key[0], short_hash(key[1])
 
 
 class World:
@@ -46,8 +51,10 @@ class World:
         self.recorder = NetChanges()
         self.node.scheduler.connector.record_cache(self.recorder)
         self.num_groups = self.node.scheduler.pool.groups.num_groups
-        self.log = EventLog([GroupKind("any", None)] * (self.num_groups + 1), BLOCK)
+        self.log = EventLog([GroupKind("any", None)] * (self.num_groups + 1), BLOCK, kept_batches=0)
         self.copy = CacheCopy()
+        self.has: dict[str, Keys] = {}  # by medium, as the changes tell
+        self.known: Keys = set()  # blocks whose tokens readers have
         self.most: dict[str, int] = {}
         self.open: set[int] = set()
         self._rid = self._version = 0
@@ -72,7 +79,17 @@ class World:
 
     def take(self, taken: list[CacheChanges]) -> None:
         for changes in taken:
-            self.copy.take(*self.log.add(changes))
+            self.copy.take_all(self.log.add(changes))
+            if changes.cleared:
+                self.has.clear()
+                self.known.clear()
+            stored = [block.key for block in changes.stored]
+            tiers = [(str(tier.medium), tier.removed, tier.stored) for tier in changes.tiers]
+            for medium, removed, added in [("GPU", changes.removed, stored), *tiers]:
+                self.has.setdefault(medium, set()).difference_update(map(numbered, removed))
+                self.has[medium].update(map(numbered, added))
+            self.known |= set(map(numbered, stored))
+            self.known &= set().union(*self.has.values())
 
     def event(self) -> None:
         chance, choice = self.random, self.random.random()
@@ -118,9 +135,9 @@ class World:
     def check(self) -> None:
         self.take(self.recorder.take())
         held = self.held()
-        assert {"GPU": self.copy.blocks.keys(), **self.copy.tiers} == {
-            medium: keys for medium, keys in held.items() if keys or medium in self.copy.tiers or medium == "GPU"
-        }
+        assert self.copy.blocks.keys() == held["GPU"]
+        for medium in ("CPU", "STORAGE"):
+            assert self.copy.tiers.get(medium, set()) == held[medium] & self.known
         for medium, keys in held.items():
             self.most[medium] = max(self.most.get(medium, 0), len(keys))
 
@@ -142,7 +159,7 @@ class World:
     def late_reader(self) -> CacheCopy:
         """Return what a new reader has after a replay of all, whose first batches are no longer kept."""
         late = CacheCopy()
-        late.take(self.log.next_number - 1, self.log._snapshot())
+        late.take_all(self.log.replay(0))
         return late
 
     def close(self) -> None:
@@ -162,7 +179,6 @@ def test_a_subscriber_has_what_each_medium_has(kind: str, with_disk: bool) -> No
                 late = world.late_reader()
                 assert late.blocks.keys() == world.copy.blocks.keys()
                 assert {**world.copy.tiers, **late.tiers} == world.copy.tiers
-                assert with_disk or late.unknown == set(), "scans find blocks that were forgotten"
                 world.change_weights()
         world.rest()
         assert world.most["GPU"] > 10
@@ -174,21 +190,25 @@ def test_a_subscriber_has_what_each_medium_has(kind: str, with_disk: bool) -> No
         world.close()
 
 
-def test_blocks_found_on_disk_have_tokens_once_the_device_has_had_them() -> None:
+def test_blocks_found_on_disk_are_told_once_their_tokens_are_known() -> None:
     """A node starts with the files of another one."""
     files: Files = {}
     writer = World(1, files)
     writer.node.submit(1, words(1), SamplingParams(max_tokens=1), Mode.LOCAL)
     writer.rest()
-    assert writer.copy.unknown == set()
     world = World(2, files)
     world.rest()
-    assert world.copy.unknown == world.copy.tiers["STORAGE"] == writer.copy.tiers["STORAGE"]
+    assert world.held()["STORAGE"] == writer.copy.tiers["STORAGE"] != set()
+    assert world.copy.tiers == world.late_reader().tiers == {}
     world.node.submit(1, words(1), SamplingParams(max_tokens=1), Mode.LOCAL)
     world.rest()
-    assert world.copy.unknown == world.late_reader().unknown == set()
+    assert world.copy.tiers["STORAGE"] == world.late_reader().tiers["STORAGE"] == writer.copy.tiers["STORAGE"]
     writer.close()
     world.close()
+
+
+def events_of(payloads: Iterable[bytes]) -> list[dict[str, Any]]:
+    return [fields_of(event) for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
 
 
 def changes(*tiers: TierChanges, stored: int = 0, removed: int = 0) -> CacheChanges:
@@ -205,7 +225,7 @@ def test_block_that_moves_is_stored_before_it_is_removed() -> None:
         changes(TierChanges(Medium.HOST, [key], []), TierChanges(Medium.DISK, [], [key])),
         changes(TierChanges(Medium.DISK, [key], [])),
     ]
-    events = [fields_of(event) for batch in batches for event in msgspec.msgpack.decode(log.add(batch)[1])[1]]
+    events = events_of(payload for batch in batches for _, payload in log.add(batch))
     assert [(event["type"], event["medium"]) for event in events] == [
         ("BlockStored", "GPU"),
         ("BlockStored", "CPU"),
@@ -214,3 +234,16 @@ def test_block_that_moves_is_stored_before_it_is_removed() -> None:
         ("BlockRemoved", "CPU"),
         ("BlockRemoved", "STORAGE"),
     ]
+
+
+def test_blocks_whose_tokens_are_too_many_to_keep_are_removed_for_readers() -> None:
+    """So what readers know stays what a new reader would be told; the disk has these blocks nevertheless."""
+    log, copy = EventLog([GroupKind("any", None)], BLOCK, most_behind=2), CacheCopy()
+    keys = {number: (0, bytes([number] * 16)) for number in range(1, 5)}
+    for number, key in keys.items():
+        copy.take_all(log.add(changes(TierChanges(Medium.DISK, [], [key]), stored=number)))
+        copy.take_all(log.add(changes(removed=number)))
+    assert copy.tiers == {"STORAGE": {numbered(keys[3]), numbered(keys[4])}}
+    assert log.add(changes(TierChanges(Medium.DISK, [keys[1]], []))) == [], "readers know of its removal"
+    copy.take_all(log.add(changes(stored=2)))
+    assert copy.tiers["STORAGE"] == {numbered(keys[number]) for number in (2, 3, 4)}

@@ -6,12 +6,14 @@ It knows the published form only: nothing here is imported from the publisher.
 from __future__ import annotations
 
 import contextlib
+import socket
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import zmq
+from machine import patience
 
 from pdserve.hashing import hash_block_tokens, root_hash
 
@@ -58,6 +60,10 @@ class CacheCopy:
         self._prefixes: dict[int, tuple[str, tuple[int, ...] | None]] = {}  # of every block ever seen, by its number
         self.next_number = 0
 
+    def take_all(self, batches: Iterable[tuple[int, bytes]]) -> None:
+        for number, payload in batches:
+            self.take(number, payload)
+
     def take(self, number: int, payload: bytes) -> None:
         """Apply a batch. Batches of before are ignored; the next one, or a snapshot, is applied."""
         if number < self.next_number:
@@ -93,11 +99,17 @@ class CacheCopy:
         kv_cache_spec_kind: str,
         kv_cache_spec_sliding_window: int | None,
     ) -> None:
-        if medium != "GPU":
-            self.tiers.setdefault(medium, set()).update((group_idx, number) for number in block_hashes)
+        keys = {(group_idx, number) for number in block_hashes}
+        told = self.blocks.keys() if medium == "GPU" else self.tiers.setdefault(medium, set())
+        assert told.isdisjoint(keys), "told twice: a reader that counts references would keep the block"
         if not token_ids:
             assert (medium != "GPU", parent_block_hash, extra_keys) == (True, None, None)
+            known = set(self.blocks).union(*self.tiers.values())
+            assert keys <= known, "a reader that forgets blocks with their last medium does not know their tokens"
+            self.tiers[medium] |= keys
             return
+        if medium != "GPU":
+            self.tiers[medium] |= keys
         assert len(token_ids) == block_size * len(block_hashes)
         salt, prefix = "", cast("tuple[int, ...] | None", ())
         if parent_block_hash is not None:
@@ -113,11 +125,6 @@ class CacheCopy:
             known = KnownBlock(salt, prefix, kv_cache_spec_kind, kv_cache_spec_sliding_window)
             if medium == "GPU":
                 self.blocks[group_idx, number] = known
-
-    @property
-    def unknown(self) -> set[tuple[int, int]]:
-        """Blocks behind the prefix cache whose tokens no event had."""
-        return {key for keys in self.tiers.values() for key in keys if key[1] not in self._prefixes}
 
     @property
     def num_unreachable(self) -> int:
@@ -148,7 +155,10 @@ def _hash(salt: str, prefix: tuple[int, ...], block_size: int) -> bytes:
 class EventReader:
     """Subscribes to a node, and asks for replays. ``drops`` says which live batches are lost on the way."""
 
-    def __init__(self, endpoint: str, replays: str, drops: Callable[[int], bool] = lambda number: False) -> None:
+    def __init__(
+        self, endpoint: str, replays: str, drops: Callable[[int], bool] = lambda number: False, receives: int = 0
+    ) -> None:
+        """``receives``: messages of replays that wait to be read; 0: any number."""
         self.copy = CacheCopy()
         self.num_received = self.num_lost = self.num_replays = 0
         self._drops = drops
@@ -158,7 +168,8 @@ class EventReader:
         self._live.subscribe(b"kv@")
         self._live.connect(endpoint)
         self._replays = self._context.socket(zmq.DEALER)
-        self._replays.setsockopt(zmq.RCVHWM, 0)
+        self._replays.setsockopt(zmq.RCVHWM, receives)
+        self._replays.setsockopt(zmq.RCVBUF, 1 << 16)
         self._replays.connect(replays)
 
     def read(self, timeout: float = 0.0) -> None:
@@ -177,18 +188,26 @@ class EventReader:
 
     def replay(self, first: int | None = None) -> list[int]:
         """Ask for all batches from ``first`` on, by default the next one; return their numbers."""
+        batches = self.receive(self.copy.next_number if first is None else first)
+        self.copy.take_all(batches)
+        return [number for number, _ in batches]
+
+    def receive(self, first: int) -> list[tuple[int, bytes]]:
+        """Ask for all batches from ``first`` on, and return them."""
         self.num_replays += 1
-        wanted = self.copy.next_number if first is None else first
-        self._replays.send_multipart([b"", wanted.to_bytes(8, "big")])
-        numbers: list[int] = []
+        self.ask([b"", first.to_bytes(8, "big")])
+        return self.receive_rest()
+
+    def receive_rest(self) -> list[tuple[int, bytes]]:
+        """Return what is left of a replay, up to its end."""
+        batches: list[tuple[int, bytes]] = []
         while True:
             assert self._replays.poll(30_000), "no answer to a request for a replay"
             _, encoded, payload = self._replays.recv_multipart()
             number = int.from_bytes(encoded, "big", signed=True)
             if number < 0:
-                return numbers
-            numbers.append(number)
-            self.copy.take(number, payload)
+                return batches
+            batches.append((number, payload))
 
     def ask(self, request: list[bytes]) -> None:
         """Send a request for a replay as it is."""
@@ -197,3 +216,21 @@ class EventReader:
     def close(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
             self._context.destroy(linger=0)
+
+
+def raw_connection(endpoint: str, kind: str) -> socket.socket:
+    """Connect to a ZeroMQ socket by its wire protocol, ZMTP 3.0, as a socket of this kind, and shake hands."""
+    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+    raw = socket.create_connection((host.strip("[]"), int(port)), timeout=patience(20.0))
+    raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
+    raw.sendall(bytes([4, len(ready)]) + ready)
+    received = b""
+    while b"READY" not in received:
+        received += raw.recv(1024)
+    return raw
+
+
+def begin_frame(raw: socket.socket, num_bytes: int) -> None:
+    """Send the header of a frame, without its content."""
+    raw.sendall(b"\x02" + num_bytes.to_bytes(8, "big"))
