@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.config.parallel import ParallelConfig
-from pdserve.disk_kv import DiskEvent, DiskOrder, DiskResult
+from pdserve.disk_kv import DiskEvent, DiskLate, DiskListing, DiskOrder, DiskResult
 from pdserve.host_copies import CopyResult, HostRoom
 from pdserve.kv import KVShare
 from pdserve.records import (
@@ -48,6 +48,7 @@ class OutputAggregator:
         self._reads: dict[int, dict[int, ReadResult]] = {}  # by read, then rank
         self._copies: dict[int, dict[int, CopyResult]] = {}  # by copy, then rank
         self._disk: dict[int, dict[int, DiskResult]] = {}  # by transfer, then rank
+        self._late: set[int] = set()  # transfers that have not ended
         self._rooms: dict[int, HostRoom] = {}  # by rank
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
         self._digests: dict[int, tuple[DigestOrder, dict[int, tuple[int, ...]]]] = {}  # by id of the order, then rank
@@ -116,10 +117,15 @@ class OutputAggregator:
             self._merged[field].append(self._merge_results(results))
 
     def _add_disk_event(self, rank: int, event: DiskEvent) -> None:
-        if isinstance(event, DiskResult):
-            self._add_disk_result(rank, event)
-        else:
-            self._merged["disk"].append(event)
+        match event:
+            case DiskResult():
+                self._add_disk_result(rank, event)
+            case DiskLate(number):
+                if number in self._disk and number not in self._late:
+                    self._late.add(number)
+                    self._merged["disk"].append(event)
+            case DiskListing():
+                self._merged["disk"].append(event)
 
     def _add_disk_result(self, rank: int, result: DiskResult) -> None:
         """Report the worst outcome of each block: it is of use only if every rank has its part."""
@@ -130,6 +136,7 @@ class OutputAggregator:
         if len(results) < len(self._ranks):
             return
         parts = self._disk.pop(result.order_id).values()
+        self._late.discard(result.order_id)
         sums = {name: sum(getattr(part, name) for part in parts) for name in ("num_bytes", "num_failed", "num_evicted")}
         merged = DiskResult(
             result.order_id,

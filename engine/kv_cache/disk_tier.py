@@ -349,7 +349,6 @@ class DiskTier(Tier):
             now = self._clock()
             self._cost.add(read.size, now - max(read.ordered_at, self._measured_at))
             self._measured_at = now
-            self._totals.disk_kv_hit_tokens += 0 if read.forgotten else read.num_tokens
         for name in read.names:
             if self._reading.get(name) == result.order_id:
                 del self._reading[name]

@@ -31,10 +31,11 @@ class Fetch:
     """``kv`` and ``slots`` are what it loads. It ends with its copy and its digests."""
 
     sequence: Sequence
-    num_tokens: int  # that need not be computed then
+    num_tokens: int  # prompt tokens that this fetch spares
     kv: Part
     slots: Part | None  # None: the model has no recurrent layers
     size: float = 0.0  # in blocks
+    tokens_from_disk: int = 0  # known once its digests are compared
     kept: list[tuple[Area, list[int]]] = field(default_factory=list)
     ordered_at: float = 0.0
     expected: float = 0.0  # predicted seconds; 0: unknown
@@ -47,6 +48,12 @@ class Fetch:
     @property
     def parts(self) -> list[Part]:
         return [self.kv] if self.slots is None else [self.kv, self.slots]
+
+    @property
+    def num_unverified(self) -> int:
+        """Logical blocks that come from a tier below host memory, and whose digests have not been compared yet."""
+        places = zip(self.kv.places, self.kv.entries, strict=True)
+        return len({index for (index, _), entry in places if not entry.verified})
 
     @property
     def num_entries(self) -> int:

@@ -307,7 +307,9 @@ class HostTier(Tier):
             self._end_load(copy_id, [True] * fetch.num_entries)
 
     def _compare(self, copy_id: int, found: tuple[int, ...]) -> None:
-        entries = list(self._loads[copy_id].entries())
+        fetch = self._loads[copy_id]
+        fetch.tokens_from_disk = fetch.num_unverified * self._block_size
+        entries = list(fetch.entries())
         right = [entry.digest == digest for (_, entry), digest in zip(entries, found, strict=True)]
         wrong = [entry for (_, entry), is_right in zip(entries, right, strict=True) if not is_right]
         in_memory = sum(entry.verified for entry in wrong)
@@ -346,6 +348,7 @@ class HostTier(Tier):
             fetch.awaited = False
         if all(right) and valid:
             self._totals.host_kv_hit_tokens += fetch.num_tokens
+            self._totals.disk_kv_hit_tokens += fetch.tokens_from_disk
         if not fetch.awaited:
             self._drop_kept(fetch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import shutil
 import threading
@@ -216,12 +217,72 @@ def test_failing_disk_is_left_alone_for_a_while(tmp_path: Path, caplog: pytest.L
         assert len([record for record in caplog.records if "writes fail" in record.message]) == 1
 
 
-def test_path_that_is_no_directory_fails_all(tmp_path: Path) -> None:
+def test_path_that_is_no_directory_has_and_takes_nothing(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     with rank(tmp_path / "kv") as one:
         one.fill(1, 0)
-        assert one.order(DiskWork.WRITE, [1]).outcomes == (FAILED,)
-        assert one.order(DiskWork.READ, [1]).outcomes == (FAILED,)
+        failed = one.order(DiskWork.WRITE, [1])
+        assert (failed.outcomes, failed.num_failed) == ((FAILED,), 1)
+        assert one.order(DiskWork.READ, [1]).outcomes == (MISSING,)
+
+
+def test_only_the_user_may_enter_what_is_created(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        with rank(tmp_path / "new" / "kv") as one:
+            one.write([1])
+    finally:
+        os.umask(mask)
+    created = list((tmp_path / "new").rglob("*"))
+    assert {path.stat().st_mode & 0o777 for path in created if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new", *created) if path.is_dir()} == {0o700}
+
+
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "directory": Path.mkdir,
+    "loop of links": lambda path: path.symlink_to(path),
+    "link": lambda path: path.symlink_to("/dev/zero"),
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_no_file_in_place_of_a_block_harms_no_other_block(obstacle: str, tmp_path: Path) -> None:
+    with rank(tmp_path / "kv") as one:
+        one.write([1, 2, 3])
+        first, *_ = files(tmp_path / "kv")
+        first.unlink()
+        OBSTACLES[obstacle](first)
+        read = one.order(DiskWork.READ, [1, 2, 3], NUM)
+        assert (read.outcomes, read.num_failed) == ((MISSING, DONE, DONE), 0)
+        removed = one.order(DiskWork.REMOVE, [1])
+        assert (removed.num_failed, os.path.lexists(first)) == (0, True), "it is not ours"
+    with rank(tmp_path / "kv") as one:
+        assert one.listed() == {name_of(2), name_of(3)}
+        assert one.write([1, 4])[1:] == (DONE,)
+        assert one.order(DiskWork.READ, [2, 3, 4], NUM).outcomes == (DONE,) * 3
+        assert one.write([5]) == (DONE,)
+
+
+def test_file_in_place_of_a_folder_harms_no_other_block(tmp_path: Path) -> None:
+    with rank(tmp_path / "kv") as one:
+        one.write([1, 2])
+        first, _ = files(tmp_path / "kv")
+        shutil.rmtree(first.parent)
+        first.parent.write_text("a file")
+        assert one.order(DiskWork.READ, [1, 2], NUM).outcomes == (MISSING, DONE)
+        assert one.write([1, 3]) == (FAILED, DONE)
+        assert one.order(DiskWork.READ, [3], NUM).outcomes == (DONE,)
+
+
+def test_faulty_files_are_removed_while_writes_fail(tmp_path: Path) -> None:
+    with rank(tmp_path / "kv") as one:
+        one.write([1])
+        one.fill(2, 1)
+        with no_large_files():
+            assert one.order(DiskWork.WRITE, [2], 1).num_failed == 1
+        one.order(DiskWork.REMOVE, [1])
+        assert files(tmp_path / "kv") == []
 
 
 def test_files_of_several_ranks_stay_within_the_limit(tmp_path: Path) -> None:

@@ -177,13 +177,15 @@ def test_blocks_that_were_used_again_leave_room_for_others(tmp_path: Path) -> No
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     own = tmp_path / "photos" / "ab"
     own.mkdir(parents=True)
-    (own / "x.jpg").write_bytes(bytes(50_000))
+    others = [own / "x.jpg", own / NAMES[9], tmp_path / FOLDER / NAMES[9][:2] / f"{NAMES[9]}.bak"]
     directory = KVDirectory(tmp_path, 3_000)
     fill(directory, NAMES[:3])
+    for path in others:
+        path.write_bytes(bytes(50_000))
     directory.scan(lambda folder, name: None)
     assert directory.used == 3_000
     assert directory.make_room(3_000) == 3
-    assert (own / "x.jpg").exists()
+    assert all(path.exists() for path in others)
 
 
 def test_only_one_process_evicts(tmp_path: Path) -> None:

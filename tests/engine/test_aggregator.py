@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.executor.aggregator import OutputAggregator
 from pdserve.config.parallel import ParallelConfig
-from pdserve.disk_kv import DiskEvent, DiskOrder, DiskResult, DiskWork, Outcome
+from pdserve.disk_kv import DiskEvent, DiskLate, DiskOrder, DiskResult, DiskWork, Outcome
 from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
@@ -286,6 +286,21 @@ def test_block_on_disk_is_of_use_only_if_every_rank_has_its_part() -> None:
     assert report(1, done, done, done, done) == (), "a rank reports twice"
     (merged,) = report(0, done, missing, done, done)
     assert merged == DiskResult(1, (done, missing, missing, failed), num_bytes=20, seconds=1.0, num_failed=1)
+
+
+def test_read_that_is_late_on_several_ranks_is_late_once() -> None:
+    aggregator = aggregator_of(ParallelConfig((4,), 2))
+    aggregator.expect_transfers(KVConnectorOrders(disk=(DiskOrder(1, DiskWork.READ, (), ()),)))
+
+    def report(rank: int, event: DiskEvent) -> tuple[DiskEvent, ...]:
+        aggregator.add(rank, ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(disk=(event,))))
+        return aggregator.take_events().disk
+
+    assert report(1, DiskLate(1)) == (DiskLate(1),)
+    assert report(0, DiskLate(1)) == ()
+    assert report(1, DiskResult(1, ())) == ()
+    assert report(0, DiskResult(1, ())) == (DiskResult(1, ()),)
+    assert report(0, DiskLate(1)) == (), "it has ended"
 
 
 def test_a_new_field_of_a_connector_output_needs_a_merge_rule() -> None:

@@ -4,7 +4,8 @@
                     └─────► queue of writes ──► thread ─┼► results ──poll──► step loop
                             scans, on rank 0  ─ thread ─┘
 
-What fails is not tried again for a while: a failing disk costs a log line, and no time. Writes and reads fail apart.
+What fails is not tried again for a while: a failing disk costs a log line, and no time. Reads, writes and removals fail
+apart. Where some blocks of an order can be moved, the disk works.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from connector.backends.disk.file_transfer import FileTransfer, NoTransfer, Span, move, open_transfer
-from connector.backends.disk.kv_directory import Full, KVDirectory, NewFile
+from connector.backends.disk.kv_directory import Full, InTheWay, KVDirectory, NewFile
 from connector.backends.host_memory import CopyingHostMemory, HostPlace
 from connector.backends.lane import Lane
 from pdserve.disk_kv import (
@@ -121,7 +123,11 @@ class DiskThreads:
         self._closed = False
         self._timers: dict[int, threading.Timer] = {}  # by id of the read
         self._transfers: dict[bool, FileTransfer] = {True: NoTransfer(), False: NoTransfer()}  # of reads, of writes
-        self._attempts = {True: _Attempts("reads"), False: _Attempts("writes")}
+        self._attempts = {
+            DiskWork.READ: _Attempts("reads"),
+            DiskWork.WRITE: _Attempts("writes"),
+            DiskWork.REMOVE: _Attempts("removals"),
+        }
         self._lanes = {
             True: Lane("kv disk reads", lambda: self._begin(True), self._execute),
             False: Lane("kv disk writes", lambda: self._begin(False), self._execute),
@@ -182,11 +188,11 @@ class DiskThreads:
     def _execute(self, job: tuple[DiskOrder, str]) -> None:
         order, folder = job
         start, parts = time.perf_counter(), list[_Part]()
-        work = {DiskWork.READ: self._read, DiskWork.WRITE: self._write, DiskWork.REMOVE: self._remove}[order.work]
+        execute = {DiskWork.READ: self._read, DiskWork.WRITE: self._write, DiskWork.REMOVE: self._remove}[order.work]
         for blocks in _parts(order):
             parts.append(part := _Part(len(blocks)))
-            if self._attempts[order.work is DiskWork.READ].allowed:
-                work(blocks, folder, part)
+            if self._attempts[order.work].allowed:
+                self._note(order.work, part, execute(blocks, folder, part))
         if (timer := self._timers.pop(order.order_id, None)) is not None:
             timer.cancel()
         self._events.add(
@@ -200,7 +206,9 @@ class DiskThreads:
             )
         )
 
-    def _write(self, blocks: list[tuple[BlockName, int]], folder: str, part: _Part) -> None:
+    # Each returns the first error that is not one of a single block, or an empty string.
+
+    def _write(self, blocks: list[tuple[BlockName, int]], folder: str, part: _Part) -> str:
         new: dict[int, tuple[NewFile, HostPlace]] = {}
         error = ""
         try:
@@ -221,23 +229,25 @@ class DiskThreads:
                 else:
                     file.commit()
                     part.done(at, place.num_bytes)
+            except InTheWay:
+                continue
             except OSError as exc:
                 problem = str(exc)
             error = error or problem
-        self._note(False, part, error)
+        return error
 
     def _create(self, path: Path, num_bytes: int, part: _Part) -> NewFile | None:
-        """Create a file, for which others may have to go. Return None if there is no room. Raises OSError."""
-        try:
-            return self._directory.create(path, num_bytes)
-        except Full:
-            part.num_evicted += self._directory.make_room(num_bytes)
-        try:
-            return self._directory.create(path, num_bytes)
-        except Full:
-            return None
+        """Create a file, for which others may have to go. Return None if there is no room for it. Raises OSError."""
+        with suppress(InTheWay):
+            try:
+                return self._directory.create(path, num_bytes)
+            except Full:
+                part.num_evicted += self._directory.make_room(num_bytes)
+            with suppress(Full):
+                return self._directory.create(path, num_bytes)
+        return None
 
-    def _read(self, blocks: list[tuple[BlockName, int]], folder: str, part: _Part) -> None:
+    def _read(self, blocks: list[tuple[BlockName, int]], folder: str, part: _Part) -> str:
         files: dict[int, tuple[int, HostPlace]] = {}
         error = ""
         try:
@@ -257,22 +267,24 @@ class DiskThreads:
                 self._directory.touch(fd)
             error = error or problem
             os.close(fd)
-        self._note(True, part, error)
+        return error
 
-    def _remove(self, blocks: list[tuple[BlockName, int]], folder: str, part: _Part) -> None:
+    def _remove(self, blocks: list[tuple[BlockName, int]], folder: str, part: _Part) -> str:
         try:
-            for name, _ in blocks:
+            for at, (name, _) in enumerate(blocks):
                 self._directory.remove(self._directory.path(folder, name.text()))
+                part.done(at)
         except OSError as exc:
-            self._note(False, part, str(exc))
+            return str(exc)
+        return ""
 
-    def _note(self, read: bool, part: _Part, error: str) -> None:
+    def _note(self, work: DiskWork, part: _Part, error: str) -> None:
         """Note whether operations work."""
-        if error:
-            part.num_failed += 1
-            self._attempts[read].failed(error)
-        elif part.num_bytes:
-            self._attempts[read].worked()
+        part.num_failed += bool(error)
+        if part.num_done:
+            self._attempts[work].worked()
+        elif error:
+            self._attempts[work].failed(error)
 
     # ------------------------------------------------------------ scans
 
@@ -317,12 +329,14 @@ class _Part:
 
     def __init__(self, count: int) -> None:
         self.outcomes = [Outcome.FAILED] * count
+        self.num_done = 0  # without those that were there already
         self.num_bytes = 0
         self.num_failed = 0
         self.num_evicted = 0
 
-    def done(self, at: int, num_bytes: int) -> None:
+    def done(self, at: int, num_bytes: int = 0) -> None:
         self.outcomes[at] = Outcome.DONE
+        self.num_done += 1
         self.num_bytes += num_bytes
 
 

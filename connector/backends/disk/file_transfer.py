@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from connector.backends.disk.kv_directory import make_private
 from pdserve.errors import PdserveError
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def _try(transfer: FileTransfer, folder: Path) -> str:
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     memory[:size] = content = os.urandom(size)
     transfer.register(address, 2 * size)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     with tempfile.TemporaryFile(dir=folder) as file:
         for read in (False, True):
             if error := transfer.move([Span(file.fileno(), address + read * size, size)], read):

@@ -7,7 +7,8 @@
 
 A name has the hash of the block and the digest of its bytes (pdserve/disk_kv.py). A file is written under another name
 and renamed, so a name has a whole block, or after a crash of the host anything: the digest tells. No file is ever
-changed. Bytes are counted before they are written, and until their file is gone: a process that dies in between leaves
+changed. Folders are named by hexadecimal digits. All else is left alone, whatever it is and wherever it lies: where it lies
+in place of a block, there is no block. Bytes are counted before they are written, and until their file is gone: a process that dies in between leaves
 the count too high, until the next scan corrects it.
 
 Order of eviction: by the last use but one (LRU-2), which is the access time of a file; the last use is its modification
@@ -22,6 +23,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +39,12 @@ _PAUSE = 1e-3  # seconds between parts of a scan, so that it holds the interpret
 _PART = 64  # files
 _NEW = ".new"
 _NEW_SECONDS = 60.0  # after which a file that is being written has been locked by its writer
-_BLOCK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[bs][0-9]+")  # pdserve.disk_kv.BlockName; no other file is touched
+_FOLDER, _PART_FOLDER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
+_BLOCK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[bs][0-9]+(\.[0-9a-f]+-[0-9]+\.new)?")  # pdserve.disk_kv.BlockName
+#: Errors of a path with something else in place of a block or its folder: a directory, a file, a link, a socket.
+_IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP)
+_NO_BLOCK = (*_IN_THE_WAY, errno.ENOENT, errno.ENXIO, errno.EACCES)
+_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK  # follow no link, wait for no writer of a pipe
 _DIRECT_BYTES = 4096  # alignment of addresses and sizes
 _PROCESS = secrets.token_hex(4)  # containers may have equal process ids
 _numbers = count()
@@ -45,6 +52,10 @@ _numbers = count()
 
 class Full(Exception):
     """The directory has no room for a block, and this process cannot make any now."""
+
+
+class InTheWay(Exception):
+    """Something that is no block lies in place of a block, or of its folder."""
 
 
 class _Candidate(NamedTuple):
@@ -97,12 +108,15 @@ class KVDirectory:
         return self.root / folder / name[:2] / name
 
     def open(self, path: Path, num_bytes: int) -> int | None:
-        """Open a block for reading. Return None if it is gone, or has not ``num_bytes``: then it is removed."""
+        """Open a block for reading. Return None if there is none; a file that has not ``num_bytes`` is removed."""
         try:
-            fd = self._open(path, os.O_RDONLY, num_bytes)
-        except FileNotFoundError:
-            return None
-        if os.fstat(fd).st_size == num_bytes:
+            fd = self._open(path, os.O_RDONLY | _AS_IT_IS, num_bytes)
+        except OSError as exc:
+            if exc.errno in _NO_BLOCK:
+                return None
+            raise
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode) and found.st_size == num_bytes:
             return fd
         os.close(fd)
         self.remove(path)
@@ -124,15 +138,19 @@ class KVDirectory:
     def remove(self, path: Path) -> bool:
         """Remove a block. Return whether this call did."""
         try:
-            num_bytes = path.stat().st_size
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode):
+                return False
             path.unlink()
-        except FileNotFoundError:
-            return False
-        self._add_used(-num_bytes)
+        except OSError as exc:
+            if exc.errno in _NO_BLOCK:
+                return False
+            raise
+        self._add_used(-found.st_size)
         return True
 
     def create(self, path: Path, num_bytes: int) -> NewFile:
-        """Open a new file for writing, which has its name once it is committed. Raises Full."""
+        """Open a new file for writing, which has its name once it is committed. Raises Full, InTheWay."""
         if self._add_used(num_bytes, self.limit) < 0:
             raise Full
         new = path.with_name(f"{path.name}.{_PROCESS}-{next(_numbers)}{_NEW}")
@@ -140,10 +158,12 @@ class KVDirectory:
             try:
                 fd = self._open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, num_bytes)
             except FileNotFoundError:
-                new.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private(new.parent)
                 fd = self._open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, num_bytes)
-        except OSError:
+        except OSError as exc:
             self._add_used(-num_bytes)
+            if exc.errno in _IN_THE_WAY:
+                raise InTheWay from exc
             raise
         file = NewFile(self, fd, new, path, num_bytes)
         try:
@@ -163,9 +183,11 @@ class KVDirectory:
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
-                self._direct = False
-                if flags & os.O_CREAT:  # some systems create it nevertheless
-                    path.unlink(missing_ok=True)
+            if flags & os.O_CREAT:  # some systems create it nevertheless
+                path.unlink(missing_ok=True)
+            fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            self._direct = not stat.S_ISREG(os.fstat(fd).st_mode)  # directories refuse it everywhere
+            return fd
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     # ------------------------------------------------------------ room
@@ -192,7 +214,7 @@ class KVDirectory:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.root)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | flags)
@@ -219,7 +241,7 @@ class KVDirectory:
             candidate = (self._again if again else self._once).pop()
             path = Path(candidate.path)
             with suppress(FileNotFoundError):
-                found = path.stat()
+                found = path.lstat()
                 if (found.st_atime_ns, found.st_mtime_ns) == candidate[:2] and self.remove(path):
                     num_evicted += 1
                     self._again_bytes -= candidate.num_bytes if again else 0
@@ -247,6 +269,8 @@ class KVDirectory:
                 time.sleep(_PAUSE)
             with suppress(FileNotFoundError):
                 at = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(at.st_mode):
+                    continue
                 if entry.name.endswith(_NEW):
                     being_written += at.st_size if self._is_alive(entry.path, at.st_mtime) else 0
                     continue
@@ -259,16 +283,16 @@ class KVDirectory:
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         """Yield all files of blocks."""
-        for folder in _folders(self.root):
-            for part in _folders(folder.path):
+        for folder in _folders(self.root, _FOLDER):
+            for part in _folders(folder.path, _PART_FOLDER):
                 with suppress(FileNotFoundError), os.scandir(part.path) as entries:
-                    yield from (entry for entry in entries if _BLOCK.match(entry.name))
+                    yield from (entry for entry in entries if _BLOCK.fullmatch(entry.name))
 
     def _is_alive(self, path: str, written_at: float) -> bool:
         """Whether the writer of a new file lives. If not, the file is removed."""
         if time.time() - written_at < _NEW_SECONDS:
             return True
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _AS_IT_IS)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
@@ -293,12 +317,14 @@ class NewFile:
         return f"NewFile({self._new.name}, {self._num_bytes} bytes)"
 
     def commit(self) -> None:
-        """Give the file its name. Raises OSError, and then it is discarded."""
+        """Give the file its name. Raises OSError, InTheWay, and then it is discarded."""
         try:
             os.utime(self.fd, ns=(0, time.time_ns()))
             os.rename(self._new, self._path)
-        except OSError:
+        except OSError as exc:
             self.discard()
+            if exc.errno in _IN_THE_WAY:
+                raise InTheWay from exc
             raise
         os.close(self.fd)
 
@@ -310,7 +336,14 @@ class NewFile:
             self._directory._add_used(-self._num_bytes)
 
 
-def _folders(path: Path | str) -> list[os.DirEntry[str]]:
+def make_private(path: Path) -> None:
+    """Make a directory, with those above it that are missing, which only this user may enter. Raises OSError."""
+    for each in reversed((path, *path.parents)):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
+
+
+def _folders(path: Path | str, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
     with suppress(FileNotFoundError), os.scandir(path) as entries:
-        return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return [entry for entry in entries if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
     return []
