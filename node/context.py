@@ -47,7 +47,7 @@ class NodeContext:
         """Use a configuration whose ``compat_fields`` are complete."""
         self.config = config
         self.compat_hash = compat_hash(config.compat_fields)
-        self.engine.send(UseWeights(self.compat_hash))
+        self.engine.send(UseWeights(config.kv_version))
 
     def begin_epoch(self, config: NodeConfig) -> None:
         """Be a new node for peers and routers, with the weights of ``config``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.config.compatibility import compat_hash
 from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
@@ -101,6 +102,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.model.draft_head is not None:
             return self.draft_digest
         return "mtp" if self.model.num_draft_layers else ""
+
+    @property
+    def kv_version(self) -> str:
+        """The version of the KV, beside its layout: equal KV of equal tokens, in all layers. Files on disk carry it."""
+        return " ".join(filter(None, (compat_hash(self.compat_fields), self.drafts_by)))
 
     def kv_layers_with(self, other_drafts: bool) -> int:
         """Return the layers whose KV this node can use of a peer; see Peer.other_drafts."""

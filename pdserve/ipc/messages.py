@@ -214,7 +214,7 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class UseWeights(msgspec.Struct, frozen=True, tag=True):
-    """The node's compatibility hash: at the start, and after each change of the weights."""
+    """The version of the node's KV (NodeConfig.kv_version): at the start, and after each change of the weights."""
 
     version: str
 

@@ -15,6 +15,7 @@ from cli.plan.costs import Shape
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import ATTENTION_BACKENDS, find_platform
+from pdserve.config.compatibility import compat_hash
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
@@ -301,13 +302,19 @@ def head(tmp_path: Path) -> str:
     return str(directory)
 
 
-def test_peers_tell_heads_apart(resolved: Resolve, head: str) -> None:
-    def drafts_by(**fields: Any) -> str:
-        (Path(head) / "config.json").write_text(json.dumps(HEAD | fields))
-        return with_weight_digests(resolved(speculate=f"eagle3:{head}")).drafts_by
+def test_peers_and_files_on_disk_tell_heads_apart(resolved: Resolve, head: str) -> None:
+    """Peers exchange the KV of all other layers. A block on disk has that of all layers."""
 
-    assert drafts_by() == drafts_by() != drafts_by(norm_output=True)
-    assert with_weight_digests(resolved(speculate="lookup")).drafts_by == ""
+    def with_head(**fields: Any) -> NodeConfig:
+        (Path(head) / "config.json").write_text(json.dumps(HEAD | fields))
+        return with_weight_digests(resolved(speculate=f"eagle3:{head}"))
+
+    one, equal, other = with_head(), with_head(), with_head(norm_output=True)
+    without = with_weight_digests(resolved(speculate="lookup"))
+    assert one.drafts_by == equal.drafts_by != other.drafts_by
+    assert one.kv_version == equal.kv_version != other.kv_version
+    assert compat_hash(one.compat_fields) == compat_hash(other.compat_fields) == without.kv_version
+    assert without.drafts_by == ""
 
 
 def test_a_head_counts_in_weights_and_kv(resolved: Resolve, head: str) -> None:

@@ -7,9 +7,11 @@
 
 A name has the hash of the block and the digest of its bytes (pdserve/disk_kv.py). A file is written under another name
 and renamed, so a name has a whole block, or after a crash of the host anything: the digest tells. No file is ever
-changed. Folders are named by hexadecimal digits. All else is left alone, whatever it is and wherever it lies: where it lies
-in place of a block, there is no block. Bytes are counted before they are written, and until their file is gone: a process that dies in between leaves
+changed. Bytes are counted before they are written, and until their file is gone: a process that dies in between leaves
 the count too high, until the next scan corrects it.
+
+Folders have names of hexadecimal digits. Whatever else lies in the directory is left alone. Where it lies in place of a
+block or its folder, there is no block, and none is written.
 
 Order of eviction: by the last use but one (LRU-2), which is the access time of a file; the last use is its modification
 time. Blocks that were used only once, when they were written, have access time 0: they go first, until those that were
