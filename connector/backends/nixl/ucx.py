@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # otherwise UCX handles SIGHUP
 #: Otherwise UCX reads over TCP where it finds no NVLink: between GPUs on PCIe, and between two nodes on one GPU.
 READS_OVER_CUDA_IPC = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+#: UCX never uses these for NIXL, as they do not detect the death of a peer. But it makes their segments, and a process
+#: that is killed before it has removed the names leaves 4 MB in /dev/shm, or a System V segment, until the next boot.
+NO_NAMED_SEGMENTS = {"UCX_TLS": "^posix,sysv"}
 
 _LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
 _LANES = re.compile(r"(?P<worker>.*) (intra|inter)-node cfg#\d+ (?P<lanes>.*)")
@@ -96,7 +99,7 @@ def settings(timing: PeerTiming) -> Iterator[None]:
 
 
 def _settings(timing: PeerTiming) -> Iterator[None]:
-    defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF
+    defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF | NO_NAMED_SEGMENTS
     if cuda_driver_version():  # without its CUDA transports, UCX warns about their settings
         defaults |= READS_OVER_CUDA_IPC
     if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
