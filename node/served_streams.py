@@ -14,10 +14,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from node.stream_writer import Context, StreamWriter
 from pdserve.errors import RequestError
-from pdserve.logs import LimitedLog
+from pdserve.logs import LimitedWarnings
 from pdserve.rpc.errors import abort
 
 _log = logging.getLogger(__name__)
+_log.addFilter(LimitedWarnings())
 
 
 class Violations:
@@ -25,12 +26,11 @@ class Violations:
 
     def __init__(self) -> None:
         self.count = 0
-        self._limited_log = LimitedLog(_log)
 
     def add(self, peer: str, error: RequestError) -> None:
         """Count a stream of ``peer``, a network address, that ``error`` ended."""
         self.count += 1
-        self._limited_log.warning("the stream of %s broke the protocol and was ended: %s", peer, error)
+        _log.warning("the stream of %s broke the protocol and was ended: %s", peer, error)
 
 
 class Batch(Protocol):

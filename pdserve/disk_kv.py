@@ -81,7 +81,7 @@ class DiskResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: int = 0  # moved
     seconds: float = 0.0
     num_failed: int = 0  # operations that ended with an error
-    num_evicted: int = 0  # blocks evicted for a write
+    num_evicted: int = 0  # files evicted for a write: of any rank of any node
 
 
 class DiskLate(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -93,22 +93,28 @@ def set_process_fields(**fields: str) -> None:
     _process_fields.update(fields)
 
 
-class LimitedLog:
-    """Warnings that others can cause without end, such as a hostile peer: a line per 10 s, which counts the others."""
+class LimitedWarnings(logging.Filter):
+    """For warnings that others can cause without end: each text passes once per 10 s, with the number of those before.
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._num_left_out = 0
-        self._log_at = -inf  # earliest time of the next line
+    A text is that of the code, without arguments. Other levels pass.
+    """
 
-    def warning(self, text: str, *args: object) -> None:
-        if (now := time.monotonic()) < self._log_at:
-            self._num_left_out += 1
-            return
-        more = f"; {self._num_left_out} more such warnings since the last one" if self._num_left_out else ""
-        self._logger.warning(f"{text}%s", *args, more)
-        self._num_left_out = 0
-        self._log_at = now + _LIMITED_SECONDS
+    def __init__(self) -> None:
+        super().__init__()
+        self._left_out: dict[object, int] = {}  # by text
+        self._pass_at: dict[object, float] = {}  # likewise
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text, now = record.msg, time.monotonic()
+        if record.levelno != logging.WARNING:
+            return True
+        if now < self._pass_at.get(text, -inf):
+            self._left_out[text] += 1
+            return False
+        if more := self._left_out.get(text):
+            record.msg = f"{text}; {more} more such warnings since the last one"
+        self._left_out[text], self._pass_at[text] = 0, now + _LIMITED_SECONDS
+        return True
 
 
 def request_fields(request_id: str, trace_id: str = "", **fields: object) -> dict[str, object]:

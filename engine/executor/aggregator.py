@@ -128,7 +128,10 @@ class OutputAggregator:
                 self._merged["disk"].append(event)
 
     def _add_disk_result(self, rank: int, result: DiskResult) -> None:
-        """Report the worst outcome of each block: it is of use only if every rank has its part."""
+        """Report the worst outcome of each block: it is of use only if every rank has its part.
+
+        Operations that fail on several ranks failed once.
+        """
         results = self._disk.get(result.order_id)
         if results is None or rank in results:
             return
@@ -137,12 +140,13 @@ class OutputAggregator:
             return
         parts = self._disk.pop(result.order_id).values()
         self._late.discard(result.order_id)
-        sums = {name: sum(getattr(part, name) for part in parts) for name in ("num_bytes", "num_failed", "num_evicted")}
         merged = DiskResult(
             result.order_id,
             outcomes=tuple(map(max, zip(*(part.outcomes for part in parts), strict=True))),
+            num_bytes=sum(part.num_bytes for part in parts),
             seconds=max(part.seconds for part in parts),
-            **sums,
+            num_failed=max(part.num_failed for part in parts),
+            num_evicted=sum(part.num_evicted for part in parts),
         )
         self._merged["disk"].append(merged)
 

@@ -25,11 +25,12 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CapacityError, ConfigError, NodeError
 from pdserve.ipc.frames import FRAME_HEADER, Frames, framed
-from pdserve.logs import LimitedLog
+from pdserve.logs import LimitedWarnings
 from pdserve.rpc.address import split_address
 from pdserve.rpc.timeouts import PeerTiming
 
 _log = logging.getLogger(__name__)
+_log.addFilter(LimitedWarnings())  # any program may connect
 
 MAX_PENDING = 64  # connections without a Hello; one more replaces the oldest
 _RETRY_SECONDS = 0.5
@@ -90,7 +91,6 @@ class Rendezvous:
         self._joined: dict[int, JoinedRank] = {}
         self._pending: dict[socket.socket, Frames[Hello]] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
-        self._limited_log = LimitedLog(_log)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -145,7 +145,7 @@ class Rendezvous:
         try:
             hellos = self._pending[sock].cut(data)
         except msgspec.DecodeError:
-            self._limited_log.warning("a connection to the --leader port is no rank of pdserve; it is closed")
+            _log.warning("a connection to the --leader port is no rank of pdserve; it is closed")
             self._disconnect(sock)
             return
         if hellos:
@@ -163,7 +163,7 @@ class Rendezvous:
         except OSError:
             problem = problem or "its connection has ended"
         if problem:
-            self._limited_log.warning("a rank was rejected: %s", problem)
+            _log.warning("a rank was rejected: %s", problem)
             self._disconnect(sock)
             return
         del self._pending[sock]

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import zmq
 
 from node.kv_events.event_log import Batch, EventLog
-from pdserve.logs import LimitedLog
+from pdserve.logs import LimitedWarnings
 
 _log = logging.getLogger(__name__)
+_log.addFilter(LimitedWarnings())
 
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -55,7 +56,6 @@ class Replays:
         self._event_log = event_log
         self._replays: dict[bytes, _Replay] = {}  # by connection
         self._pause = _FIRST_PAUSE
-        self._ignored = LimitedLog(_log)
 
     def advance(self) -> int | None:
         """Take requests and send what readers have room for.
@@ -90,10 +90,10 @@ class Replays:
         *envelope, wanted = connection, *request
         if not request or len(envelope) > _MOST_FRAMES or len(wanted) != _NUMBER_BYTES:
             text = "a request for a replay of KV events is ignored: %d bytes after %d frames, not %d after %d at most"
-            self._ignored.warning(text, len(wanted), len(envelope), _NUMBER_BYTES, _MOST_FRAMES)
+            _log.warning(text, len(wanted), len(envelope), _NUMBER_BYTES, _MOST_FRAMES)
             return
         if len(self._replays) >= _MOST_READERS and connection not in self._replays:
-            self._ignored.warning("a request for a replay of KV events is ignored: %d wait already", _MOST_READERS)
+            _log.warning("a request for a replay of KV events is ignored: %d wait already", _MOST_READERS)
             return
         batches = self._event_log.replay(max(0, int.from_bytes(wanted, "big", signed=True)))
         replay = self._replays.setdefault(connection, _Replay(envelope, batches))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import resource
 import socket
 from collections.abc import Callable
@@ -16,7 +17,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from pdserve.errors import CapacityError
 from pdserve.http.request_parser import RequestParser, may_open_websocket
+from pdserve.logs import LimitedWarnings
 from pdserve.rpc.address import join_address
+
+logging.getLogger("uvicorn.error").addFilter(LimitedWarnings())  # uvicorn warns of each malformed request
 
 MAX_HEADER_BYTES = 64 * 1024  # per request, with request line and trailers
 HEADER_SECONDS = 20.0  # from the connection or a request's first byte to the end of its headers

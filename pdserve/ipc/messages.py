@@ -459,7 +459,7 @@ class Counters(msgspec.Struct, array_like=True):
         int, Meta(description="Blocks whose content in host memory had changed: their tokens were computed again.")
     ] = 0
     disk_kv_hit_tokens: Annotated[
-        int, Meta(description="Tokens of prompts whose KV came back from disk to host memory.")
+        int, Meta(description="Tokens of prompts whose KV came back from disk to the device, unchanged.")
     ] = 0
     disk_kv_load_bytes: Annotated[int, Meta(description="KV read from disk, in bytes.")] = 0
     disk_kv_load_seconds: Annotated[float, Meta(description="Duration of these reads.")] = 0.0
@@ -476,11 +476,13 @@ class Counters(msgspec.Struct, array_like=True):
         int, Meta(description="Reads from disk that took longer than to compute their tokens, which was done instead.")
     ] = 0
     disk_kv_store_bytes: Annotated[int, Meta(description="KV written to disk, in bytes.")] = 0
-    disk_kv_evicted_blocks: Annotated[int, Meta(description="Blocks that this node has removed to make room.")] = 0
+    disk_kv_evicted_blocks: Annotated[
+        int, Meta(description="Files of blocks, one per rank, that this node has removed to make room.")
+    ] = 0
     disk_kv_missed_blocks: Annotated[
         int, Meta(description="Blocks that left host memory before they were written to disk.")
     ] = 0
-    disk_kv_failures: Annotated[int, Meta(description="Reads and writes that the disk has failed.")] = 0
+    disk_kv_failures: Annotated[int, Meta(description="Reads, writes and removals that failed on a rank.")] = 0
     disk_kv_corrupt_blocks: Annotated[
         int, Meta(description="Blocks whose content on disk had changed: their tokens were computed again.")
     ] = 0

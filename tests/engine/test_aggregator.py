@@ -282,10 +282,10 @@ def test_block_on_disk_is_of_use_only_if_every_rank_has_its_part() -> None:
         return aggregator.take_events().disk
 
     done, missing, failed = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
-    assert report(1, done, done, missing, failed, num_failed=1) == ()
+    assert report(1, done, done, missing, failed, num_failed=2) == ()
     assert report(1, done, done, done, done) == (), "a rank reports twice"
-    (merged,) = report(0, done, missing, done, done)
-    assert merged == DiskResult(1, (done, missing, missing, failed), num_bytes=20, seconds=1.0, num_failed=1)
+    (merged,) = report(0, done, missing, done, done, num_failed=1)
+    assert merged == DiskResult(1, (done, missing, missing, failed), num_bytes=20, seconds=1.0, num_failed=2)
 
 
 def test_read_that_is_late_on_several_ranks_is_late_once() -> None:

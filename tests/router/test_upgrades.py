@@ -233,6 +233,23 @@ def test_metrics_port_reads_the_body_of_an_upgrade() -> None:
     assert answer.count(b"one 1.0") == 1
 
 
+def test_malformed_requests_cost_a_log_line_together(caplog: pytest.LogCaptureFixture) -> None:
+    """Also those with an Upgrade, which are none."""
+
+    async def run() -> None:
+        server = MetricsServer("127.0.0.1", 0)
+        port = server._socket.getsockname()[1]
+        await server.start(CollectorRegistry())
+        for _ in range(10):
+            await answer_to(port, [b"nonsense\r\n\r\n"])
+            await answer_to(port, [b"GET /metrics HTTP/1.1\r\nHost: x\r\n" + H2C + b"\r\n", LAST])
+        server.close()
+
+    asyncio.run(run())
+    lines = [record.message for record in caplog.records if record.name == "uvicorn.error"]
+    assert len(lines) == len(set(lines)), lines
+
+
 def test_router_reads_the_body_of_a_client_that_offers_h2c(router: RouterProcess) -> None:
     """Every HttpClient of the JDK does, unless it is told otherwise."""
     port = router.address.rpartition(":")[2]
