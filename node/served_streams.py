@@ -18,7 +18,7 @@ from pdserve.logs import LimitedWarnings
 from pdserve.rpc.errors import abort
 
 _log = logging.getLogger(__name__)
-_log.addFilter(LimitedWarnings())
+_log.addFilter(LimitedWarnings())  # a hostile peer may open streams without end
 
 
 class Violations:

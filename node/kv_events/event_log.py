@@ -196,8 +196,8 @@ class EventLog:
         self._remove(changes)
         while len(self._behind) > self._most_behind:
             key = next(iter(self._behind))
-            for medium in self._media_of(key):
-                yield from self._removed(medium, [key])
+            for where in self._media_of(key):
+                yield from self._removed(where, [key])
             del self._behind[key]
 
     def _stored_in(self, medium: Medium, keys: Iterable[BlockKey]) -> Iterator[Any]:

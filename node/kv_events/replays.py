@@ -16,7 +16,7 @@ from node.kv_events.event_log import Batch, EventLog
 from pdserve.logs import LimitedWarnings
 
 _log = logging.getLogger(__name__)
-_log.addFilter(LimitedWarnings())
+_log.addFilter(LimitedWarnings())  # any program may connect
 
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)

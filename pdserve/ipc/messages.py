@@ -482,7 +482,7 @@ class Counters(msgspec.Struct, array_like=True):
     disk_kv_missed_blocks: Annotated[
         int, Meta(description="Blocks that left host memory before they were written to disk.")
     ] = 0
-    disk_kv_failures: Annotated[int, Meta(description="Reads, writes and removals that failed on a rank.")] = 0
+    disk_kv_failures: Annotated[int, Meta(description="Reads, writes and removals that failed, on any rank.")] = 0
     disk_kv_corrupt_blocks: Annotated[
         int, Meta(description="Blocks whose content on disk had changed: their tokens were computed again.")
     ] = 0

@@ -104,8 +104,8 @@ class CacheCopy:
         assert told.isdisjoint(keys), "told twice: a reader that counts references would keep the block"
         if not token_ids:
             assert (medium != "GPU", parent_block_hash, extra_keys) == (True, None, None)
-            known = set(self.blocks).union(*self.tiers.values())
-            assert keys <= known, "a reader that forgets blocks with their last medium does not know their tokens"
+            elsewhere = set(self.blocks).union(*self.tiers.values())
+            assert keys <= elsewhere, "a reader that forgets blocks with their last medium does not know their tokens"
             self.tiers[medium] |= keys
             return
         if medium != "GPU":
