@@ -19,7 +19,7 @@ from pdserve.config.node_options import NodeOptions, add_node_flags, node_option
 from pdserve.flags.declaration import add_flags, options_from
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.logs import setup_logging
-from pdserve.process import StatusWriter, run_command, watch_lifeline
+from pdserve.process import EXIT_FAILED, StatusWriter, exit_status, run_command, watch_lifeline
 
 if TYPE_CHECKING:
     from node.context import Role
@@ -67,6 +67,10 @@ def run_role(
                 uvloop.run(serve(make_role(args), options, local, frontend, status, engine))
         except Exception as exc:
             status.failed(exc)
+            if exit_status(exc) == EXIT_FAILED and not options.simulated:
+                from pdserve.config.triton_hosts import forget_success
+
+                forget_success()
             raise
         return 0
 

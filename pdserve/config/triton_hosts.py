@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,14 +21,15 @@ from pdserve.errors import ConfigError
 
 _SECONDS = 120.0  # a first start compiles and reads much from a cold disk
 _MAX_ERROR = 200  # characters
+_MARKER = "triton-"
 
 
 @functools.cache
 def try_triton(device: DeviceInfo, interpreted: bool) -> str:
     """Compile and run a kernel on this host; return why that fails, "" if it succeeds.
 
-    A process of its own tries it, as this one never imports torch. Success is remembered on disk for these versions and
-    this device, because the trial takes seconds.
+    A process of its own tries it, as this one never imports torch. Success is remembered on disk for this host, these
+    versions and this device, because the trial takes seconds; until ``forget_success``.
     """
     known = _marker(device, interpreted)
     if known.exists():
@@ -50,10 +52,22 @@ def try_triton(device: DeviceInfo, interpreted: bool) -> str:
     return ""
 
 
+def forget_success() -> None:
+    """Have the next start try a kernel again: this node has failed, perhaps because a compiler or a library has gone."""
+    for marker in _folder().glob(f"{_MARKER}*"):
+        with suppress(OSError):
+            marker.unlink()
+
+
 def _marker(device: DeviceInfo, interpreted: bool) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    parts = (version("triton"), version("torch"), sys.version, sys.prefix, device.name, device.index, interpreted)
-    return Path(base, "pdserve", f"triton-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}")
+    """Return the file that remembers a success. Hosts may share the folder, but not their compilers and libraries."""
+    host = socket.gethostname()
+    parts = (host, version("triton"), version("torch"), sys.version, sys.prefix, device.name, device.index, interpreted)
+    return _folder() / f"{_MARKER}{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pdserve")
 
 
 def without_triton(config: NodeConfig, problems: Mapping[str, str]) -> NodeConfig:

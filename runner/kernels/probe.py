@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 
 import torch
 import triton
@@ -18,10 +20,23 @@ def _double(values_ptr, SIZE: tl.constexpr):
 
 
 def main(device: str) -> int:
-    values = torch.arange(_SIZE, device=device)
+    """Run a kernel with Triton's cache, which may hold libraries of another host, then compile one anew.
+
+    What an earlier run has left in the cache hides a compiler that has gone.
+    """
+    _run_kernel(torch.arange(_SIZE, device=device))
+    cache = triton.knobs.cache.dir
+    os.makedirs(cache, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pdserve-probe-", dir=cache) as folder:
+        triton.knobs.cache.dir = folder
+        _run_kernel(torch.arange(_SIZE, device=device, dtype=torch.float32))
+    return 0
+
+
+def _run_kernel(values: torch.Tensor) -> None:
+    """Raise if the kernel fails. Triton compiles it once per dtype."""
     _double[(1,)](values, SIZE=_SIZE)
     assert values.tolist() == list(range(0, 2 * _SIZE, 2)), "a kernel computes wrong values"
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from machine import patience
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.attention_backends import Platform
@@ -15,7 +20,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.config.triton_hosts import try_triton, without_triton
+from pdserve.config.triton_hosts import forget_success, try_triton, without_triton
 from pdserve.errors import ConfigError
 
 NO_GPU = DeviceInfo(kind="cuda", index=63, name="a GPU that is not there", memory=80 << 30)
@@ -36,12 +41,38 @@ def config_of(environ: dict[str, str], platform: Platform | None = GPU_PLATFORM)
     return resolve(options, NO_GPU, environ, platform)
 
 
-def test_a_kernel_that_runs_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_success_is_remembered_on_this_host_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_again() -> str:
+        try_triton.cache_clear()
+        return try_triton(cpu, interpreted=True)
+
     cpu = detect_devices("cpu", 1)[0]
-    assert try_triton(cpu, interpreted=True) == ""
-    try_triton.cache_clear()
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert try_triton(cpu, interpreted=True) == "", "success is remembered from one process to the next"
+    assert try_again() == ""
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # from now on, every trial fails
+    assert try_again() == "", "success is remembered from one process to the next"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "a host with the same home directory")
+        assert "does not run" in try_again()
+    assert try_again() == ""
+    forget_success()
+    assert "does not run" in try_again()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_in_tritons_cache_do_not_hide_a_broken_compiler(tmp_path: Path) -> None:
+    import triton
+
+    def probe(**environ: str) -> int:
+        command = [sys.executable, "-P", "-m", "runner.kernels.probe", "cuda:0"]
+        return subprocess.run(command, env=os.environ | environ, timeout=patience(120)).returncode
+
+    cache, broken = tmp_path / "triton", tmp_path / "ptxas"
+    broken.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {triton.knobs.nvidia.ptxas.path} --version\nexit 1\n')
+    broken.chmod(0o755)
+    assert probe(TRITON_CACHE_DIR=str(cache)) == 0
+    assert [each for each in cache.iterdir() if each.name.startswith("pdserve-probe-")] == []
+    assert probe(TRITON_CACHE_DIR=str(cache), TRITON_PTXAS_PATH=str(broken)) == 1
 
 
 @pytest.mark.slow

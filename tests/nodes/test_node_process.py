@@ -147,10 +147,14 @@ def test_a_failed_start_prints_one_line_and_leaves_nothing_open() -> None:
     assert line.startswith("pdserve: error: model '/nowhere/at/all'")
 
 
-def test_a_torch_that_cannot_be_imported_is_the_error_of_the_node(
+def test_a_torch_that_cannot_be_imported_is_the_error_of_the_node_which_tries_triton_again_next_time(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing it again would fail otherwise, once a part of it has been imported."""
+    """Importing torch again would fail otherwise, once a part of it has been imported."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    success = tmp_path / "pdserve" / "triton-0"
+    success.parent.mkdir()
+    success.touch()
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text(
@@ -165,6 +169,7 @@ def test_a_torch_that_cannot_be_imported_is_the_error_of_the_node(
         status, lines = node.end()
     assert status == 1
     assert "libcudart.so is missing" in lines[-1]
+    assert not success.exists()
 
 
 def test_sigusr1_prints_the_stacks_of_a_process_which_goes_on(checkpoint: Path) -> None:
