@@ -16,6 +16,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
 from pdserve.config.resolve import resolve
+from pdserve.config.room import check_memory, dtype_in_memory
 from pdserve.errors import CapacityError
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
@@ -51,8 +52,6 @@ def explain(args: argparse.Namespace) -> int:
 
 def _warnings(config: NodeConfig, devices: Sequence[DeviceInfo]) -> list[str]:
     """Say what keeps a node with this configuration from starting on this machine, if it is this machine's memory."""
-    from runner.loading.checkpoint_check import check_memory
-
     try:
         for rank, device in enumerate(devices):
             check_memory(config.for_rank(rank, device))
@@ -111,7 +110,10 @@ def as_text(config: NodeConfig) -> str:
         ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
         ("device", config.device.name),
         ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
-        ("weights", f"{weight_bytes(config.model, config.position, config.dtype) / 2**30:.2f} GiB in memory"),
+        (
+            "weights",
+            f"{weight_bytes(config.model, config.position, dtype_in_memory(config)) / 2**30:.2f} GiB in memory",
+        ),
         ("attention", config.attention_backend),
         ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
         ("sampling", f"defaults of the checkpoint: {load_generation_defaults(Path(config.model_dir))}"),

@@ -33,6 +33,7 @@ from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.config.resolve import kv_connector_of, resolve
+from pdserve.config.room import check_memory
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import PdserveError
@@ -175,8 +176,6 @@ def _check_tensors(config: NodeConfig) -> Finding:
 
 
 def _check_memory(config: NodeConfig, devices: Sequence[DeviceInfo]) -> Finding:
-    from runner.loading.checkpoint_check import check_memory
-
     return ok("; ".join(check_memory(config.for_rank(rank, device)) for rank, device in enumerate(devices)))
 
 

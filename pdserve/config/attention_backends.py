@@ -43,10 +43,10 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def triton_problem(self) -> str | None:
         """Why no Triton kernel can run here; None where they can."""
+        if self.device != "cuda" and not self.interpreted:
+            return "no NVIDIA GPU: this node runs on a CPU (for tests, TRITON_INTERPRET=1 interprets the kernels)"
         if not self.has_triton:
             return "the package triton is not installed"
-        if self.device != "cuda" and not self.interpreted:
-            return "Triton needs a CUDA GPU, or TRITON_INTERPRET=1 for its interpreter"
         return self.triton_error or None
 
 

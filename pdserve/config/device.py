@@ -6,6 +6,7 @@ import ctypes
 import os
 from importlib.util import find_spec
 
+from pdserve import memory
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.node_options import NodeOptions
 from pdserve.errors import CapacityError, ConfigError
@@ -74,6 +75,33 @@ def find_gpus() -> list[DeviceInfo]:
         capability = _attribute(driver, handle, _MAJOR), _attribute(driver, handle, _MINOR)
         devices.append(DeviceInfo("cuda", index, name.value.decode(), memory.value, capability))
     return devices
+
+
+def free_memory(device: DeviceInfo) -> int | None:
+    """Return the bytes that can still be allocated on a device; None if unknown."""
+    return _free_gpu_memory(device.index) if device.kind == "cuda" else memory.free_memory()
+
+
+def _free_gpu_memory(index: int) -> int | None:
+    """Ask the driver, which needs the GPU's primary context for it; this context ends with the question."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, context = ctypes.c_int(0), ctypes.c_void_p()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
+        return None
+    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle):
+        return None
+    try:
+        if driver.cuCtxPushCurrent_v2(context):
+            return None
+        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        failed = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        return None if failed else free.value
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(handle)
 
 
 def _attribute(driver: ctypes.CDLL, handle: ctypes.c_int, attribute: int) -> int:

@@ -78,9 +78,12 @@ class RunnerRecord(msgspec.Struct, frozen=True):
         return tuple(lack.explain(facts) for lack in lacks if lack.needed(facts))
 
     def rejections(self, facts: Facts) -> tuple[str, ...]:
-        """Explain why the runner is not chosen by default; empty if it can be."""
+        """Explain why the runner is not chosen by default; empty if it can be. Say how to force it where that works."""
         groups = (tuple(lack.explain(facts) for lack in group if lack.needed(facts)) for group in self.lacks)
-        return next((group for group in groups if group), ())
+        reasons = next((group for group in groups if group), ())
+        if not reasons or self.forced_by is None or self.obstacles(facts):
+            return reasons
+        return *reasons, f"{VARIABLE}={self.forced_by} chooses {self.name}"
 
 
 def can_capture(platform: Platform) -> bool:
@@ -93,7 +96,7 @@ _V2_MODELS = (
         "architecture",
         lambda facts: facts.architecture not in DEFAULT_ARCHITECTURES,
         f"V2 is the default for {', '.join(DEFAULT_ARCHITECTURES)} only; no figures in docs/numbers.md show "
-        f"{{facts.architecture}} exact and faster on V2 yet ({VARIABLE}=1 chooses V2)",
+        "{facts.architecture} exact and faster on V2 yet",
         default_only=True,
     ),
     Lack(

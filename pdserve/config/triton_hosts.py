@@ -53,7 +53,7 @@ def try_triton(device: DeviceInfo, interpreted: bool) -> str:
 
 
 def forget_success() -> None:
-    """Have the next start try a kernel again: this node has failed, perhaps because a compiler or a library has gone."""
+    """Have the next start try a kernel again. A node has failed: perhaps a compiler or a library has gone."""
     for marker in _folder().glob(f"{_MARKER}*"):
         with suppress(OSError):
             marker.unlink()

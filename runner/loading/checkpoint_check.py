@@ -12,11 +12,9 @@ from pdserve.model.model_config import TRANSFORMERS
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.draft_head import check_draft_head
-from runner.loading.memory import check_room
 from runner.loading.weights import open_weights
-from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
-from runner.placement import TensorPlacement, compute_dtype
+from runner.placement import TensorPlacement
 
 
 def check_tensors(config: NodeConfig) -> int | None:
@@ -34,12 +32,3 @@ def check_tensors(config: NodeConfig) -> int | None:
     with open_weights(path, config.model, torch.device("cpu"), dtype) as stored:
         _, names = DecoderWeights(decoder).find(path, stored)
     return len(names) + check_draft_head(decoder, Path(config.draft_dir))
-
-
-def check_memory(config: NodeConfig) -> str:
-    """Return the sizes of a rank's weights and KV cache. Raises CapacityError unless both fit in its free memory."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    device = torch.device(config.device.kind if config.device.kind == "cpu" else f"cuda:{config.device.index}")
-    held = held_dtype(TensorPlacement(device, dtype, compute_dtype(device, dtype)))
-    layout = None if config.measure_kv_memory else config.kv_layout
-    return check_room(config.model, config.position, layout, device, held, config.state_layout)

@@ -1,4 +1,4 @@
-"""Check that weights and KV cache fit in memory, and size a GPU's KV cache by a trial run of the largest steps."""
+"""Free memory of a device, and the size of a GPU's KV cache by a trial run of the largest steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 
 from pdserve import memory
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import RankPosition, weight_bytes
 from pdserve.config.state_slots import choose_slots
 from pdserve.errors import CapacityError
 from pdserve.kv import MAX_BLOCKS, KVLayout
-from pdserve.model.model_config import ModelConfig
 from pdserve.state import LEAST_SLOTS, StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.process_memory import process_memory
@@ -118,31 +116,6 @@ def _check_longest(config: NodeConfig, layout: KVLayout) -> None:
             f"{config.max_model_len}; lower --max-model-len or --max-batch-tokens, raise --gpu-memory-utilization, or "
             "end other processes on the GPU"
         )
-
-
-def check_room(
-    config: ModelConfig,
-    position: RankPosition,
-    layout: KVLayout | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    states: StateLayout | None = None,
-) -> str:
-    """Return what a rank needs. Raises CapacityError unless its weights and KV cache fit in the device's free memory.
-
-    Weights that no format packs are held in ``dtype``. Without a layout the cache takes what is left later. The KV
-    cache counts with the recurrent ``states``.
-    """
-    weights = weight_bytes(config, position, str(dtype).removeprefix("torch."))
-    cache = 0 if layout is None else layout.total_bytes + (0 if states is None else states.total_bytes)
-    free = free_memory(device)
-    if free is not None and weights + cache > free:
-        raise CapacityError(
-            f"weights ({gib(weights)}) and KV cache ({gib(cache)}) need more than the {gib(free)} that "
-            f"are free on {device}; lower --kv-cache-memory, choose a smaller model or end other processes"
-        )
-    rest = "a KV cache of what is left" if layout is None else f"KV cache {gib(cache)}"
-    return f"weights {gib(weights)}, {rest}; {'unknown' if free is None else gib(free)} free on {device}"
 
 
 def free_memory(device: torch.device) -> int | None:

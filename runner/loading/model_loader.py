@@ -14,6 +14,7 @@ from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.weight_digests import known_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
+from pdserve.config.room import check_room
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.protocols import WeightReader
 from pdserve.weights.change import FileStates
@@ -21,7 +22,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.draft_head import load_draft_head
-from runner.loading.memory import check_room
+from runner.loading.memory import free_memory
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch
@@ -59,8 +60,8 @@ class LoadedModel:
             parallel.enable_fused_all_reduce(config.model.hidden_size)
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
-        layout = None if config.measure_kv_memory else config.kv_layout
-        check_room(config.model, config.position, layout, self.device, held_dtype(self.placement), config.state_layout)
+        held = str(held_dtype(self.placement)).removeprefix("torch.")
+        check_room(config, held, free_memory(self.device))
         with torch.inference_mode():
             self.decoder, self.weights = self._build()
         self.stored: StoredWeights | None = None  # None: of no checkpoint

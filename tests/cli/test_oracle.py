@@ -8,19 +8,22 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 import runner
 from pdserve.config import runner_oracle
 from pdserve.config.attention_backends import Platform
 from pdserve.config.runner_oracle import DEFAULT_ARCHITECTURES, RUNNERS, VARIABLE, Facts, Lack, RunnerRecord, decide
 from pdserve.errors import ConfigError
+from pdserve.model.families import FAMILIES
 
 GPU = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 GPU_INTERPRETED = msgspec.structs.replace(GPU, interpreted=True)
 GPU_WITHOUT_TRITON = msgspec.structs.replace(GPU, has_triton=False)
 CPU = msgspec.structs.replace(GPU, device="cpu")
 CPU_INTERPRETED = msgspec.structs.replace(CPU, interpreted=True)
-CPU_WITHOUT_TRITON = msgspec.structs.replace(CPU_INTERPRETED, has_triton=False)
+CPU_INTERPRETED_WITHOUT_TRITON = msgspec.structs.replace(CPU_INTERPRETED, has_triton=False)
 
 V2, V1 = RUNNERS
 ROOT = Path(__file__).parents[2]
@@ -128,8 +131,9 @@ def test_other_architectures_get_v2_only_if_it_is_forced(
         (GPU, True, "a CUDA GPU"),
         (GPU_INTERPRETED, True, "interpreter"),
         (CPU_INTERPRETED, True, "interpreter"),
-        (CPU, False, "TRITON_INTERPRET=1"),
-        (CPU_WITHOUT_TRITON, False, "not installed"),
+        (CPU, False, "no NVIDIA GPU"),
+        (msgspec.structs.replace(CPU, has_triton=False), False, "no NVIDIA GPU"),
+        (CPU_INTERPRETED_WITHOUT_TRITON, False, "not installed"),
         (GPU_WITHOUT_TRITON, False, "not installed"),
     ],
 )
@@ -201,6 +205,32 @@ def test_v1_lacks_cuda_graphs_alone() -> None:
 def test_a_configuration_beyond_every_runner_is_an_error(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"no model runner can run this: V2 .*V1 \(CUDA graphs"):
         decide(facts(cuda_graphs="on", **changes), None)
+
+
+@drawn(
+    st.builds(
+        Facts,
+        architecture=st.sampled_from([*FAMILIES, "OPTForCausalLM"]),
+        model_impl=st.sampled_from(["native", "transformers"]),
+        platform=st.sampled_from([GPU, GPU_INTERPRETED, GPU_WITHOUT_TRITON, CPU, CPU_INTERPRETED]),
+        attention_backend=st.sampled_from(["torch", "triton", "flashinfer"]),
+        head_dim=st.sampled_from([64, 80, 128]),
+        rope_type=st.sampled_from(["default", "dynamic"]),
+        cuda_graphs=st.sampled_from(["auto", "off"]),
+        runner_type=st.sampled_from(["generate", "embed"]),
+        quantization_problem=st.sampled_from(["", "these are awq"]),
+        quantization_doubt=st.sampled_from(["", "nothing else was measured"]),
+    )
+)
+def test_forcing_a_runner_is_advised_exactly_where_it_works(given: Facts) -> None:
+    decision = decide(given, None)
+    try:
+        forced = decide(given, "1")
+    except ConfigError:
+        forced = None
+    advised = f"{VARIABLE}=1 chooses V2" in decision.reasons
+    assert advised is (forced is not None and decision.runner != "V2")
+    assert not any("chooses" in reason for reason in decision.reasons if not reason.startswith(VARIABLE))
 
 
 def test_an_error_names_every_obstacle() -> None:

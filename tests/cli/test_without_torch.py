@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+from any_models import small_config
 from machine import patience
+
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 PROGRAM = """
 import sys
@@ -20,6 +24,31 @@ from cli.main import main
 assert main(["explain", "--engine", "simulated"]) == 0
 sys.exit(main(["explain"]))
 """
+
+
+EXPLAIN = """
+import sys
+
+from cli.main import main
+
+for path in sys.argv[1:]:
+    assert main(["explain", path, "--device", "cpu", "--load-format", "dummy"]) == 0
+assert not {"torch", "transformers", "triton"} & set(sys.modules)
+"""
+
+
+def test_explain_imports_no_torch(tmp_path: Path) -> None:
+    """Also of a model that runs through transformers, and of one with recurrent layers."""
+    models = []
+    for model_type, architecture in (("gemma2", "Gemma2ForCausalLM"), ("qwen3_next", "Qwen3NextForCausalLM")):
+        config = small_config(model_type)
+        config.architectures = [architecture]
+        config.save_pretrained(tmp_path / model_type)
+        models.append(str(tmp_path / model_type))
+    command = [sys.executable, "-c", EXPLAIN, str(EMBEDDED_MODEL), *models]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nrunner ") == 3
 
 
 def test_programs_run_without_torch_and_a_model_asks_for_pdserve() -> None:

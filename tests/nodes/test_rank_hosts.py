@@ -128,7 +128,7 @@ def test_a_host_without_triton_keeps_the_node_on_v1(checkpoint: Path, elsewhere:
         assert fleet.complete(PROMPT, 12) == reference_greedy(reference_model(checkpoint), PROMPT, 12)
         description = node.describe()
     assert description.runner == "V1"
-    assert f"rank 1 on {socket.gethostname()}: Triton needs a CUDA GPU" in description.runner_reasons[0]
+    assert f"rank 1 on {socket.gethostname()}: no NVIDIA GPU" in description.runner_reasons[0]
 
 
 def test_a_forced_v2_fails_with_the_rank_whose_host_lacks_triton(
@@ -140,7 +140,7 @@ def test_a_forced_v2_fails_with_the_rank_whose_host_lacks_triton(
         fleet.wait_until(lambda: node.child.state == "ended", 30.0)
         error = node.child.last_lines[-1]
     assert "V2 cannot run on all hosts" in error
-    assert f"rank 1 on {socket.gethostname()}: Triton needs a CUDA GPU" in error
+    assert f"rank 1 on {socket.gethostname()}: no NVIDIA GPU" in error
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Whether the weights and the KV cache of a rank fit in the free memory of its device. Free of torch."""
+
+from __future__ import annotations
+
+import platform
+
+from pdserve.config.device import free_memory
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.parallel import weight_bytes
+from pdserve.errors import CapacityError
+
+_X86 = ("x86_64", "AMD64")
+
+
+def dtype_in_memory(config: NodeConfig, machine: str | None = None) -> str:
+    """Return the dtype of unquantized weights in the memory of a device.
+
+    Only x86 CPUs and GPUs compute with weights of 16 bits; see runner/models/quantization/unquantized.py.
+    """
+    on_gpu = config.device.kind != "cpu"
+    return config.dtype if on_gpu or (machine or platform.machine()) in _X86 else "float32"
+
+
+def check_memory(config: NodeConfig) -> str:
+    """Return what a rank needs on its device. Raises CapacityError as a node would that starts now."""
+    return check_room(config, dtype_in_memory(config), free_memory(config.device))
+
+
+def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
+    """Return what a rank needs. Raises CapacityError unless its weights and KV cache fit in ``free`` bytes.
+
+    ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The KV cache counts with the
+    recurrent states. Where it is measured it takes what is left later.
+    """
+    device = config.device.kind if config.device.kind == "cpu" else f"{config.device.kind}:{config.device.index}"
+    weights = weight_bytes(config.model, config.position, dtype)
+    cache = 0 if config.measure_kv_memory else config.kv_layout.total_bytes
+    if config.state_layout is not None and not config.measure_kv_memory:
+        cache += config.state_layout.total_bytes
+    if free is not None and weights + cache > free:
+        raise CapacityError(
+            f"weights ({_gib(weights)}) and KV cache ({_gib(cache)}) need more than the {_gib(free)} that "
+            f"are free on {device}; lower --kv-cache-memory, choose a smaller model or end other processes"
+        )
+    rest = "a KV cache of what is left" if config.measure_kv_memory else f"KV cache {_gib(cache)}"
+    return f"weights {_gib(weights)}, {rest}; {'unknown' if free is None else _gib(free)} free on {device}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
