@@ -255,6 +255,16 @@ _QWEN3_NEXT_12L: dict[str, Any] = {
     "rope_theta": 10000000,
 }
 
+# The text model of Qwen3.5-35B-A3B.
+_QWEN3_5_35B_A3B = _QWEN3_NEXT_12L | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 248320,
+    "num_hidden_layers": 40,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
+
 # The widths of Qwen3.5-27B's text model, with 8 of its 64 layers.
 _QWEN3_5_8L: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -349,6 +359,64 @@ _DEEPSEEK_V3_5L_FP8 = _DEEPSEEK | {
     "quantization_config": _FP8_BLOCKS,
 }
 
+_GLM_47_FLASH = _DEEPSEEK | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "num_nextn_predict_layers": 0,
+    "max_position_embeddings": 202752,
+    "rope_theta": 1000000,
+}
+
+_QWEN25_7B: dict[str, Any] = _QWEN3 | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+}
+
+_MIMO_7B: dict[str, Any] = _QWEN25_7B | {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 151680,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 640000,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-27m": _QWEN3
     | {
@@ -373,12 +441,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000,
     },
+    "qwen2.5-7b": _QWEN25_7B,
+    "mimo-7b": _MIMO_7B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B_A3B | {"quantization_config": _FP8_BLOCKS},
     "qwen3-next-12l": _QWEN3_NEXT_12L,
     "qwen3.5-8l": _QWEN3_5_8L,
+    "qwen3.5-35b-a3b": _QWEN3_5_35B_A3B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "deepseek-v3-5l-fp8": _DEEPSEEK_V3_5L_FP8,
+    "glm-4.7-flash": _GLM_47_FLASH,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "glm-4.5-air": _GLM_45_AIR,
     "minimax-m2": _MINIMAX_M2,

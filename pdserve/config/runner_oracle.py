@@ -16,7 +16,7 @@ from pdserve.model.model_config import NATIVE
 
 VARIABLE = "PDSERVE_USE_V2_MODEL_RUNNER"
 
-#: V2 is exact and faster for these architectures. Others get V1 unless V2 is forced.
+#: V2 is exact for these architectures, and docs/numbers.md has figures of it. Others get V1 unless V2 is forced.
 DEFAULT_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.v2_figures)
 
 
@@ -95,8 +95,8 @@ _V2_MODELS = (
     Lack(
         "architecture",
         lambda facts: facts.architecture not in DEFAULT_ARCHITECTURES,
-        f"V2 is the default for {', '.join(DEFAULT_ARCHITECTURES)} only; no figures in docs/numbers.md show "
-        "{facts.architecture} exact and faster on V2 yet",
+        f"V2 is the default for {', '.join(DEFAULT_ARCHITECTURES)} only; docs/numbers.md has no figures of "
+        "{facts.architecture} on V2 yet",
         default_only=True,
     ),
     Lack(
@@ -219,6 +219,6 @@ def _preferred(record: RunnerRecord, facts: Facts) -> tuple[str, ...]:
         measured = f": its layers are those of {family.v2_figures_of}" if family.v2_figures_of else ""
         reason = (
             f"{facts.architecture} on {'a CUDA GPU' if platform.device == 'cuda' else 'a CPU'}{measured}, "
-            f"exact and faster on {record.name} (docs/numbers.md#{family.v2_figures})"
+            f"exact{' and faster' * family.v2_is_faster} on {record.name} (docs/numbers.md#{family.v2_figures})"
         )
     return reason, f"the configuration needs nothing that {record.name} lacks"

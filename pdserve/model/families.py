@@ -28,9 +28,9 @@ from pdserve.model.moe import (
 )
 from pdserve.model.recurrent import linear_attention_layers
 
-_DENSE_ON_H200 = "one-h200-decode-and-prefill"
-_EXPERTS_ON_H200 = "mixtures-of-experts-on-v1-and-v2"
-_STATES_AND_LATENTS_ON_H100 = "recurrent-and-latent-models"
+_ONE_H200 = "one-h200-decode-and-prefill"
+_V1_AND_V2 = "v1-and-v2"
+_STATES_AND_LATENTS = "recurrent-and-latent-models"
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 _GATED_DELTA: Mapping[str, Any] = {
@@ -136,18 +136,22 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     # it does not run here. {layer} is the number of layers of the model.
     predictor: str = ""
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
-    v2_figures: str = ""  # section of docs/numbers.md that shows V2 exact and faster than V1; "": V1 by default
-    v2_figures_of: str = ""  # the architecture measured there, if it is another one with the same layers
+    v2_figures: str = (
+        ""  # section of docs/numbers.md with figures of V2, which names this architecture; "": V1 by default
+    )
+    v2_figures_of: str = ""  # the architecture named there, if it is another one with the same layers
+    v2_is_faster: bool = False  # that section has V1's figures, too, and V2 decodes faster
 
 
 FAMILIES: dict[str, DecoderFamily] = {
-    "LlamaForCausalLM": DecoderFamily(module="llama", v2_figures=_DENSE_ON_H200),
+    "LlamaForCausalLM": DecoderFamily(module="llama", v2_figures=_V1_AND_V2, v2_is_faster=True),
     "MistralForCausalLM": DecoderFamily(
         module="mistral",
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         windows=windows_by_layer_type,
-        v2_figures=_DENSE_ON_H200,
+        v2_figures=_V1_AND_V2,
         v2_figures_of="LlamaForCausalLM",
+        v2_is_faster=True,
     ),
     "Qwen2ForCausalLM": DecoderFamily(
         module="qwen2",
@@ -169,7 +173,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         module="qwen3",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
         windows=windows_by_layer_type_if_used,
-        v2_figures=_DENSE_ON_H200,
+        v2_figures=_ONE_H200,
     ),
     "Qwen3MoeForCausalLM": DecoderFamily(
         module="qwen3_moe",
@@ -182,7 +186,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         windows=window_if_used,
         moe=qwen3_moe,
-        v2_figures=_EXPERTS_ON_H200,
+        v2_figures=_V1_AND_V2,
+        v2_is_faster=True,
     ),
     "MixtralForCausalLM": DecoderFamily(
         module="mixtral",
@@ -195,7 +200,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         windows=same_window,
         moe=mixtral,
-        v2_figures=_EXPERTS_ON_H200,
+        v2_figures=_V1_AND_V2,
+        v2_is_faster=True,
     ),
     "GptOssForCausalLM": DecoderFamily(
         module="gpt_oss",
@@ -220,7 +226,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         windows=alternating_windows,
         has_sinks=True,
         moe=gpt_oss,
-        v2_figures=_EXPERTS_ON_H200,
+        v2_figures=_V1_AND_V2,
+        v2_is_faster=True,
     ),
     "Glm4MoeForCausalLM": DecoderFamily(
         module="glm4_moe",
@@ -237,7 +244,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         partial_rotary=True,
         predictor="model.layers.{layer}.",
         moe=glm4_moe,
-        v2_figures=_EXPERTS_ON_H200,
+        v2_figures=_V1_AND_V2,
+        v2_is_faster=True,
     ),
     "MiniMaxM2ForCausalLM": DecoderFamily(
         module="minimax_m2",
@@ -251,7 +259,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         partial_rotary=True,
         moe=minimax_m2,
-        v2_figures=_EXPERTS_ON_H200,
+        v2_figures=_V1_AND_V2,
+        v2_is_faster=True,
     ),
     "Qwen3NextForCausalLM": DecoderFamily(
         module="qwen3_next",
@@ -272,7 +281,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         centered_norms=True,
         partial_rotary=True,
         moe=qwen3_next,
-        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures=_STATES_AND_LATENTS,
     ),
     "Qwen3_5ForCausalLM": DecoderFamily(
         module="qwen3_5_text",
@@ -283,7 +292,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         has_output_gate=True,
         centered_norms=True,
         partial_rotary=True,
-        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures=_STATES_AND_LATENTS,
     ),
     "Qwen3_5MoeForCausalLM": DecoderFamily(
         module="qwen3_5_moe_text",
@@ -302,7 +311,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         centered_norms=True,
         partial_rotary=True,
         moe=qwen3_5_moe,
-        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures=_STATES_AND_LATENTS,
     ),
     "DeepseekV2ForCausalLM": DecoderFamily(
         module="deepseek_v2",
@@ -321,7 +330,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         },
         has_latents=True,
         moe=deepseek_v2,
-        v2_figures=_STATES_AND_LATENTS_ON_H100,
+        v2_figures=_STATES_AND_LATENTS,
     ),
     "DeepseekV3ForCausalLM": DecoderFamily(
         module="deepseek_v3",
@@ -345,8 +354,7 @@ FAMILIES: dict[str, DecoderFamily] = {
         has_latents=True,
         predictor="model.layers.{layer}.",
         moe=deepseek_v3,
-        v2_figures=_STATES_AND_LATENTS_ON_H100,
-        v2_figures_of="DeepseekV2ForCausalLM",
+        v2_figures=_STATES_AND_LATENTS,
     ),
     "Glm4MoeLiteForCausalLM": DecoderFamily(
         module="glm4_moe_lite",
@@ -367,7 +375,6 @@ FAMILIES: dict[str, DecoderFamily] = {
         has_latents=True,
         predictor="model.layers.{layer}.",
         moe=glm4_moe_lite,
-        v2_figures=_STATES_AND_LATENTS_ON_H100,
-        v2_figures_of="DeepseekV2ForCausalLM",
+        v2_figures=_STATES_AND_LATENTS,
     ),
 }

@@ -79,13 +79,49 @@ def test_default_architectures_get_v2_unless_v1_is_forced(
 
 
 @pytest.mark.parametrize("architecture", DEFAULT_ARCHITECTURES)
-def test_the_reason_for_v2_names_a_section_with_figures_of_that_family(architecture: str) -> None:
+def test_the_reason_for_v2_says_faster_exactly_where_figures_of_that_architecture_show_it(architecture: str) -> None:
     reason = decide(facts(architecture=architecture), None).reasons[0]
-    (section,) = re.findall(r"exact and faster on V2 \(docs/numbers.md#(.+)\)", reason)
+    (claim, anchor) = re.findall(r", (exact|exact and faster) on V2 \(docs/numbers.md#(.+)\)", reason)[0]
+    *_, measured = re.findall(r"\w+ForCausalLM", reason)
+    section = section_of_numbers(anchor)
+    assert f"`{measured}`" in section, "the section names it"
+    assert (claim == "exact and faster") is v2_decodes_faster(section, measured)
+
+
+def section_of_numbers(anchor: str) -> str:
     _, *parts = re.split(r"^#+ (.+)$", (ROOT / "docs" / "numbers.md").read_text(), flags=re.MULTILINE)
     anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in parts[::2]]
-    measured = re.findall(r"([A-Z][a-z]+)\w*ForCausalLM", reason)[-1]
-    assert measured.lower() in parts[1::2][anchors.index(section)].lower()
+    return parts[1::2][anchors.index(anchor)]
+
+
+def v2_decodes_faster(section: str, architecture: str) -> bool:
+    """Return whether a row of this very architecture has figures V1 / V2, and V2's are lower wherever it decodes."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    if not rows or "V1 / V2" not in section:
+        return False
+    num_decodes = next(at for at, cell in enumerate(rows[0]) if cell.startswith("prefill"))
+    pairs = [
+        tuple(float(figure.strip("* ")) for figure in cell.split("/"))
+        for row in rows
+        if f"`{architecture}`" in row[0]
+        for cell in row[1:num_decodes]
+        if cell
+    ]
+    return bool(pairs) and all(v2 < v1 for v1, v2 in pairs)
+
+
+@pytest.mark.parametrize(
+    ("row", "faster"),
+    [
+        ("| a (`AForCausalLM`) | 2 / **1** | | 5 / 6 |", True),
+        ("| a (`AForCausalLM`) | 2 / **1** | **3** / 4 | 5 / 6 |", False),
+        ("| a (`ABForCausalLM`) | 2 / **1** | 4 / 3 | 5 / 6 |", False),
+        ("", False),
+    ],
+)
+def test_another_name_and_slower_decodes_are_no_figures(row: str, faster: bool) -> None:
+    header = "ms, V1 / V2:\n| | decode, batch 1 | 32 | prefill of 512 |\n|---|---|---|---|\n"
+    assert v2_decodes_faster(header + row, "AForCausalLM") is faster
 
 
 @pytest.mark.parametrize("architecture", DEFAULT_ARCHITECTURES)
