@@ -2,8 +2,8 @@
 
     python -m pytest -m gpu tests/e2e/test_block_sizes_gpu.py
 
-All nodes are on one GPU and need NIXL and FlashInfer. The embedded model answers the held-out questions, tool calls and
-schemas, in bfloat16.
+All nodes are on one GPU and need NIXL and FlashInfer: they name it, so without it they do not start. The embedded model
+answers the held-out questions, tool calls and schemas, in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ pytestmark = [
 RUNNERS = {"V1": {VARIABLE: "0"}, "V2": {VARIABLE: "1"}}
 START = 200.0  # seconds
 NODE = ("--served-model-name", MODEL_NAME, "--device", "cuda", "--dtype", "bfloat16")
+NODE += ("--attention-backend", "flashinfer")
+KERNELS = "batch_prefill"  # in the names of FlashInfer's libraries for chunks of prompts
 CONCURRENT = 16  # requests
 
-#: --block-size and --kernel-block-size
+#: --block-size and --kernel-block-size, the page. Three pages are parts of a block.
 SIZES = [(16, 16), (96, 32), (128, 16), (128, 64)]
 
 
@@ -78,7 +80,14 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         for node in fleet.nodes:
             layout = node.describe().kv_layout
             assert (layout.block_size, layout.kernel_block_size) == (block, page)
+            assert uses_flashinfer(node), node.output
         yield fleet
+
+
+def uses_flashinfer(node: NodeProcess) -> bool:
+    """Return whether the node's rank has loaded FlashInfer's kernels, which its warm-up runs."""
+    (engine,) = node.processes("engine")
+    return any(KERNELS in mapped.path for mapped in engine.memory_maps())
 
 
 def test_answers_through_handoffs_equal_those_of_one_node(nodes: Fleet, asked: list[Case], alone: list[Any]) -> None:
