@@ -26,8 +26,10 @@ _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
 _ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")
 _OF_NODES = ("decode_node", "handoff_faults", "metrics", "moved_streams", "prefill_node", "resumed")
 _OF_A_PAIR = ("garbage", "streamed_handoff")
+_OF_A_SMALL_MODEL = ("openai_api", "prompt_logprobs")
 _TOGETHER = {f"tests/nodes/test_{name}.py": "tests/nodes with shared nodes" for name in _OF_NODES}
 _TOGETHER |= {f"tests/nodes/test_{name}.py": "tests/nodes with a shared pair" for name in _OF_A_PAIR}
+_TOGETHER |= {f"tests/router/test_{name}.py": "tests/router with a small model" for name in _OF_A_SMALL_MODEL}
 
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,7 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
         fast_set.share = 1 / 5
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # slow tests are still among the items
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    moved = fast_set.moved_to_slow((item.nodeid, item.get_closest_marker("slow") is not None) for item in items)
+    if moved and "not slow" in config.option.markexpr:
+        raise pytest.UsageError(
+            f"NEVER_SLOW (tests/support/fast_set.py) has tests without a fast cell: {'; '.join(moved)}"
+        )
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")

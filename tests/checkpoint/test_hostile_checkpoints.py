@@ -48,7 +48,7 @@ COMMANDS = {
     "node": ("prefill_node", "--port", "0"),
     "router": ("router", "--port", "0", "--decode", "127.0.0.1:1"),
 }
-IN_ALL_COMMANDS = ("10^9 layers", "2^62 positions", "nested 10^6 levels", "10^6 tensors", "shape that overflows")
+IN_ALL_COMMANDS = ("10^9 layers", "10^6 tensors", "nested 10^6 levels", "2^62 positions", "shape that overflows")
 IN_THE_ROUTER = ("nested expression", "21 nested loops", "compiles for minutes", "token id 4 * 10^9")
 
 

@@ -29,6 +29,7 @@ PEER_TIMEOUT = patience(3.0)
 GO_ON = PEER_TIMEOUT + 5.0  # seconds until every request must run again
 NOISE = 25.0  # seconds; a request that stays waits for as long as the node is wedged
 LOAD = 4.0  # seconds in which clients send requests
+THINK = 0.1  # seconds between the requests of a client, in which other tests use the cores
 TIMING = ("--peer-timeout", f"{PEER_TIMEOUT:g}")
 SIMULATED = ("--engine", "simulated", *TIMING)
 HAND_OFF_ALL = ("--handoff-min-tokens", "1")
@@ -97,7 +98,7 @@ def check_used_again(fleet: Fleet, wedged: Wedged, load: Load) -> None:
 
 def check_wedged_node(fleet: Fleet, wedged: Wedged) -> None:
     rng = random.Random(3)
-    load = Load([new_body(rng, max_prompt=300, max_tokens=100) for _ in range(16)])
+    load = Load([new_body(rng, max_prompt=300, max_tokens=100) for _ in range(16)], think=THINK)
     asyncio.run(load.record_expected(fleet.url, rng))
     try:
         check_requests_leave(fleet, wedged, load)

@@ -16,6 +16,7 @@ from cluster import Cluster
 from node_client import RouterClient, greedy
 
 CLIENTS = 4
+THINK = 0.2  # seconds: faults take seconds to be detected, and the whole cluster shares this machine meanwhile
 LONGEST_PROMPT, LONGEST_ANSWER = 1500, 60  # tokens
 RELEASE_SECONDS = 10.0  # until no node holds a block for a request that has ended
 PROMPT = random.Random(5).choices(range(3, 4096), k=200)
@@ -34,7 +35,7 @@ class Traffic:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Repeat the requests while the context is open; then check that every answer was exact."""
-        load = Load(self._load.bodies, self._load.expected, headers=self._cluster.headers)
+        load = Load(self._load.bodies, self._load.expected, headers=self._cluster.headers, think=THINK)
         stopping = threading.Event()
         thread = threading.Thread(target=self._run, args=(load, stopping))
         thread.start()

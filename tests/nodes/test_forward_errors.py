@@ -1,4 +1,7 @@
-"""An exception in a rank's forward pass: the log has its traceback, and the node's error names the rank."""
+"""An exception in a rank's forward pass: the log has its traceback, and the node's error names the rank.
+
+tests/e2e/test_chosen_runner.py has a quick one, in a stage of V2.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +38,12 @@ STAGES = {  # stages, the rank that fails, its name
     "stage 0": (2, 0, "rank 0 (stage 0, shard 0): "),
     "stage 1": (2, 1, "rank 1 (stage 1, shard 0): "),
 }
-FAST = {("stage 1", "V1")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "failing", "name", "runner"),
-    [
-        pytest.param(*each, runner, id=f"{of}-{runner}", marks=[] if (of, runner) in FAST else pytest.mark.slow)
-        for of, each in STAGES.items()
-        for runner in RUNNERS
-    ],
+    [pytest.param(*each, runner, id=f"{of}-{runner}") for of, each in STAGES.items() for runner in RUNNERS],
 )
 def test_a_failing_forward_pass_is_logged_with_its_traceback_and_names_its_rank(
     fleet: Fleet, checkpoint: Path, tmp_path: Path, stages: int, failing: int, name: str, runner: str

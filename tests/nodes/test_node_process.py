@@ -19,6 +19,7 @@ import pytest
 from machine import patience
 
 WAIT_SECONDS = 30.0
+SIMULATED = ("--engine", "simulated")
 FLAGS = ("--device", "cpu", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--threads", "1")
 
 
@@ -86,10 +87,14 @@ def gone(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("role", "number"), [("prefill_node", signal.SIGTERM), ("decode_node", signal.SIGINT)], ids=["prefill", "decode"]
+    ("role", "number", "flags"),
+    [("prefill_node", signal.SIGTERM, ()), ("decode_node", signal.SIGINT, SIMULATED)],
+    ids=["prefill", "decode"],
 )
-def test_sigterm_and_sigint_end_a_node_with_status_0(role: str, number: signal.Signals, checkpoint: Path) -> None:
-    with started(checkpoint, role) as node:
+def test_sigterm_and_sigint_end_a_node_with_status_0(
+    role: str, number: signal.Signals, flags: tuple[str, ...], checkpoint: Path
+) -> None:
+    with started(checkpoint, role, *flags) as node:
         address = node.wait_for("listening")["address"]
         node.wait_for("ready")
         assert address.startswith("127.0.0.1:")

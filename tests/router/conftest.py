@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 import small_tokenizers
+from checkpoints import make_checkpoint
+from fleet import Fleet, start_fleet
 from machine import patience
 from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
@@ -21,6 +23,27 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer with a chat template."""
     config = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>", "chat_template": small_tokenizers.CHATML}
     return small_tokenizers.write(tmp_path_factory.mktemp("small"), small_tokenizers.byte_level(), **config)
+
+
+@pytest.fixture(scope="package")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers, with a byte-level tokenizer and a chat template."""
+    directory, backend = tmp_path_factory.mktemp("api"), small_tokenizers.byte_level()
+    eos = backend.token_to_id("<|im_end|>")
+    make_checkpoint(
+        directory, "qwen3", vocab_size=512, max_position_embeddings=384, num_hidden_layers=2, eos_token_id=eos
+    )
+    return small_tokenizers.write(
+        directory, backend, eos_token="<|im_end|>", bos_token="<|begin|>", chat_template=small_tokenizers.CHATML
+    )
+
+
+@pytest.fixture(scope="package")
+def small_fleet(small_model: Path) -> Iterator[Fleet]:
+    """A router and nodes that compute prompts of more than 32 tokens in several steps."""
+    flags = ("--max-batch-tokens", "32", "--max-num-seqs", "8", "--dtype", "float32")
+    with start_fleet(small_model, prefill_flags=flags, decode_flags=flags) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="package")

@@ -9,9 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-import small_tokenizers
-from checkpoints import make_checkpoint
-from fleet import MODEL_NAME, Fleet, start_fleet
+from fleet import MODEL_NAME, Fleet
 from machine import patience
 
 from router.text.tokenizer import Tokenizer
@@ -22,32 +20,13 @@ FOREVER = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("api")
-    backend = small_tokenizers.byte_level()
-    eos = backend.token_to_id("<|im_end|>")
-    make_checkpoint(
-        directory, "qwen3", vocab_size=512, max_position_embeddings=384, num_hidden_layers=2, eos_token_id=eos
-    )
-    return small_tokenizers.write(
-        directory, backend, eos_token="<|im_end|>", bos_token="<|begin|>", chat_template=small_tokenizers.CHATML
-    )
+def tokenizer(small_model: Path) -> Tokenizer:
+    return Tokenizer.load(small_model)
 
 
 @pytest.fixture(scope="module")
-def fleet(checkpoint: Path) -> Iterator[Fleet]:
-    with start_fleet(checkpoint) as fleet:
-        yield fleet
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> Tokenizer:
-    return Tokenizer.load(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def sdk(fleet: Fleet) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=patience(60)) as sdk:
+def sdk(small_fleet: Fleet) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{small_fleet.url}/v1", api_key="none", max_retries=0, timeout=patience(60)) as sdk:
         yield sdk
 
 
@@ -228,7 +207,7 @@ def test_errors_map_to_sdk_classes(sdk: openai.OpenAI) -> None:
     assert caught.value.param == "temperature"
 
 
-def test_concurrent_requests_equal_single_ones(fleet: Fleet, sdk: openai.OpenAI) -> None:
+def test_concurrent_requests_equal_single_ones(small_fleet: Fleet, sdk: openai.OpenAI) -> None:
     prompts = [f"Prompt number {number} says" for number in range(16)]
     alone = [complete(sdk, prompt).choices[0].text for prompt in prompts]
 
@@ -238,18 +217,18 @@ def test_concurrent_requests_equal_single_ones(fleet: Fleet, sdk: openai.OpenAI)
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_at_once() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=patience(60)) as client:
+        async with openai.AsyncOpenAI(base_url=f"{small_fleet.url}/v1", api_key="none", timeout=patience(60)) as client:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     assert asyncio.run(all_at_once()) == alone
 
 
-def test_disconnected_client_frees_its_blocks(fleet: Fleet, sdk: openai.OpenAI) -> None:
+def test_disconnected_client_frees_its_blocks(small_fleet: Fleet, sdk: openai.OpenAI) -> None:
     stream = complete(sdk, max_tokens=300, stream=True)
     next(iter(stream))
     stream.close()
-    fleet.decode[0].wait_idle()
-    fleet.prefill[0].wait_idle()
+    small_fleet.decode[0].wait_idle()
+    small_fleet.prefill[0].wait_idle()
 
 
 def test_truncate_prompt_tokens_keeps_the_end(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-import small_tokenizers
 import torch
-from checkpoints import make_checkpoint, reference_model
-from fleet import Fleet, start_fleet
+from checkpoints import reference_model
+from fleet import Fleet
 from machine import patience
 
 from router.text.tokenizer import Tokenizer
@@ -23,30 +22,15 @@ STEP = 32  # tokens; longer prompts take several steps
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("scored")
-    backend = small_tokenizers.byte_level()
-    make_checkpoint(directory, "qwen3", vocab_size=VOCABULARY, num_hidden_layers=2, eos_token_id=1)
-    return small_tokenizers.write(directory, backend, chat_template=small_tokenizers.CHATML)
-
-
-@pytest.fixture(scope="module")
-def fleet(checkpoint: Path) -> Iterator[Fleet]:
-    flags = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--dtype", "float32")
-    with start_fleet(checkpoint, prefill_flags=flags, decode_flags=flags) as fleet:
-        yield fleet
-
-
-@pytest.fixture(scope="module")
-def client(fleet: Fleet) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fleet.url, timeout=patience(60)) as client:
+def client(small_fleet: Fleet) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=small_fleet.url, timeout=patience(60)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> Any:
+def expected(small_model: Path) -> Any:
     """Log-probabilities [tokens - 1, vocabulary] of what follows each token of a prompt but the last."""
-    model = reference_model(checkpoint)
+    model = reference_model(small_model)
 
     @torch.no_grad()
     def expected(token_ids: list[int]) -> torch.Tensor:
@@ -57,8 +41,8 @@ def expected(checkpoint: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> Tokenizer:
-    return Tokenizer.load(checkpoint)
+def tokenizer(small_model: Path) -> Tokenizer:
+    return Tokenizer.load(small_model)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -185,12 +169,12 @@ def test_prompt_logprobs_of_chats(client: httpx.Client) -> None:
     ]
 
 
-def test_scored_prompt_is_computed_on_the_decode_node(fleet: Fleet, client: httpx.Client) -> None:
+def test_scored_prompt_is_computed_on_the_decode_node(small_fleet: Fleet, client: httpx.Client) -> None:
     """All of them, whatever is cached, and others find them there."""
     prompt = prompt_of(6 * STEP, 5)
 
     def counted(name: str) -> float:
-        return fleet.decode[0].status().counters[name]
+        return small_fleet.decode[0].status().counters[name]
 
     before = counted("pdserve_handoffs_total"), counted("pdserve_admitted_prompt_tokens_total")
     for _ in range(2):

@@ -58,7 +58,8 @@ def new_unbuffered_body(rng: random.Random) -> dict[str, Any]:
 class Load:
     """Requests, their expected answers, and the outcomes of all requests sent so far.
 
-    Clients of an answer with UNBUFFERED's log-probabilities read slowly: they pause up to three times.
+    Clients of an answer with UNBUFFERED's log-probabilities read slowly: they pause up to three times. Each client
+    thinks for ``think`` seconds on average before its next request.
     """
 
     bodies: list[dict[str, Any]]
@@ -71,6 +72,7 @@ class Load:
     failures: list[str] = field(default_factory=list)  # errors and answers that differ from the expected one
     headers: dict[str, str] = field(default_factory=dict)  # of every request
     tolerance: float = LOGPROB_TOLERANCE
+    think: float = 0.0
 
     async def record_expected(self, url: str, rng: random.Random) -> None:
         """Send every request and keep its answer. Some requests get a stop string from the middle of their answer."""
@@ -105,6 +107,7 @@ class Load:
 
     async def _run_client(self, client: httpx.AsyncClient, rng: random.Random, is_over: Callable[[], bool]) -> None:
         while not is_over():
+            await asyncio.sleep(rng.uniform(0, 2 * self.think))
             index, disconnects = rng.randrange(len(self.bodies)), rng.random() < DISCONNECT_SHARE
             salt = str(rng.getrandbits(60))
             body = {**self.bodies[index], "cache_salt": salt}  # avoids the prefix cache
