@@ -102,6 +102,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
 def as_text(config: NodeConfig) -> str:
     layout = config.kv_layout
     tokens = layout.num_tokens
+    weights = weight_bytes(config.model, config.position, dtype_in_memory(config))
     of_group = f" of each of {full} groups" if (full := layout.groups.windows.count(None)) > 1 else ""
     estimated = ", estimated" if config.measure_kv_memory else ""
     rows = [
@@ -110,10 +111,7 @@ def as_text(config: NodeConfig) -> str:
         ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
         ("device", config.device.name),
         ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
-        (
-            "weights",
-            f"{weight_bytes(config.model, config.position, dtype_in_memory(config)) / 2**30:.2f} GiB in memory",
-        ),
+        ("weights", f"{weights / 2**30:.2f} GiB in memory"),
         ("attention", config.attention_backend),
         ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
         ("sampling", f"defaults of the checkpoint: {load_generation_defaults(Path(config.model_dir))}"),

@@ -1,4 +1,4 @@
-"""Whether the weights and the KV cache of a rank fit in the free memory of its device. Free of torch."""
+"""Whether the weights and the KV cache of a rank fit in the free memory of its device. It never imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import weight_bytes
 from pdserve.errors import CapacityError
 
-_X86 = ("x86_64", "AMD64")
+_X86 = "x86_64"
 
 
 def dtype_in_memory(config: NodeConfig, machine: str | None = None) -> str:
@@ -17,8 +17,8 @@ def dtype_in_memory(config: NodeConfig, machine: str | None = None) -> str:
 
     Only x86 CPUs and GPUs compute with weights of 16 bits; see runner/models/quantization/unquantized.py.
     """
-    on_gpu = config.device.kind != "cpu"
-    return config.dtype if on_gpu or (machine or platform.machine()) in _X86 else "float32"
+    keeps = config.device.kind != "cpu" or (machine or platform.machine()) == _X86
+    return config.dtype if keeps else "float32"
 
 
 def check_memory(config: NodeConfig) -> str:
@@ -32,11 +32,10 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
     ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The KV cache counts with the
     recurrent states. Where it is measured it takes what is left later.
     """
-    device = config.device.kind if config.device.kind == "cpu" else f"{config.device.kind}:{config.device.index}"
+    device = f"cuda:{config.device.index}" if config.device.kind == "cuda" else config.device.kind
+    layouts = () if config.measure_kv_memory else (config.kv_layout, config.state_layout)
     weights = weight_bytes(config.model, config.position, dtype)
-    cache = 0 if config.measure_kv_memory else config.kv_layout.total_bytes
-    if config.state_layout is not None and not config.measure_kv_memory:
-        cache += config.state_layout.total_bytes
+    cache = sum(layout.total_bytes for layout in layouts if layout is not None)
     if free is not None and weights + cache > free:
         raise CapacityError(
             f"weights ({_gib(weights)}) and KV cache ({_gib(cache)}) need more than the {_gib(free)} that "

@@ -136,9 +136,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     # it does not run here. {layer} is the number of layers of the model.
     predictor: str = ""
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
-    v2_figures: str = (
-        ""  # section of docs/numbers.md with figures of V2, which names this architecture; "": V1 by default
-    )
+    v2_figures: str = ""  # section of docs/numbers.md with V2's figures, which names this family; "": V1 by default
     v2_figures_of: str = ""  # the architecture named there, if it is another one with the same layers
     v2_is_faster: bool = False  # that section has V1's figures, too, and V2 decodes faster
 

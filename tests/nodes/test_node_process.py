@@ -128,10 +128,16 @@ def test_sigterm_while_loading_ends_a_node_with_status_0(checkpoint: Path) -> No
         assert not any("Traceback" in line for line in lines)
 
 
-@pytest.mark.parametrize(("role", "is_ready"), [("decode_node", True), ("prefill_node", False)], ids=["ready", "early"])
-def test_a_node_fails_when_its_engine_is_killed(role: str, is_ready: bool, checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "is_ready", "flags"),
+    [("decode_node", True, SIMULATED), ("prefill_node", False, ())],
+    ids=["ready", "early"],
+)
+def test_a_node_fails_when_its_engine_is_killed(
+    role: str, is_ready: bool, flags: tuple[str, ...], checkpoint: Path
+) -> None:
     """Also before the node listens: the engine is started first."""
-    with started(checkpoint, role) as node:
+    with started(checkpoint, role, *flags) as node:
         if is_ready:
             node.wait_for("ready")
         wait_until(lambda: bool(psutil.Process(node.process.pid).children()))
