@@ -29,8 +29,8 @@ pytestmark = [
 
 RUNNERS = {"V1": {VARIABLE: "0"}, "V2": {VARIABLE: "1"}}
 START = 200.0  # seconds
-NODE = ("--served-model-name", MODEL_NAME, "--device", "cuda", "--dtype", "bfloat16")
-NODE += ("--attention-backend", "flashinfer")
+MODEL = ("--served-model-name", MODEL_NAME, "--device", "cuda", "--dtype", "bfloat16")
+NODE = (*MODEL, "--attention-backend", "flashinfer")
 KERNELS = "batch_prefill"  # in the names of FlashInfer's libraries for chunks of prompts
 CONCURRENT = 16  # requests
 

@@ -17,7 +17,6 @@ from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
 SIMULATED = ("--engine", "simulated")
 NO_MIGRATIONS = ("--migrations", "0")  # migrations because of a drain do not count towards this limit
 END_SECONDS = 40.0
-THINK = 0.05  # seconds between the requests of a client
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def migrations(fleet: Fleet, reason: str) -> float:
 def drain_under_load(fleet: Fleet, node: NodeProcess, max_tokens: int = 100) -> None:
     """Drain a node while clients send requests of all kinds: n, penalties, grammars, log-probabilities."""
     rng = random.Random(3)
-    load = Load([new_body(rng, max_prompt=300, max_tokens=max_tokens) for _ in range(12)], think=THINK)
+    load = Load([new_body(rng, max_prompt=300, max_tokens=max_tokens) for _ in range(12)])
     asyncio.run(load.record_expected(fleet.url, rng))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=2.0, seed=0)))
