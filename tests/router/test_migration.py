@@ -394,6 +394,31 @@ def test_only_unfinished_choices_migrate(nodes: Nodes, tokenizer: Tokenizer) -> 
     assert requested == [{0: [a], 2: [c, c]}]
 
 
+@pytest.mark.parametrize("ends", ["fails", "goes on"])
+def test_first_tokens_of_some_choices_lose_no_other(nodes: Nodes, tokenizer: Tokenizer, ends: str) -> None:
+    """A node resumes the choices that have output, and starts all of them if none has."""
+    (a,), (b,) = (tokenizer.encode(letter) for letter in "ab")
+
+    async def beginning(conversation: Conversation) -> None:
+        conversation.token(a, choice=0)
+        conversation.token(b, choice=1, finish="length")
+        if ends == "fails":
+            conversation.fail(pb.Failure.NODE_FAILED)
+        else:
+            conversation.token(a, choice=0)
+            await conversation.cancelled.wait()
+
+    async def computing(conversation: Conversation) -> None:
+        begun = resumed(conversation)
+        for choice in () if begun else range(3):
+            conversation.token(a, choice=choice)
+        for choice in begun or range(3):
+            conversation.token(b, choice=choice, finish="length")
+
+    events = stream(nodes.client, nodes.play(beginning, computing) | {"n": 3})
+    assert [text_of(events, choice) for choice in range(3)] == ["ab", "ab", "ab"]
+
+
 def test_cached_tokens_are_counted_at_the_first_node(nodes: Nodes, tokenizer: Tokenizer) -> None:
     (a,) = tokenizer.encode("a")
 

@@ -142,9 +142,11 @@ def test_request_ends_with_its_last_choice(
     client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
 ) -> None:
     async def script(conversation: Conversation) -> None:
+        first, *more = tokenizer.encode("more")
+        conversation.token(first, choice=1)
         for token_id in tokenizer.encode("xSTOPy"):
             conversation.token(token_id, choice=0)
-        for token_id in tokenizer.encode("more"):
+        for token_id in more:
             conversation.token(token_id, choice=1)
         assert not conversation.cancelled.is_set()
         conversation.token(tokenizer.encode("!")[0], choice=1, finish="length")
