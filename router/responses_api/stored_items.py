@@ -44,7 +44,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     id: str
     end: int
-    num_values: int  # keys and list items of the item, at all levels
+    num_values: int  # keys of the item and items of its lists, at all levels
 
 
 class StoredItems(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ def encode_items(items: Iterable[Item]) -> StoredItems:
             item["id"] = new_id(_ID_PREFIXES.get(item["type"], "item"))
         ids.add(item["id"])
         data += msgspec.json.encode(item)
-        places.append(Place(item["id"], len(data), _num_values(item)))
+        places.append(Place(item["id"], len(data), num_values(item)))
     return StoredItems(bytes(data), places)
 
 
@@ -124,7 +124,8 @@ def stored_item(item: Item) -> Item:
     for name in _PARTS.get(kind, ()):
         value = item.get(name)
         if isinstance(value, list):
-            stored[name] = [_stored_part(part) for part in value if isinstance(part, dict)]
+            parts = [_stored_part(part) for part in value if isinstance(part, dict)]
+            stored[name] = [part for part in parts if part]  # without a known field it says nothing
         elif isinstance(value, str):
             stored[name] = value
     if kind == "function_call" and isinstance(item.get("arguments"), dict):
@@ -135,19 +136,15 @@ def stored_item(item: Item) -> Item:
     return stored
 
 
-def _num_values(item: Item) -> int:
-    """Count keys at all levels, and items of lists that are no objects."""
+def num_values(item: Item) -> int:
+    """Count keys and items of lists at all levels."""
     total = 0
     level: list[dict[str, Any] | list[Any]] = [item]
     while level:
-        total += sum(len(each) if isinstance(each, dict) else _num_plain(each) for each in level)
+        total += sum(map(len, level))
         values = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
         level = [value for value in values if isinstance(value, dict | list)]
     return total
-
-
-def _num_plain(values: list[Any]) -> int:
-    return sum(not isinstance(value, dict) for value in values)
 
 
 def _stored_part(part: dict[str, Any]) -> dict[str, Any]:

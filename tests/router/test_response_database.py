@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError, RequestError
 from router.responses_api.response_database import Entry, ResponseDatabase, StoreLimits
 from router.responses_api.response_store import find_conversation
-from router.responses_api.stored_items import Place, StoredItems, encode_items
+from router.responses_api.stored_items import Place, StoredItems, encode_items, num_values
 
 
 def entry(name: str, owner: str = "a", num_bytes: int = 0, status: str = "completed") -> Entry:
@@ -126,11 +129,66 @@ def test_conversation_that_a_request_names_is_bounded(items: list[dict[str, Any]
 def test_values_of_a_conversation_are_bounded() -> None:
     database = ResponseDatabase(":memory:", StoreLimits(100_000_000, 100.0))
     part = {"type": "input_text", "text": ""}
-    put_items(database, encode_items([{"role": "user", "content": [part] * 5000}] * 9))
-    assert len(find_conversation(database, "a", "1", [])[0]) == 9
-    put_items(database, encode_items([{"role": "user", "content": [part] * 5000}] * 11), "2")
+    put_items(database, encode_items([{"role": "user", "content": [part] * 5000}] * 6))
+    assert len(find_conversation(database, "a", "1", [])[0]) == 6
+    put_items(database, encode_items([{"role": "user", "content": [part] * 5000}] * 7), "2")
     with pytest.raises(RequestError, match="more than 100000 values; compact the conversation"):
         find_conversation(database, "a", "2", [])
+
+
+# Items with 60,000 objects or lists that are empty, in each field that keeps any.
+EMPTY: Any = [{}, []] * 30_000
+EMPTY_VALUES = [
+    {"type": "web_search_call", "action": {"queries": EMPTY}},
+    {"type": "mcp_call", "output": EMPTY},
+    {"type": "local_shell_call", "action": EMPTY},
+    {"type": "agent_message", "content": [EMPTY]},
+]
+
+
+@pytest.mark.parametrize("item", EMPTY_VALUES, ids=lambda item: item["type"])
+def test_empty_values_of_a_conversation_are_bounded(item: dict[str, Any]) -> None:
+    database = ResponseDatabase(":memory:", StoreLimits(100_000_000, 100.0))
+    put_items(database, encode_items([item, item]))
+    with pytest.raises(RequestError, match="more than 100000 values; compact the conversation"):
+        find_conversation(database, "a", "1", [])
+
+
+@pytest.mark.parametrize("kind", ["message", "reasoning", "function_call_output"])
+def test_parts_without_a_known_field_are_not_kept(kind: str) -> None:
+    parts: Any = [{}, {"more": [{}]}, {"type": "input_text", "text": "x"}]
+    (item,) = encode_items([{"type": kind, "content": parts, "summary": parts, "output": parts}]).decoded()
+    lists = [value for value in item.values() if isinstance(value, list)]
+    assert lists
+    assert all(value == parts[2:] for value in lists)
+
+
+values = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), values, max_size=4))
+def test_each_key_and_each_list_item_counts(item: dict[str, Any]) -> None:
+    def count(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return len(inner) + sum(map(count, inner))
+
+    assert num_values(item) == count(item)
+
+
+def test_values_in_a_file_of_the_release_before_are_counted(open_database: Callable[..., ResponseDatabase]) -> None:
+    """It did not count the objects in lists."""
+    database = open_database(100_000_000)
+    items = encode_items([EMPTY_VALUES[0]] * 2)
+    uncounted = [msgspec.structs.replace(place, num_values=7) for place in items.places]
+    put_items(database, StoredItems(items.data, uncounted))
+    database._connection.execute("PRAGMA user_version = 2")
+    database.close()
+    with pytest.raises(RequestError, match="more than 100000 values; compact the conversation"):
+        find_conversation(open_database(100_000_000), "a", "1", [])
 
 
 def test_unknown_fields_of_items_are_not_kept() -> None:
