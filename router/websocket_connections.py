@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
 
-from pdserve.http.connections import ABORT, BODY_SECONDS, BUFFER_BYTES, ConnectionLimit, StallWatch
+from pdserve.http.connections import ABORT, BODY_SECONDS, ConnectionLimit, UnreadWatch
 
 _MAX_FRAGMENTS = 4096  # of a message
 _SMALL_BYTES = 64 * 1024  # a connection may always hold so much
@@ -30,7 +30,7 @@ class MessageMemory:
         self.num_bytes = 0
 
 
-class WebSocketConnection(StallWatch, WebSocketsSansIOProtocol):
+class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
     """Close a connection whose message is too large, or stays incomplete for BODY_SECONDS."""
 
     _deadline: asyncio.TimerHandle | None = None  # of an incomplete message
@@ -57,14 +57,13 @@ class WebSocketConnection(StallWatch, WebSocketsSansIOProtocol):
     def abort(self) -> None:
         self.transport.abort()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport.set_write_buffer_limits(BUFFER_BYTES)
         self._limit.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.closed(self)
-        self._stop_watch()
+        self._on_room()
         self._complete = self._taken = 0
         self._hold(0)
         super().connection_lost(exc)
@@ -113,13 +112,8 @@ class WebSocketConnection(StallWatch, WebSocketsSansIOProtocol):
         else:
             self._pong = self.conn.data_to_send()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_watch()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_watch()
+    def _on_room(self) -> None:
+        super()._on_room()
         pong, self._pong = self._pong, ()
         if pong and not self.transport.is_closing():
             self.transport.write(b"".join(pong))

@@ -123,19 +123,112 @@ class ConnectionLimit:
         return refused
 
 
-class StallWatch:
-    """Part of a connection: abort it if its client reads nothing for ``_stall_timeout`` seconds."""
+class GatheringTransport(asyncio.Transport):
+    """Gathers what is written while the kernel takes nothing, and writes it at once when the kernel takes it.
+
+    A write that waits in the event loop takes 740 bytes beside its own, so a few hundred tokens would take 200 KiB.
+    """
+
+    def __init__(self, inner: asyncio.Transport, on_full: Callable[[], None], on_room: Callable[[], None]) -> None:
+        """``on_full`` and ``on_room`` are called when more than BUFFER_BYTES wait, and when no more do."""
+        super().__init__()
+        inner.set_write_buffer_limits(1)  # 0 would pause a TLS transport of uvloop for ever
+        self._inner = inner
+        self._on_full = on_full
+        self._on_room = on_room
+        self._gathers = inner.get_write_buffer_size() > 1  # another protocol has left it unread
+        self._waiting = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._gathers:
+            self._waiting += data
+            self._check()
+        else:
+            self._inner.write(data)
+
+    def gather(self) -> None:
+        """The kernel takes no more."""
+        self._gathers = True
+        self._check()
+
+    def release(self) -> None:
+        """The kernel has taken all of it."""
+        self._gathers = False
+        self._flush()
+        if self.get_write_buffer_size() <= BUFFER_BYTES:
+            self._on_room()
+
+    def unwrap(self) -> asyncio.Transport:
+        """Return the transport for another protocol."""
+        self._flush()
+        return self._inner
+
+    def close(self) -> None:
+        self._flush()
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def is_closing(self) -> bool:
+        return self._inner.is_closing()
+
+    def get_write_buffer_size(self) -> int:
+        return self._inner.get_write_buffer_size() + len(self._waiting)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._inner.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._inner.resume_reading()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        if waiting and not self._inner.is_closing():
+            self._inner.write(bytes(waiting))
+
+    def _check(self) -> None:
+        if self.get_write_buffer_size() > BUFFER_BYTES:
+            self._on_full()
+
+
+class UnreadWatch:
+    """Part of a connection: gather unread bytes, and abort it if they stay unread for ``_stall_timeout`` seconds.
+
+    The protocol behind it learns that writing is paused once more than BUFFER_BYTES wait.
+    """
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
+    _gathering: GatheringTransport | None = None
     _stall_timeout: float
     _on_stall: Callable[[], object]
     _unread_timer: asyncio.TimerHandle | None = None
 
-    def _start_watch(self) -> None:
-        self._watch_reads(self.transport.get_write_buffer_size(), self.loop.time())
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._gathering = GatheringTransport(transport, on_full=self._on_full, on_room=self._on_room)
+        super().connection_made(self._gathering)  # type: ignore[misc]
 
-    def _stop_watch(self) -> None:
+    def pause_writing(self) -> None:
+        """Called by the event loop."""
+        assert self._gathering is not None
+        self._gathering.gather()
+
+    def resume_writing(self) -> None:
+        """Called by the event loop."""
+        assert self._gathering is not None
+        self._gathering.release()
+
+    def _on_full(self) -> None:
+        super().pause_writing()  # type: ignore[misc]
+        if self._unread_timer is None:
+            self._watch_reads(self.transport.get_write_buffer_size(), self.loop.time())
+
+    def _on_room(self) -> None:
+        super().resume_writing()  # type: ignore[misc]
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
@@ -152,7 +245,7 @@ class StallWatch:
             self._unread_timer = self.loop.call_later(self._stall_timeout / 4, self._watch_reads, left, since)
 
 
-class BoundedConnection(StallWatch, HttpToolsProtocol):
+class BoundedConnection(UnreadWatch, HttpToolsProtocol):
     """Abort a connection whose request stays incomplete, or whose response stays unread, for too long."""
 
     _shaking: socket.socket | None = None  # during the TLS handshake
@@ -201,7 +294,6 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(BUFFER_BYTES)
         if self._shaking is None:
             self._limit.opened(self)
             self._set_deadline(HEADER_SECONDS)
@@ -214,7 +306,7 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
         self._set_deadline(None)
         if self._probe_timer is not None:
             self._probe_timer.cancel()
-        self.resume_writing()
+        self._on_room()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -278,6 +370,8 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
             self.transport.write(_BUSY)
             self.transport.close()
         else:
+            assert self._gathering is not None
+            self.transport = self._gathering.unwrap()
             super().handle_websocket_upgrade()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -332,14 +426,6 @@ class BoundedConnection(StallWatch, HttpToolsProtocol):
         self._progressed = True
         self._set_deadline(None)
         super().on_message_complete()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_watch()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_watch()
 
     def _set_deadline(self, seconds: float | None, then: Callable[[], None] | None = None) -> None:
         """Abort, or call ``then``, unless the next part of a request arrives in time; None: no part is expected."""

@@ -22,8 +22,9 @@ from router.generation.job import Job
 
 MAX_HELD = 64 * 1024 * 1024  # bytes of text, token ids and log-probabilities of a response that is not streamed
 _TOKEN_BYTES, _ALTERNATIVE_BYTES = 20, 8  # in columns
-PAUSE_BYTES = 64 * 1024  # written while the connection takes none; beyond, the nodes pause the request
+PAUSE_BYTES = 64 * 1024  # events that wait for the connection; beyond, the nodes pause the request
 _RESUME_BYTES = 16 * 1024  # left to write when the connection takes bytes again
+_EVENT_BYTES = 96  # of an event beside its JSON: two objects and a place in a list
 
 
 class Response(ABC):
@@ -187,7 +188,7 @@ class EventStreamResponse(Response):
             self._later.append(event)
         else:
             self._ready.append(event)
-        self._buffered += len(event.data)
+        self._buffered += len(event.data) + _EVENT_BYTES
 
     def _take(self) -> list[Event]:
         """Return the events before the next large one, and a part of that, and remove them."""
