@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.errors import CapacityError
-from pdserve.http.request_parser import RequestParser, may_open_websocket
+from pdserve.http.request_parser import RequestParser, may_open_websocket, names_host
 from pdserve.logs import LimitedWarnings
 from pdserve.rpc.address import join_address
 
@@ -267,7 +267,7 @@ class BoundedConnection(UnreadWatch, HttpToolsProtocol):
     ) -> None:
         """Abort a connection whose client reads nothing for ``stall_timeout`` seconds, and call ``on_stall``."""
         super().__init__(*args, **kwargs)
-        self.parser = RequestParser(self)
+        self.parser = RequestParser(self)  # type: ignore[assignment]
         self._limit = limit
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
@@ -343,6 +343,8 @@ class BoundedConnection(UnreadWatch, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
             raise ValueError("this server is no proxy")  # a 400: the bytes behind it are of another protocol
+        if not names_host(self.parser.get_http_version(), self.headers):
+            raise ValueError("a request has one Host field")  # a 400: proxies may take it for another host's
         if self.parser.should_upgrade() and not self._should_upgrade():
             return  # the request is parsed again
         self._progressed = True

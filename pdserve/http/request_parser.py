@@ -31,26 +31,50 @@ def may_open_websocket(method: bytes, http_version: str, headers: Iterable[Heade
     return method == b"GET" and http_version == "1.1" and not has_body
 
 
-class RequestParser(HttpRequestParser):
+def names_host(http_version: str, headers: Iterable[Header]) -> bool:
+    """Return whether a request has the one Host field of RFC 9112, 3.2; HTTP/1.0 may have none."""
+    num_hosts = sum(name == b"host" for name, _ in headers)
+    return num_hosts == 1 or (num_hosts == 0 and http_version == "1.0")
+
+
+class RequestParser:
     """A request that is parsed again has two sets of callbacks. ``should_upgrade`` is true in the first set only."""
 
     def __init__(self, protocol: UpgradingProtocol) -> None:
-        super().__init__(protocol)
         self._protocol = protocol
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # pipelined requests, as in uvicorn
+        self._parser = self._new_parser()
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
         """Raises HttpParserUpgrade after a WebSocket handshake, and HttpParserError."""
         rest = memoryview(data)
         while rest:
             try:
-                super().feed_data(rest)
+                self._parser.feed_data(rest)
                 return
             except HttpParserUpgrade as exc:
                 if self._protocol._should_upgrade():
                     raise
                 rest = rest[exc.args[0] :]
-            super().feed_data(self._head_without_upgrade())
+            head = self._head_without_upgrade()
+            self._parser = self._new_parser()  # httptools' parser ignores what follows a request with "close"
+            self._parser.feed_data(head)
+
+    def get_method(self) -> bytes:
+        return self._parser.get_method()
+
+    def get_http_version(self) -> str:
+        return self._parser.get_http_version()
+
+    def should_keep_alive(self) -> bool:
+        return self._parser.should_keep_alive()
+
+    def should_upgrade(self) -> bool:
+        return self._parser.should_upgrade()
+
+    def _new_parser(self) -> HttpRequestParser:
+        parser = HttpRequestParser(self._protocol)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # pipelined requests, as in uvicorn
+        return parser
 
     def _head_without_upgrade(self) -> bytes:
         protocol = self._protocol

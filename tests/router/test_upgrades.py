@@ -149,6 +149,36 @@ def test_upgrade_that_asks_for_an_interim_response_gets_it() -> None:
     assert seen == [("POST", "/first", b"ab"), ("GET", "/last", b"")]
 
 
+@pytest.mark.parametrize("arrives", ["one", "two", "pieces"])
+@pytest.mark.parametrize(
+    ("version", "connection"), [(b"1.0", b"Upgrade"), (b"1.0", b"keep-alive, Upgrade"), (b"1.1", b"Upgrade, close")]
+)
+def test_upgrade_of_the_last_request_of_a_connection_is_ignored(
+    version: bytes, connection: bytes, arrives: str
+) -> None:
+    upgrade = b"Connection: %b\r\nUpgrade: websocket\r\nContent-Length: 2\r\n\r\nab" % connection
+    answer, seen = answer_and_seen(split(b"POST /first HTTP/%b\r\nHost: x\r\n" % version + upgrade, arrives))
+    assert seen == [("POST", "/first", b"ab")]
+    assert b" 200 OK" in answer
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /first HTTP/1.1\r\nConnection: close\r\n\r\n", b"400"),
+        (b"GET /first HTTP/1.1\r\nHost: x\r\nHost: x\r\nConnection: close\r\n\r\n", b"400"),
+        (b"GET /first HTTP/1.0\r\nHost: x\r\nHost: y\r\n\r\n", b"400"),
+        (b"GET /first HTTP/1.1\r\n" + SOCKET + b"\r\n", b"400"),
+        (b"GET /first HTTP/1.1\r\nHost:\r\nConnection: close\r\n\r\n", b"200"),
+        (b"GET /first HTTP/1.0\r\n\r\n", b"200"),
+    ],
+)
+def test_request_has_one_host_field(request_: bytes, status: bytes) -> None:
+    answer, seen = answer_and_seen([request_])
+    assert answer.split(b" ")[1] == status
+    assert len(seen) == (status == b"200")
+
+
 @pytest.mark.parametrize(
     "framing", [b"Content-Length: 2\r\n\r\nab", b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"]
 )
@@ -164,7 +194,10 @@ def test_websocket_handshake_behind_a_running_response_is_a_request() -> None:
         server = Server()
         server.answers.clear()
         async with listening(server, None) as (port, _):
-            parts = [b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /second HTTP/1.1\r\n" + SOCKET + b"\r\n" + LAST]
+            parts = [
+                b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n",
+                b"GET /second HTTP/1.1\r\nHost: x\r\n" + SOCKET + b"\r\n" + LAST,
+            ]
             answering = asyncio.create_task(answer_to(port, parts))
             await asyncio.sleep(0.1)
             server.answers.set()
