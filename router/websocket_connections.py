@@ -17,6 +17,7 @@ from pdserve.http.connections import ABORT, BODY_SECONDS, ConnectionLimit, Unrea
 
 _MAX_FRAGMENTS = 4096  # of a message
 _SMALL_BYTES = 64 * 1024  # a connection may always hold so much
+_MESSAGE_BYTES = 512  # of a message beside its own: an empty one takes memory, too
 _BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SET_IDLE = "pdserve.set_idle"  # key in the ASGI scope
 _TOO_BIG, _TRY_AGAIN_LATER = 1009, 1013  # close codes of RFC 6455
@@ -89,7 +90,7 @@ class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         self.curr_msg_data_type = "bytes"  # the application decodes text, and says what is wrong with it
-        self._complete += sum(map(len, self.frames))
+        self._complete += sum(map(len, self.frames)) + _MESSAGE_BYTES
         self._limit.busy(self)
         super().send_receive_event_to_app()
 
@@ -98,7 +99,8 @@ class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
         self._complete -= min(self._taken, self._complete)
         self._hold(incomplete)
         message: Any = await super().receive()
-        self._taken = len(message.get("bytes", b""))
+        is_message = message["type"] == "websocket.receive"
+        self._taken = len(message["bytes"]) + _MESSAGE_BYTES if is_message else 0
         self._hold(self._held - self._complete)  # reading may have resumed
         return message
 
