@@ -14,6 +14,7 @@ from functools import lru_cache
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
+from pdserve.checkpoint.tokenizer_file import TokenizerFile
 from pdserve.errors import RequestError
 from pdserve.records import TokenMask
 
@@ -111,11 +112,26 @@ class GrammarVocabulary:
     """A model's tokens in the form that grammars need. Its constructor holds the GIL: 1.3 s for 150,000 tokens."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()) -> None:
-        """``vocab_size`` may be padded; ValueError if it is too small. Default end tokens are the tokenizer's."""
+        """``vocab_size`` is the model's. Default: the tokenizer's, also of the end tokens. Raises ValueError.
+
+        A model may have weights for more tokens than the tokenizer, and the tokenizer tokens without weights, such as
+        a [PAD] that was added later: no mask allows these.
+        """
         from llguidance import LLTokenizer
 
-        eos = list(eos_token_ids) or None
-        self.tokenizer: LLTokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+        num_tokens = TokenizerFile.decode(tokenizer_json).num_tokens
+        self.vocab_size = num_tokens if vocab_size is None else vocab_size
+        self.tokenizer: LLTokenizer = LLTokenizer(
+            tokenizer_json, n_vocab=max(self.vocab_size, num_tokens), eos_token=list(eos_token_ids) or None
+        )
+
+    def mask_of(self, bits: bytes) -> bytes:
+        """Return llguidance's bits in the length of TokenMask, without tokens that have no weights."""
+        mask = bits[: TokenMask.num_bytes(self.vocab_size)]
+        if self.tokenizer.vocab_size == self.vocab_size:
+            return mask
+        known = int.from_bytes(mask, "little") & ((1 << self.vocab_size) - 1)
+        return known.to_bytes(len(mask), "little")
 
 
 class Grammar:
@@ -131,8 +147,7 @@ class Grammar:
         if wrong or lenient:
             raise RequestError(_one_line((lenient or words)[0]), "grammar")
         self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
-        self.mask_bytes = TokenMask.num_bytes(vocabulary.tokenizer.vocab_size)  # llguidance's may have a word more
-        self.tokenize = vocabulary.tokenizer.tokenize_bytes
+        self.vocabulary = vocabulary
         self._num_masks = 0
         self._mask_seconds = 0.0  # of CPU, of all masks
         self.first_mask = self.matcher().mask()
@@ -181,16 +196,18 @@ class Matcher:
 
         Where the text is forced, it allows the first token of that text alone. If the text begins with that of an added
         token, this is the added token, which the matcher does not take for its text: the text's own tokens replace it.
+        So they do for a token without weights.
         """
-        words = self._matcher.compute_bitmask()[: self._grammar.mask_bytes]
-        if (token_id := _only_token(words)) is None or self._matcher.validate_tokens([token_id]):
-            return words
+        vocabulary, bits = self._grammar.vocabulary, self._matcher.compute_bitmask()
+        token_id = _only_token(bits)
+        if token_id is None or (token_id < vocabulary.vocab_size and self._matcher.validate_tokens([token_id])):
+            return vocabulary.mask_of(bits)
         forced = self._matcher.compute_ff_bytes()[:_MAX_ADDED_TOKEN]
         for end in range(len(forced) - 1, 0, -1):
-            token_ids = self._grammar.tokenize(forced[:end])
-            if token_ids and self._matcher.validate_tokens(token_ids[:1]):
-                return _mask_of(token_ids[0], self._grammar.mask_bytes)
-        return words
+            token_ids = vocabulary.tokenizer.tokenize_bytes(forced[:end])
+            if token_ids and token_ids[0] < vocabulary.vocab_size and self._matcher.validate_tokens(token_ids[:1]):
+                return _mask_of(token_ids[0], TokenMask.num_bytes(vocabulary.vocab_size))
+        return vocabulary.mask_of(bits)
 
     def mask(self) -> bytes:
         """Return the mask for ``TokenMask.words``. At the grammar's end it allows only an end of sequence.

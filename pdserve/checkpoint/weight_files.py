@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from pdserve.errors import CheckpointError, cut, shown
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 64 << 20  # bytes; 100,000 tensors take 10 MB
 _MAX_FILES = 4096
+_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # dtypes that values are computed in
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt")
 
 
@@ -70,6 +73,19 @@ def collect_headers(
         if len(found) > MAX_TENSORS:
             raise CheckpointError(f"{model_dir} has more than {MAX_TENSORS} tensors; choose another checkpoint")
     return collected
+
+
+def most_stored_dtype(headers: Mapping[Path, Mapping[str, Tensor]]) -> str | None:
+    """Return the dtype of most values that are stored in float32, bfloat16 or float16; None if there are none.
+
+    Quantized weights count by the tensors beside them: embeddings, norms and scales.
+    """
+    values: Counter[str] = Counter()
+    for tensors in headers.values():
+        for tensor in tensors.values():
+            if tensor.dtype in _FLOATS:
+                values[_FLOATS[tensor.dtype]] += math.prod(tensor.shape)
+    return max(values, key=values.__getitem__, default=None)
 
 
 def _without_weights(model_dir: Path) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.stored_head import has_other_head
-from pdserve.checkpoint.weight_files import read_headers
+from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
 from pdserve.errors import shown
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
 from pdserve.kv_groups import KVCacheGroups, cut_into_groups
@@ -19,6 +19,7 @@ from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, 
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.eagle3 import Eagle3Config, TargetSizes
+from pdserve.model.eos_tokens import eos_token_ids
 from pdserve.model.families import FAMILIES
 from pdserve.model.kept_weights import kept_format
 from pdserve.model.latent import LatentConfig, read_latent
@@ -73,7 +74,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
     keeps_quantized: bool = False  # weights stay quantized in memory; else they are dequantized when loaded
-    eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
+    eos_token_ids: tuple[int, ...] = ()  # of the configs and the tokenizer
     impl: str = NATIVE  # or TRANSFORMERS
     num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
     moe: MoEConfig | None = None  # None: dense, or not native
@@ -161,7 +162,6 @@ MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 LATER_FIELDS = frozenset({"draft_head", "num_draft_layers"})
 
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
-_MAX_EOS_TOKENS = 64
 _NEXTN = (  # the first that a config has counts
     "num_nextn_predict_layers",
     "num_mtp_layers",
@@ -171,7 +171,7 @@ _NEXTN = (  # the first that a config has counts
 
 
 def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = False) -> ModelConfig:
-    """Read ``config.json`` (the format of transformers 4 or 5) and, for EOS, ``generation_config.json``.
+    """Read ``config.json`` (the format of transformers 4 or 5) and, for EOS, generation_config.json and the tokenizer.
 
     ``impl`` is one of ``MODEL_IMPLS``; auto is native for the families in ``FAMILIES``. A model that only ``embeds``
     may be saved without the head: its architecture is then named "…Model". Raises CheckpointError for anything that
@@ -206,7 +206,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
     scale = head_dim**-0.5 if latent is None else latent.scale(rope)
     vocab_size = fields.integer("vocab_size")
-    dtype = _dtype(fields)
+    dtype = _dtype(model_dir, fields, weight_format)
     recurrent = () if family.recurrent is None else family.recurrent(fields, num_layers)
     nextn = [name for name in _NEXTN if fields.given(name) is not None] or _NEXTN
     model = ModelConfig(
@@ -236,7 +236,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         centered_norms=family.centered_norms,
         weight_format=weight_format,
         quantization=quantization,
-        eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
+        eos_token_ids=eos_token_ids(model_dir, fields, vocab_size),
         moe=None if family.moe is None else family.moe(fields, num_layers),
         latent=latent,
         use_qk_norm=fields.flag("use_qk_norm"),
@@ -271,10 +271,10 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multi
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10_000.0),
         max_position_embeddings=read_positions(fields),
-        dtype=_dtype(fields),
+        dtype=_dtype(model_dir, fields, weight_format),
         weight_format=weight_format,
         quantization=quantization,
-        eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
+        eos_token_ids=eos_token_ids(model_dir, fields, vocab_size),
         impl=TRANSFORMERS,
         multimodal=multimodal,
         num_weights=find_weights(model_dir, headers, rules).num_weights,
@@ -326,22 +326,14 @@ def _check_activation(fields: ConfigFields) -> None:
         raise fields.error(f"has hidden_act = {shown(activation)}; supported is 'silu'. {REMEDY}")
 
 
-def _dtype(fields: ConfigFields) -> str:
-    return fields.choice("dtype", fields.get("dtype", fields.get("torch_dtype", "float32")), SUPPORTED_DTYPES)
+def _dtype(model_dir: Path, fields: ConfigFields, weight_format: str) -> str:
+    """Return the config's dtype; without one, the dtype that stores most values of the checkpoint.
 
-
-def _eos_token_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:
-    path = model_dir / "generation_config.json"
-    source = ConfigFields(path) if os.path.exists(path) else fields
-    if source.get("eos_token_id") is None:
-        source = fields
-    value = source.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if len(ids) > _MAX_EOS_TOKENS:
-        raise source.error(f"has {len(ids)} end-of-sequence tokens, the limit is {_MAX_EOS_TOKENS}. {REMEDY}")
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise source.error(
-                f"has eos_token_id = {shown(token)}; it must be a token id below {vocab_size}, or a list. {REMEDY}"
-            )
-    return tuple(ids)
+    Without weights either, it is bfloat16 for quantized models, and transformers' default of float32 for others.
+    """
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    if dtype is None and any(model_dir.glob("*.safetensors")):
+        dtype = most_stored_dtype(read_headers(model_dir))
+    if dtype is None:
+        dtype = "float32" if weight_format == UNQUANTIZED else "bfloat16"
+    return fields.choice("dtype", dtype, SUPPORTED_DTYPES)

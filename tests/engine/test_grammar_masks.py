@@ -23,7 +23,7 @@ from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, from_json_schema, from_regex
 from pdserve.ipc.messages import Cancel, Mode, Shutdown, Submit
 from pdserve.model.model_config import load_model_config
-from pdserve.records import FinishReason
+from pdserve.records import FinishReason, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 
@@ -128,6 +128,27 @@ def test_grammars_give_the_text_of_added_tokens(notation: str) -> None:
             fitting = (each for each in allowed if goal.startswith(TOKENIZER.decode([*token_ids, each])))
             token_ids.append(next(fitting))
             matcher.consume(token_ids[-1:])
+
+
+@pytest.mark.parametrize("lacking", [1, 7, 96, 1500])
+def test_no_mask_allows_a_token_without_weights(lacking: int) -> None:
+    """A tokenizer with more tokens than the model: texts are written with the others, also where they are forced."""
+    vocab_size = TOKENIZER.get_vocab_size() - lacking
+    vocabulary = GrammarVocabulary(TOKENIZER.to_str(), vocab_size, [2])
+    for text in ("The quick brown fox", '{"city": "Paris"}', "".join(f"{number:03d} " for number in range(40))):
+        matcher, written = Grammar(from_regex(re.escape(text)), vocabulary).matcher(), ""
+        while written != text:
+            mask = matcher.mask()
+            assert len(mask) == TokenMask.num_bytes(vocab_size)
+            bits = int.from_bytes(mask, "little")
+            assert 0 < bits < 1 << vocab_size
+            allowed = [token_id for token_id in range(vocab_size) if bits >> token_id & 1]
+            token_id, written = next(
+                (token_id, after)
+                for token_id in reversed(allowed)
+                if text.startswith(after := written + TOKENIZER.decode([token_id])) and after != written
+            )
+            matcher.consume([token_id])
 
 
 def chain(depth: int) -> str:

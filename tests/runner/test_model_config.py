@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import FAMILIES, make_checkpoint
+from safetensors.torch import save_file
 
 from pdserve.errors import CheckpointError
 from pdserve.model.model_config import ModelConfig, load_model_config
@@ -138,6 +140,63 @@ def test_eos_comes_from_the_generation_config_first(tmp_path: Path) -> None:
     assert load(tmp_path, {**LLAMA, "eos_token_id": 7}).eos_token_ids == (7,)
     assert load(tmp_path, {**LLAMA, "eos_token_id": 7}, {"eos_token_id": [8, 9]}).eos_token_ids == (8, 9)
     assert load(tmp_path, {**LLAMA, "eos_token_id": 7}, {"temperature": 1}).eos_token_ids == (7,)
+
+
+def write_tokenizer(directory: Path, eos: Any, model: dict[str, Any]) -> None:
+    tokenizer = {"added_tokens": [{"id": 9, "content": "<|im_end|>", "special": True}], "model": model}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+
+
+@pytest.mark.parametrize(
+    ("eos", "model", "token_ids"),
+    [
+        ("<|im_end|>", {"type": "BPE", "vocab": {"a": 0}}, (0, 9)),
+        ({"content": "<|im_end|>", "lstrip": False}, {"type": "BPE", "vocab": {"a": 0}}, (0, 9)),
+        ("</s>", {"type": "BPE", "vocab": {"a": 0, "</s>": 3}}, (0, 3)),
+        ("</s>", {"type": "Unigram", "vocab": [["<unk>", 0.0], ["</s>", -1.0]]}, (0, 1)),
+        ("a", {"type": "BPE", "vocab": {"a": 0}}, (0,)),
+        ("</s>", {"type": "BPE", "vocab": {"</s>": 100}}, (0,)),  # a token without weights
+        ("</s>", {"type": "BPE", "vocab": {"a": 0}}, (0,)),
+        (None, {"type": "BPE", "vocab": {"a": 0}}, (0,)),
+        (7, {"type": "BPE", "vocab": {"a": 0}}, (0,)),
+    ],
+)
+def test_the_end_token_of_the_tokenizer_ends_answers_too(
+    eos: Any, model: dict[str, Any], token_ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path, eos, model)
+    assert load(tmp_path, LLAMA, {"eos_token_id": 0}).eos_token_ids == token_ids
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "</s>", {"type": "BPE", "vocab": {"</s>": "3"}})
+    with pytest.raises(CheckpointError, match="tokenizer.json: its tokens cannot be read .* download"):
+        load(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "quantized", "dtype"),
+    [
+        ({"a": ("bfloat16", 8)}, False, "bfloat16"),
+        ({"a": ("float16", 8), "scale": ("float32", 2)}, False, "float16"),
+        ({"experts": ("uint8", 64), "router": ("float32", 2), "embedding": ("bfloat16", 8)}, True, "bfloat16"),
+        ({"a": ("float32", 8), "b": ("bfloat16", 4)}, False, "float32"),
+        ({"experts": ("uint8", 64)}, True, "bfloat16"),
+        ({}, True, "bfloat16"),
+        ({}, False, "float32"),
+    ],
+)
+def test_without_a_dtype_the_stored_tensors_tell_it(
+    tensors: dict[str, tuple[str, int]], quantized: bool, dtype: str, tmp_path: Path
+) -> None:
+    """As published, gpt-oss and MiniMax-M2 have none."""
+    if tensors:
+        stored = {name: torch.zeros(size, dtype=getattr(torch, kind)) for name, (kind, size) in tensors.items()}
+        save_file(stored, tmp_path / "model.safetensors")
+    config = {name: value for name, value in LLAMA.items() if name != "torch_dtype"} | {"tie_word_embeddings": False}
+    quantization = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert load(tmp_path, config | (quantization if quantized else {})).dtype == dtype
 
 
 def scaled(**rope: Any) -> dict[str, Any]:
