@@ -14,9 +14,9 @@ from functools import lru_cache
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
-from pdserve.checkpoint.tokenizer_file import TokenizerFile
 from pdserve.errors import RequestError
 from pdserve.records import TokenMask
+from pdserve.tokenizer_tokens import TokenizerTokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -119,7 +119,7 @@ class GrammarVocabulary:
         """
         from llguidance import LLTokenizer
 
-        num_tokens = TokenizerFile.decode(tokenizer_json).num_tokens
+        num_tokens = TokenizerTokens.decode(tokenizer_json).num_tokens
         self.vocab_size = num_tokens if vocab_size is None else vocab_size
         self.tokenizer: LLTokenizer = LLTokenizer(
             tokenizer_json, n_vocab=max(self.vocab_size, num_tokens), eos_token=list(eos_token_ids) or None

@@ -39,6 +39,7 @@ from pdserve.discovery.sources import source_addresses
 from pdserve.errors import PdserveError
 from pdserve.flags.declaration import add_flags, options_from
 from pdserve.flags.parser import command_parser
+from pdserve.model.eos_tokens import unnamed_end_token
 from pdserve.model.generation_defaults import load_generation_defaults
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -158,12 +159,20 @@ def _findings(
 
 
 def _check_tokenizer(config: NodeConfig) -> Finding:
-    """Check what a router reads of a checkpoint."""
+    """Check what a router reads of a checkpoint, and which tokens end answers."""
     from router.server import load_tokenizer
 
-    tokenizer = load_tokenizer(config.model_dir)
-    load_generation_defaults(Path(config.model_dir))
-    return ok("with a chat template" if tokenizer.chat_template else "without a chat template: completions only")
+    tokenizer, model, directory = load_tokenizer(config.model_dir), config.model, Path(config.model_dir)
+    load_generation_defaults(directory)
+    template = "with a chat template" if tokenizer.chat_template else "without a chat template: completions only"
+    ends = ", ".join(f"{tokenizer.token(token_id)} ({token_id})" for token_id in model.eos_token_ids)
+    text = f"{template}; answers end with {ends or 'no token'}"
+    if not ends:
+        return warn(text, "add eos_token_id to generation_config.json")
+    if (unnamed := unnamed_end_token(directory, model.vocab_size)) is not None:
+        remedy = "add it to eos_token_id of generation_config.json, or correct eos_token of tokenizer_config.json"
+        return warn(f"{text}; only the tokenizer names {unnamed}", remedy)
+    return ok(text)
 
 
 def _check_tensors(config: NodeConfig) -> Finding:

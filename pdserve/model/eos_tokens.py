@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from pdserve.checkpoint.tokenizer_file import tokenizer_eos
-from pdserve.errors import shown
+from pdserve.checkpoint.files import MAX_TOKENIZER, read_file, read_object
+from pdserve.errors import CheckpointError, shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.text_part import take_text_part
+from pdserve.tokenizer_tokens import TokenizerTokens
 
+_MAX_CONFIG = 16 << 20  # bytes of tokenizer_config.json
 _MAX_EOS_TOKENS = 64
 
 
@@ -18,14 +22,21 @@ def eos_token_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tup
     Files of one checkpoint may disagree: fine-tuned models end turns with a token that only their tokenizer names. Each
     of these tokens ends an answer, as in vLLM and SGLang. Raises CheckpointError.
     """
-    ids = configured_eos_ids(model_dir, fields, vocab_size)
-    of_tokenizer = tokenizer_eos(model_dir)
+    ids, of_tokenizer = _configured(model_dir, fields, vocab_size), _tokenizer_eos(model_dir)
     if of_tokenizer is None or of_tokenizer in ids or of_tokenizer >= vocab_size:
         return ids
     return (*ids, of_tokenizer)
 
 
-def configured_eos_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:
+def unnamed_end_token(model_dir: Path, vocab_size: int) -> int | None:
+    """Return the tokenizer's end token if no config of the checkpoint names it. Raises CheckpointError."""
+    fields = ConfigFields(model_dir / "config.json")
+    take_text_part(fields, native=True)
+    unnamed = set(eos_token_ids(model_dir, fields, vocab_size)).difference(_configured(model_dir, fields, vocab_size))
+    return next(iter(unnamed), None)
+
+
+def _configured(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:
     """Return the ids of generation_config.json, else config.json. Raises CheckpointError."""
     path = model_dir / "generation_config.json"
     source = ConfigFields(path) if os.path.exists(path) else fields
@@ -41,3 +52,31 @@ def configured_eos_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -
                 f"has eos_token_id = {shown(token)}; it must be a token id below {vocab_size}, or a list. {REMEDY}"
             )
     return tuple(ids)
+
+
+def _tokenizer_eos(model_dir: Path) -> int | None:
+    """Return the id of tokenizer_config.json's ``eos_token``; None if it, or the tokenizer, is missing.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    config_path, path = model_dir / "tokenizer_config.json", model_dir / "tokenizer.json"
+    if not config_path.exists() or not path.exists():
+        return None
+    config = read_object(config_path, _MAX_CONFIG)
+    text = _content(config.get("eos_token"))
+    if text is None:
+        return None
+    listed = config.get("added_tokens_decoder")  # may have tokens that tokenizer.json lacks
+    for token_id, token in listed.items() if isinstance(listed, dict) else ():
+        if _content(token) == text and token_id.isdecimal():
+            return int(token_id)
+    try:
+        return TokenizerTokens.decode(read_file(path, MAX_TOKENIZER)).find(text)
+    except ValueError as exc:
+        raise CheckpointError(f"{path}: {exc}; download the checkpoint again") from exc
+
+
+def _content(token: Any) -> str | None:
+    """Return the text of a token: a string, or an object that has it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

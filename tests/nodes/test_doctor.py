@@ -83,6 +83,18 @@ def hub_cache(directory: Path, *files: str) -> dict[str, str]:
     return {"HF_HUB_CACHE": str(directory), "HF_HUB_OFFLINE": "1"}
 
 
+def test_the_tokens_that_end_answers_are_told_and_a_disagreement_is_a_warning(tmp_path: Path) -> None:
+    status, findings = doctor("--engine", "simulated")
+    assert "answers end with <|im_end|> (2), <|endoftext|> (0)" in findings["tokenizer"].text
+    for path in EMBEDDED_MODEL.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    status, findings = doctor("--engine", "simulated", model=str(tmp_path))
+    assert (status, warned(findings)) == (0, {"tokenizer"})
+    assert findings["tokenizer"].text.endswith("<|endoftext|> (0), <|im_end|> (2); only the tokenizer names 2")
+
+
 @pytest.mark.slow
 def test_hub_ids_are_looked_up(tmp_path: Path) -> None:
     small = [path.name for path in EMBEDDED_MODEL.iterdir() if path.suffix in (".json", ".jinja")]

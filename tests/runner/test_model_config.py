@@ -145,7 +145,8 @@ def test_eos_comes_from_the_generation_config_first(tmp_path: Path) -> None:
 def write_tokenizer(directory: Path, eos: Any, model: dict[str, Any]) -> None:
     tokenizer = {"added_tokens": [{"id": 9, "content": "<|im_end|>", "special": True}], "model": model}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    config = {"eos_token": eos, "added_tokens_decoder": {"11": {"content": "<|eot|>", "special": True}}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,7 @@ def write_tokenizer(directory: Path, eos: Any, model: dict[str, Any]) -> None:
     [
         ("<|im_end|>", {"type": "BPE", "vocab": {"a": 0}}, (0, 9)),
         ({"content": "<|im_end|>", "lstrip": False}, {"type": "BPE", "vocab": {"a": 0}}, (0, 9)),
+        ("<|eot|>", {"type": "BPE", "vocab": {"a": 0}}, (0, 11)),
         ("</s>", {"type": "BPE", "vocab": {"a": 0, "</s>": 3}}, (0, 3)),
         ("</s>", {"type": "Unigram", "vocab": [["<unk>", 0.0], ["</s>", -1.0]]}, (0, 1)),
         ("a", {"type": "BPE", "vocab": {"a": 0}}, (0,)),
@@ -171,7 +173,7 @@ def test_the_end_token_of_the_tokenizer_ends_answers_too(
 
 def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "</s>", {"type": "BPE", "vocab": {"</s>": "3"}})
-    with pytest.raises(CheckpointError, match="tokenizer.json: its tokens cannot be read .* download"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: its tokens cannot be read .* download"):
         load(tmp_path, LLAMA)
 
 
