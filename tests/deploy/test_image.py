@@ -108,30 +108,6 @@ def test_jit_cache_has_the_version_of_flashinfer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_packages_of_the_gpu_image_resolve_together(tmp_path: Path) -> None:
-    """pip finds versions of all packages but FlashInfer's jit-cache, which PyPI does not have."""
-    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("triton==")]
-    (tmp_path / "gpu.txt").write_text("\n".join(pinned))
-    report = tmp_path / "report.json"
-    words = [
-        "--dry-run",
-        "--ignore-installed",
-        "--quiet",
-        "--report",
-        str(report),
-        "--constraint",
-        str(tmp_path / "gpu.txt"),
-    ]
-    done = subprocess.run([*PIP, *words, f"{ROOT}[gpu]"], capture_output=True, text=True)
-    if "Failed to establish a new connection" in done.stderr:
-        pytest.skip("the package index does not answer")
-    assert done.returncode == 0, done.stderr
-    found = {each["metadata"]["name"].lower() for each in json.loads(report.read_text())["install"]}
-    assert found >= {"pdserve", "torch", "triton", "flashinfer-python", "nixl-cu13", "nvidia-ml-py"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_bill_of_materials_names_the_packages(tmp_path: Path) -> None:
     """The tool and the command of the Dockerfile, on the environment of the tests."""
     (tool,) = re.findall(r"pip install --no-cache-dir (cyclonedx-bom==\S+)", stages()["materials"])
