@@ -40,6 +40,9 @@ _TEXT_LINE = re.compile(
     r"(?P<start>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?P<level>[A-Z]+) +)(?P<name>[^:]*): (?P<message>.*)", re.DOTALL
 )
 
+_PACKAGES = ("pdserve", "cli", "router", "node", "prefill_node", "decode_node", "elastic_node", "engine", "runner",
+             "connector", "__main__")  # fmt: skip
+
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _early_warnings: list[str] = []  # found before ``setup_logging``
 _process_fields: dict[str, str] = {}  # JSON fields of every line of this process
@@ -74,7 +77,11 @@ def setup_logging(role: str, log_format: str, level: str = "", name: str = "") -
     handler = logging.StreamHandler(sys.stderr)
     text_formatter = logging.Formatter(_TEXT.format(name=name or role), "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonFormatter() if log_format == "json" else text_formatter)
-    logging.basicConfig(handlers=[handler], level=level if known else logging.INFO)
+    number = logging.getLevelNamesMapping().get(level, logging.INFO)
+    # Below INFO, libraries write more lines than this program: theirs stay at WARNING.
+    logging.basicConfig(handlers=[handler], level=number if number >= logging.INFO else logging.WARNING)
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(number)
     faulthandler.register(signal.SIGUSR1, file=_STDERR)
     if not known:
         logging.warning("PDSERVE_LOG_LEVEL %r is not a log level; using INFO", level)

@@ -61,6 +61,7 @@ def up(args: argparse.Namespace) -> int:
         finally:
             display.close()
         if stop.received:
+            _log.info("stopping")
             return EXIT_INTERRUPTED
         print_welcome(fleet.url, plan.config, fleet.nodes, router)
         display = serving_display()
@@ -104,9 +105,15 @@ def restart_due(fleet: LocalFleet) -> bool:
 
 
 def restart_later(fleet: LocalFleet, child: Child) -> None:
-    """Have a process that died start again. Raises its error if it has failed too often."""
+    """Have a process that died start again. Raises its error if it has failed too often.
+
+    A process that ends with status 0 was asked to: it has drained, as in a planned restart.
+    """
     error = death_of(child)
     delay = fleet.restart(child, time.monotonic())
+    if delay and child.process.returncode == 0 and not child.failed_with:
+        _log.info("%s has ended as it was asked to; it starts again in %g s, the others serve on", child.name, delay)
+        return
     if not delay:
         raise NodeError(f"{error}. It has failed {MAX_FAILURES} times in a row") from error
     _log.error("%s. It starts again in %g s; the others serve on", error, delay)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.checkpoint.files import read_object
+from pdserve.checkpoint.gguf import conversion
 from pdserve.errors import CheckpointError, shown
 
 _MAX_BYTES = 4 << 20
@@ -67,6 +68,8 @@ class ConfigFields:
         self.remedy = "download the checkpoint again"  # for a field that is missing
         self.names_read: set[str] = set()
         if not os.path.exists(path):
+            if others := sorted(path.parent.glob("*.gguf")):
+                raise CheckpointError(conversion(others[0]))
             raise self.error("does not exist; a model directory holds config.json, a tokenizer and *.safetensors")
         self.values = read_object(path, _MAX_BYTES)
 

@@ -12,8 +12,11 @@ _MAX_ID = 100  # characters of a node id
 
 
 def node_headers(generation: RequestGeneration) -> Headers:
-    """Return the headers once a token has arrived. Ids are percent-encoded: nodes choose them freely."""
+    """Return the headers once a token has arrived.
+
+    Nodes choose their ids freely, so these are percent-encoded, but for the characters of addresses.
+    """
     if not generation.options.names_nodes:
         return []
     named = zip((PREFILL_NODE, DECODE_NODE), generation.nodes, strict=True)
-    return [(name.encode(), quote(node_id[:_MAX_ID]).encode()) for name, node_id in named if node_id]
+    return [(name.encode(), quote(node_id[:_MAX_ID], safe="/:[]").encode()) for name, node_id in named if node_id]

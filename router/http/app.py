@@ -191,7 +191,7 @@ def _open_store(service: Service) -> ResponseStore | None:
 def _hint_of_path(path: str, app: FastAPI) -> str:
     """Return the nearest path of an endpoint, or where all are listed."""
     paths = [route.path for route in app.routes if isinstance(route, Route)]
-    nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.7)
+    nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.8)
     return f"did you mean {nearest[0]}?" if nearest else f"{DOCS_PATH} lists the endpoints"
 
 
@@ -226,15 +226,16 @@ def _add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
         path = cut(request.url.path)
         if exc.status_code == 404 and (location := _without_slash(request, app)):
             return Response(status_code=307, headers={"location": location})
+        methods = _methods_of_path(request.url.path, app)
         messages = {
             404: f"unknown path {path}; {_hint_of_path(path, app)}",
-            405: f"{request.method} is not allowed at {path}; use another method",
+            405: f"{request.method} is not allowed at {path}; use {' or '.join(methods)}",
         }
         message = messages.get(exc.status_code, str(exc.detail))
         response = http_error(exc.status_code, message, formats.of(request.url.path))
         response.headers.update(exc.headers or {})
         if exc.status_code == 405:  # Starlette names those of the first route alone
-            response.headers["allow"] = ", ".join(_methods_of_path(request.url.path, app))
+            response.headers["allow"] = ", ".join(methods)
         return response
 
     @app.exception_handler(Exception)

@@ -58,6 +58,8 @@ def test_gguf_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> No
         resolve_model(str(tmp_path / "model.gguf"))
     with pytest.raises(CheckpointError, match=r"GGUF is not read; convert it: .* python -c .*model\.gguf"):
         read_headers(tmp_path)
+    with pytest.raises(CheckpointError, match=r"GGUF is not read; convert it: .* python -c .*model\.gguf"):
+        load_model_config(tmp_path)
 
 
 def test_a_failed_download_names_the_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
