@@ -53,9 +53,9 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Return a UTF-8 text of at most ``most`` bytes. Raises CheckpointError."""
+    """Return a UTF-8 text of at most ``most`` bytes, without a byte order mark. Raises CheckpointError."""
     try:
-        return read_file(path, most).decode()
+        return read_file(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{path} is not UTF-8 ({exc}); download the checkpoint again") from exc
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from pdserve.errors import RequestError
 from pdserve.ranges import within
@@ -53,6 +53,22 @@ class CompletionBody(GenerateBody, kw_only=True, frozen=True):
         return pack_prompts(self.prompt, "prompt")
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ThinkingField(Struct, kw_only=True, frozen=True):
+    """``thinking`` of the chat APIs of DeepSeek, GLM and Kimi."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
+class ReasoningField(Struct, kw_only=True, frozen=True):
+    """``reasoning`` of OpenRouter's chats."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(GenerateBody, kw_only=True, frozen=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -63,7 +79,13 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Annotated[ReasoningField | None, Meta(description="OpenRouter; as reasoning_effort.")] = None
+    thinking: Annotated[bool | ThinkingField | None, Meta(description="DeepSeek, GLM; whether to reason.")] = None
+    enable_thinking: Annotated[bool | None, Meta(description="Qwen; whether to reason.")] = None
+    think: Annotated[
+        bool | Literal["low", "medium", "high"] | None, Meta(description="Ollama; whether to reason, or how much.")
+    ] = None
     include_reasoning: bool = True
     separate_reasoning: Annotated[
         bool, Meta(description="SGLang; false: reasoning stays in the content, with its markers.")
@@ -105,11 +127,29 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     @property
+    def effort(self) -> Effort | None:
+        """How much to reason, by the first field that says it."""
+        of_reasoning = None if self.reasoning is None else self.reasoning.effort
+        of_think = None if isinstance(self.think, bool) else self.think
+        return self.reasoning_effort or of_reasoning or of_think
+
+    @property
+    def reasons(self) -> bool | None:
+        """Whether to reason, by the first field that says it; None leaves it to the template."""
+        thinking = self.thinking
+        if isinstance(thinking, ThinkingField):
+            thinking = {"enabled": True, "disabled": False}.get(thinking.type)
+        of_reasoning = None if self.reasoning is None else self.reasoning.enabled
+        of_think = self.think if isinstance(self.think, bool) else None
+        of_effort = False if self.effort == "none" else None
+        said = (thinking, self.enable_thinking, of_think, of_reasoning, of_effort)
+        return next((each for each in said if each is not None), None)
+
+    @property
     def template_variables(self) -> dict[str, Any]:
-        effort = self.reasoning_effort
-        variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":  # as Qwen3 and DeepSeek name it
-            variables |= {"enable_thinking": False, "thinking": False}
+        variables: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
+        if self.reasons is not None:  # as Qwen3 and DeepSeek name it
+            variables |= {"enable_thinking": self.reasons, "thinking": self.reasons}
         return variables | self.chat_template_kwargs
 
     @property

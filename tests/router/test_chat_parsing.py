@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 from router_process import router_process
 from scripted_node import ScriptedNode
 
+from router.completions_api.request_bodies import parse_chat
 from router.text.tokenizer import Tokenizer
 
 TOOLS: Any = [
@@ -185,7 +187,18 @@ def test_small_habits_of_peers(sdk: openai.OpenAI, say: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"thinking": {"type": "disabled"}},
+        {"enable_thinking": False},
+        {"think": False},
+        {"reasoning": {"effort": "none"}},
+        {"reasoning": {"enabled": False}},
+    ],
+)
 def test_reasoning_switched_off_is_not_parsed(
     sdk: openai.OpenAI,
     say: Any,
@@ -197,6 +210,28 @@ def test_reasoning_switched_off_is_not_parsed(
     message = sdk.chat.completions.create(**say("</think>b", **fields)).choices[0].message
     assert message.content == "</think>b"
     assert tokenizer.decode(scripted_node.seen[request.node.name].prompt).endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"thinking": {"type": "enabled"}}, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": True}, {"enable_thinking": True, "thinking": True}),
+        ({"think": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "high", "enabled": True}},
+         {"reasoning_effort": "high", "enable_thinking": True, "thinking": True}),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, {"reasoning_effort": "low"}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"thinking": False}},
+         {"enable_thinking": True, "thinking": False}),
+        ({}, {}),
+    ],
+)  # fmt: skip
+def test_fields_of_other_apis_say_whether_and_how_much_to_reason(
+    fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    assert parse_chat(json.dumps(body).encode()).template_variables == variables
 
 
 def test_special_tokens_of_tool_calls_become_text(reading_dir: Path, scripted_node: ScriptedNode, say: Any) -> None:

@@ -185,6 +185,14 @@ def test_chat_token_ids_equal_transformers(reference: Any, tmp_path: Path) -> No
     assert ours == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
+def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path: Path) -> None:
+    directory = small_tokenizers.write(tmp_path / "model", small_tokenizers.byte_level(), **TOKENS)
+    (directory / "chat_template.jinja").write_text("\ufeff{{ messages[0].content }}")
+    template = load_tokenizer(str(directory)).chat_template
+    assert template is not None
+    assert template.source == "{{ messages[0].content }}"
+
+
 @pytest.mark.parametrize(
     "source",
     [
