@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.errors import NodeError
 from pdserve.pb import pdserve_pb2 as pb
+from router.errors import MalformedOutput
 
 
 class FirstOutputs:
@@ -18,10 +18,9 @@ class FirstOutputs:
         self._outputs: list[pb.Output] = []
 
     def add(self, output: pb.Output) -> Sequence[pb.Output]:
-        """Return all outputs once each choice has one, until then none. Raises NodeError for a choice that has one."""
+        """Return all outputs once each choice has one, until then none. Raises MalformedOutput for a choice that has one."""
         if output.choice not in self._missing:
-            missing = f"the first of choice {min(self._missing)}; its version does not fit this router's"
-            raise NodeError(f"the decode node sent an output of choice {output.choice} before {missing}")
+            raise MalformedOutput("choice", f"choice {output.choice} before the first of choice {min(self._missing)}")
         self._missing.remove(output.choice)
         self._outputs.append(output)
         return () if self._missing else self._outputs

@@ -209,7 +209,9 @@ class PromptRun:
 
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
-        self._call.cancel()  # else a node that sent a malformed output would go on
+        if isinstance(error, MalformedOutput):
+            self._generation.metrics.refused_outputs.labels(error.field).inc()
+            self._call.cancel()  # else the node would go on
         self._span.fail(error)
         self._span.end()
         self._migration.on_failure(error, self._call, self._num_unfinished_tokens)
@@ -239,7 +241,6 @@ class PromptRun:
         try:
             self._on_output(output)
         except MalformedOutput as exc:
-            self._generation.metrics.refused_outputs.labels(exc.field).inc()
             self.on_failure(exc)
         except Exception:  # a bug in one response must not end the stream that all requests share
             options = self._generation.options
