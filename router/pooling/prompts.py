@@ -76,12 +76,10 @@ async def pair_prompts(body: PairBody, encoder: PromptEncoder, limits: ModelLimi
 async def _cut(documents: Sequence[str], most: int, encoder: PromptEncoder) -> list[str]:
     """Return the texts of the first ``most`` tokens of each document."""
     prompts = await encoder.encode_all(documents, False, "documents")
-    return [
-        document
-        if prompt.num_tokens <= most
-        else await encoder.decode(unpack_tokens(prompt.first(most)), lambda token_ids: None)
-        for document, prompt in zip(documents, prompts, strict=True)
-    ]
+    long = [at for at, prompt in enumerate(prompts) if prompt.num_tokens > most]
+    texts = await encoder.decode_all([unpack_tokens(prompts[at].first(most)) for at in long])
+    cut = dict(zip(long, texts, strict=True))
+    return [cut.get(at, document) for at, document in enumerate(documents)]
 
 
 def _check_size(pairs: Sequence[tuple[str, str]]) -> None:

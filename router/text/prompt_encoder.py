@@ -123,6 +123,11 @@ class PromptEncoder:
 
         return await self._run(len(token_ids) <= _INLINE_TOKENS, decode)
 
+    async def decode_all(self, texts: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of lists of token ids."""
+        inline = sum(map(len, texts)) <= _INLINE_TOKENS
+        return await self._run(inline, lambda: [self._tokenizer.decode(token_ids) for token_ids in texts])
+
     def _with_echo(self, prompt: Prompt, scored: bool, special: bool) -> Prompt:
         if prompt.text is not None:
             offsets = self._tokenizer.offsets(prompt.text, special) if scored else ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,14 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self.chat_template = None if template is None else ChatTemplate(template, special_tokens)
-        ids = backend.get_vocab().values()
+        vocabulary = backend.get_vocab()
+        ids = vocabulary.values()
         if not ids or max(ids) > _MAX_TOKEN_ID:
             raise CheckpointError(
                 f"tokenizer.json has {len(ids)} tokens with ids up to {max(ids, default=0)}; it needs at least one, "
                 f"and the limit of ids is {_MAX_TOKEN_ID}. Download the checkpoint again"
             )
+        self.longest_token = max(len(token.encode()) for token in vocabulary)  # bytes of UTF-8, an upper bound
         self._special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self._bytes = byte_table(backend)
 
@@ -98,11 +99,6 @@ class Tokenizer:
             return cls(backend, config, template or _find_template(model_dir, config))
         except CheckpointError as exc:
             raise CheckpointError(f"{model_dir}: {exc}") from exc
-
-    @cached_property
-    def longest_token(self) -> int:
-        """An upper bound of the bytes of UTF-8 per token."""
-        return max(len(token.encode()) for token in self._backend.get_vocab())
 
     def to_json(self) -> str:
         """Return tokenizer.json, with the tokens that only the configuration names."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -55,10 +54,16 @@ class ChatTemplate:
             )
         self.source = source
         self.special_tokens = dict(special_tokens)
+        self._compiled: jinja2.Template | None = None
 
-    @cached_property
+    @property
     def compiled(self) -> jinja2.Template:
         """Raises CheckpointError. A hostile source takes long, or much memory."""
+        if self._compiled is None:
+            self._compiled = self._compile()
+        return self._compiled
+
+    def _compile(self) -> jinja2.Template:
         try:
             return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as exc:
