@@ -19,7 +19,8 @@ from router.text.chat.strict_tools import calls_or_answer, has_strict
 from router.text.chat.tool_grammar import Marker, after_reasoning, parameters_grammar, tool_call_grammar
 from router.text.chat.tools import ToolUse
 from router.text.prompt import Prompt
-from router.text.structured.structured_outputs import OutputGrammar
+from router.text.structured.structured_outputs import OutputGrammar, in_field
+from router.text.structured.work_budget import Budget, WorkExceeded
 
 
 class ChatOutput:
@@ -28,6 +29,9 @@ class ChatOutput:
     def __init__(self, model: ServedModel, body: ChatBody, prompt: Prompt) -> None:
         self._model = model
         self._body = body
+        self._use = body.tool_use
+        self._conversion = model.grammars.conversion()
+        self._answer = OutputGrammar()  # of the request's fields
         continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
         self._warnings: list[str] = []
         self._state: ReasoningState = model.parsers.state_after(prompt.text or "", continued)
@@ -38,9 +42,12 @@ class ChatOutput:
         Reasoning may come first. Schemas of strict functions that cannot be held are left out with a warning, unless
         calls are forced. Raises RequestError that names the field, and the tool.
         """
-        use = self._body.tool_use
+        use, grammars = self._use, self._model.grammars
+        self._answer = await grammars.translated(await self._conversion.run(self._body.structure.grammar))
         try:
             return await self._checked(use)
+        except WorkExceeded:
+            raise
         except RequestError:
             problems = await self._problems(use)
             if not problems:
@@ -53,49 +60,50 @@ class ChatOutput:
     async def _problems(self, use: ToolUse) -> dict[str, str]:
         """Return the problems of schemas that the grammar holds, by function; the first one if calls are forced."""
         problems: dict[str, str] = {}
+        usable = frozenset(use.names)
         for index, tool in enumerate(self._body.tools):
             function = tool["function"]
             name = function["name"]
             held = name == use.named if use.named else use.required or function.get("strict")
-            if not held or name not in use.names or (problems and use.must_call):
+            if not held or name not in usable or (problems and use.must_call):
                 continue
             where = f"tools[{index}] ({name})"
+            makes = [partial(parameters_grammar, function, where)]
+            if not use.must_call:
+                makes.append(partial(self._calls_grammar, tool, where))
             try:
-                await self._model.grammars.check(parameters_grammar(function, where))
-                if not use.must_call:
-                    await self._model.grammars.check(self._calls_grammar(tool, where))
+                for make in makes:
+                    await self._model.grammars.check(await self._conversion.run(make))
+            except WorkExceeded:
+                raise
             except RequestError as exc:
                 problems[name] = str(exc)
         return problems
 
-    def _calls_grammar(self, tool: dict[str, Any], field: str) -> OutputGrammar:
+    def _calls_grammar(self, tool: dict[str, Any], field: str, budget: Budget) -> OutputGrammar:
         """Return the grammar of calls of one function. Raises RequestError that begins with ``field``."""
         form = self._model.parsers.tools
         assert form is not None
-        try:
-            return OutputGrammar(form.grammar(ToolUse((tool,)), partial(_marker, self._model), True), field)
-        except RequestError as exc:
-            raise RequestError(f"{field}: {exc}", field) from exc
+        with in_field(field):
+            return OutputGrammar(form.grammar(ToolUse((tool,)), partial(_marker, self._model), True, budget), field)
 
     async def _checked(self, use: ToolUse) -> OutputGrammar:
-        grammar = await self._grammar(use)
+        grammar = await self._conversion.run(partial(self._grammar, use))
         await self._model.grammars.check(grammar)
         return grammar
 
-    async def _grammar(self, use: ToolUse) -> OutputGrammar:
-        model, body = self._model, self._body
+    def _grammar(self, use: ToolUse, budget: Budget) -> OutputGrammar:
+        model, grammar = self._model, self._answer
         if model.parsers.use_channels:
-            return await self._channels_grammar(use)
-        form = model.parsers.tools
+            return self._channels_grammar(use, budget)
+        form, marker = model.parsers.tools, partial(_marker, model)
         if use.must_call:
-            grammar = OutputGrammar(tool_call_grammar(use), "tools")
-        elif has_strict(use) and form is not None and not body.structure.text:
-            grammar = OutputGrammar(form.grammar(use, partial(_marker, model), False), "tools")
-        else:
-            grammar = await model.grammars.translated(body.structure)
-            if self._may_call and form is not None:
-                calls = form.grammar(use, partial(_marker, model), True)
-                grammar = OutputGrammar(calls_or_answer(calls, grammar.text), grammar.field)
+            grammar = OutputGrammar(tool_call_grammar(use, budget), "tools")
+        elif has_strict(use) and form is not None and not grammar.text:
+            grammar = OutputGrammar(form.grammar(use, marker, False, budget), "tools")
+        elif self._may_call and form is not None:
+            calls = form.grammar(use, marker, True, budget)
+            grammar = OutputGrammar(calls_or_answer(calls, grammar.text), grammar.field)
         grammar.check_size()
         markers = self._state.markers
         if not grammar.text or markers is None:
@@ -104,28 +112,22 @@ class ChatOutput:
         text = after_reasoning(grammar.text, start, end, opened=self._state.opened)
         return OutputGrammar(text, grammar.field)
 
-    async def _channels_grammar(self, use: ToolUse) -> OutputGrammar:
+    def _channels_grammar(self, use: ToolUse, budget: Budget) -> OutputGrammar:
         """Return the grammar of messages in channels: reasoning, and then a call or an answer."""
-        body, marker = self._body, partial(_marker, self._model)
-        answer = await self._model.grammars.translated(body.structure)
+        answer, marker = self._answer, partial(_marker, self._model)
         if self._state.continued or not (answer.text or use.must_call or has_strict(use)):
             return answer
         if use.must_call:
-            return OutputGrammar(harmony_grammar(use, marker, None), "tools")
+            return OutputGrammar(harmony_grammar(use, marker, None, budget), "tools")
         calls = use if self._may_call or not answer.text else ToolUse()
-        return OutputGrammar(harmony_grammar(calls, marker, answer.text), answer.field or "tools")
+        return OutputGrammar(harmony_grammar(calls, marker, answer.text, budget), answer.field or "tools")
 
     @property
     def _may_call(self) -> bool:
         """Whether the output follows a response format or is calls. Output under other grammars holds no calls."""
-        body = self._body
-        is_json = body.response_format.get("type") in ("json_object", "json_schema")
-        return (
-            is_json
-            and bool(body.tool_use.tools)
-            and not body.tool_use.must_call
-            and self._model.parsers.tools is not None
-        )
+        is_json = self._body.response_format.get("type") in ("json_object", "json_schema")
+        use = self._use
+        return is_json and bool(use.tools) and not use.must_call and self._model.parsers.tools is not None
 
     def thinking(self) -> ThinkingParams:
         """Return the budget of reasoning. Raises RequestError."""
@@ -139,8 +141,8 @@ class ChatOutput:
 
         Raises RequestError.
         """
-        body, use = self._body, self._body.tool_use
-        if body.structure.text and not (use.must_call or self._may_call):
+        body, use = self._body, self._use
+        if self._answer.text and not (use.must_call or self._may_call):
             use = ToolUse()
         parsers = self._model.parsers
         parsing = select_parsing(

@@ -45,7 +45,8 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
         limits = model.fleet.limits((GENERATE,))
         check_logprobs(body, limits.vocab_size, max_logprobs)
         prompts = await encode_completion(body, model.encoder, limits)
-        grammar = await model.grammars.translated(body.structure)
+        structure = await model.grammars.conversion().run(body.structure.grammar)
+        grammar = await model.grammars.translated(structure)
         await model.grammars.check(grammar)
         named = await named_tokens(body, model.encoder)
         if body.echo:

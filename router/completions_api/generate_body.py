@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from pdserve.sampling_params import BodyParams
-from router.text.structured.structured_outputs import OutputGrammar, StructuredOutputs, requested_grammar
+from router.text.structured.structured_outputs import Structure, StructuredOutputs, requested_structure
 
 #: Fields with a grammar, and what they are called in StructuredOutputs: the older names of vLLM's, and SGLang's.
 _GRAMMAR_FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
@@ -29,7 +28,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: Annotated[bool | None, Meta(description="Accepted without effect.")] = False
 
 
-class GenerateBody(BodyParams, kw_only=True, frozen=True, dict=True):
+class GenerateBody(BodyParams, kw_only=True, frozen=True):
     """Fields of both completions and chats, in addition to those of BodyParams."""
 
     model: str | None = None
@@ -81,12 +80,12 @@ class GenerateBody(BodyParams, kw_only=True, frozen=True, dict=True):
     def usage_in_stream(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
 
-    @cached_property  # conversion takes time
-    def structure(self) -> OutputGrammar:
-        """The grammar of the output. Raises RequestError."""
+    @property
+    def structure(self) -> Structure:
+        """The structure of the output, which is not converted yet. Raises RequestError for two."""
         values = {field: (kind, getattr(self, field)) for field, kind in _GRAMMAR_FIELDS.items()}
         given = {field: {kind: value} for field, (kind, value) in values.items() if value is not None}
-        return requested_grammar(self.response_format, self.structured_outputs, given)
+        return requested_structure(self.response_format, self.structured_outputs, given)
 
     @property
     def output_limit(self) -> int | None:

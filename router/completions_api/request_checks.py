@@ -48,7 +48,7 @@ def check_ranges(body: GenerateBody) -> None:
     if body.request_id and not _REQUEST_ID.fullmatch(body.request_id):
         text = f"request_id {shown(body.request_id)} must have 1 to 64 letters, digits, '.', '_' and '-'"
         raise RequestError(text, "request_id")
-    body.structure  # noqa: B018 - converted where the body is parsed, for large bodies on a thread
+    body.structure  # noqa: B018 - raises for two
 
 
 def _check_token_rules(body: GenerateBody) -> None:

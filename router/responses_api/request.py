@@ -113,9 +113,7 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
     def with_items(self, items: list[Item]) -> ResponsesBody:
         """Return this body with the whole conversation. Raises RequestError."""
         chat = input_chat(items, self.request.instructions)
-        body = msgspec.structs.replace(self, items=items, messages=chat.joined(), num_images=chat.num_images)
-        body.structure  # noqa: B018 - converted on this thread, as at first
-        return body
+        return msgspec.structs.replace(self, items=items, messages=chat.joined(), num_images=chat.num_images)
 
 
 def parse_responses(data: bytes) -> ResponsesBody:

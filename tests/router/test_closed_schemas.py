@@ -14,6 +14,7 @@ from router.text.chat.tool_grammar import tool_call_grammar
 from router.text.chat.tools import tool_use
 from router.text.structured.closed_schemas import closed
 from router.text.structured.structured_outputs import json_schema_grammar, structural_tag_grammar
+from router.text.structured.work_budget import Budget
 
 BACKEND = small_tokenizers.byte_level()
 EOS: int = BACKEND.token_to_id("<|im_end|>") or 0
@@ -95,7 +96,7 @@ def test_objects_have_only_declared_properties(
     vocabulary: GrammarVocabulary, schema: dict[str, Any], allowed: list[Any], refused: list[Any]
 ) -> None:
     before = json.dumps(schema)
-    grammar = json_schema_grammar(schema)
+    grammar = json_schema_grammar(schema, Budget())
     for value in allowed:
         assert allows(vocabulary, grammar, value), value
     for value in refused:
@@ -105,11 +106,11 @@ def test_objects_have_only_declared_properties(
 
 def test_tools_and_structural_tags_have_only_declared_properties(vocabulary: GrammarVocabulary) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": A}}
-    grammar = tool_call_grammar(tool_use([tool], {"type": "function", "function": {"name": "f"}}, True))
+    grammar = tool_call_grammar(tool_use([tool], {"type": "function", "function": {"name": "f"}}, True), Budget())
     assert allows(vocabulary, grammar, {"a": 1})
     assert not allows(vocabulary, grammar, {"z": 1})
     tag = {"structures": [{"begin": "<f>", "schema": A, "end": "</f>"}], "triggers": ["<f"]}
-    grammar = structural_tag_grammar(tag)
+    grammar = structural_tag_grammar(tag, Budget())
     assert allows(vocabulary, grammar, 'x<f>{"a": 1}</f>')
     assert not allows(vocabulary, grammar, 'x<f>{"z": 1}</f>')
 
@@ -123,7 +124,7 @@ def test_schema_that_combines_too_much_is_refused() -> None:
         deep = {"properties": {"p": deep}}
     for schema, said in ((many, "simplify"), ({"$ref": "#/$defs/d0", "$defs": chain}, "simplify"), (deep, "flatten")):
         with pytest.raises(RequestError, match=said):
-            closed(schema)
+            closed(schema, Budget())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_no_answer_ends_at_a_comma_because_patterns_match_only_declared_names(
     refused: list[Any],
 ) -> None:
     schema = {"type": "object", "properties": {"a": {}, "b": {}}, "patternProperties": patterns} | ends
-    grammar = json_schema_grammar(schema)
+    grammar = json_schema_grammar(schema, Budget())
     assert [allows(vocabulary, grammar, value) for value in allowed] == [True] * len(allowed)
     assert [allows(vocabulary, grammar, value) for value in refused] == [False] * len(refused)
     matcher = Grammar(grammar, vocabulary).matcher()
@@ -160,5 +161,5 @@ def test_no_answer_ends_at_a_comma_because_patterns_match_only_declared_names(
 
 def test_pattern_that_matches_no_name_leaves_an_empty_object(vocabulary: GrammarVocabulary) -> None:
     schema = {"type": "object", "patternProperties": {"^$": N}, "properties": {"": N}, "additionalProperties": False}
-    assert allows(vocabulary, json_schema_grammar(schema), "{}")
-    assert allows(vocabulary, json_schema_grammar(schema), {"": 1})
+    assert allows(vocabulary, json_schema_grammar(schema, Budget()), "{}")
+    assert allows(vocabulary, json_schema_grammar(schema, Budget()), {"": 1})

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import Message, MessageBuilder, OutputParser
 from router.text.chat.parsers import TOOL_PARSERS, parser_name, select_parsers
 from router.text.chat.template import ChatTemplate, RenderRequest
@@ -56,7 +57,7 @@ def parse(parser: OutputParser, texts: Sequence[str]) -> Message:
 
 
 def parser_of(family: str, parallel: bool = True) -> OutputParser:
-    return TOOL_PARSERS[family].parser(SCHEMAS, parallel)
+    return TOOL_PARSERS[family].parser(typed_values(SCHEMAS), parallel)
 
 
 def written(family: str, content: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:

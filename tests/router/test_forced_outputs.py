@@ -15,10 +15,12 @@ import small_tokenizers
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.grammar import Grammar, GrammarVocabulary
+from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import Message, MessageBuilder, OutputParser
 from router.text.chat.parsers import TOOL_PARSERS
 from router.text.chat.tool_grammar import Marker
 from router.text.chat.tools import tool_use
+from router.text.structured.work_budget import Budget
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "add": {
@@ -104,7 +106,7 @@ def pieces(backend: Tokenizer, tokens: list[int]) -> list[str]:
 def test_forced_outputs_are_read_alike_whole_and_in_pieces(family: str, added: bool) -> None:
     writer, chance, form = WRITERS[added], random.Random(family), TOOL_PARSERS[family]
     use = tool_use(TOOLS, "auto", True)
-    grammar = Grammar(form.grammar(use, writer.marker, True), writer.vocabulary)
+    grammar = Grammar(form.grammar(use, writer.marker, True, Budget()), writer.vocabulary)
     found: dict[str, int] = dict.fromkeys(SCHEMAS, 0)
     for _ in range(WALKS):
         tokens = writer.write(grammar, chance)
@@ -112,12 +114,12 @@ def test_forced_outputs_are_read_alike_whole_and_in_pieces(family: str, added: b
             continue
         streamed = pieces(writer.backend, tokens)
         text = "".join(streamed)
-        whole = parse(form.parser(use.schemas, True), [text])
+        whole = parse(form.parser(typed_values(use.schemas), True), [text])
         assert whole.calls, text
         assert not whole.content.strip(), text
         for call in whole.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
             found[call.name] += 1
-        assert parse(form.parser(use.schemas, True), streamed) == whole, text
-        assert parse(form.parser(use.schemas, True), list(text)) == whole, text
+        assert parse(form.parser(typed_values(use.schemas), True), streamed) == whole, text
+        assert parse(form.parser(typed_values(use.schemas), True), list(text)) == whole, text
     assert min(found.values()) >= 2, found

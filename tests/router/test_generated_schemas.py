@@ -33,6 +33,7 @@ from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary
 from router.text.structured.schema_problems import located_problem
 from router.text.structured.structured_outputs import json_schema_grammar
+from router.text.structured.work_budget import Budget
 
 BACKEND = small_tokenizers.byte_level()
 EOS: int = BACKEND.token_to_id("<|im_end|>") or 0
@@ -276,7 +277,7 @@ def check(name: str, schema: dict[str, Any], text: str) -> None:
 
 def hold_or_refuse(vocabulary: GrammarVocabulary, name: str, schema: dict[str, Any], outputs: int) -> None:
     refused = next((keyword for end, keyword in REFUSED.items() if name.endswith(end)), "")
-    text = json_schema_grammar(schema)
+    text = json_schema_grammar(schema, Budget())
     problem = located_problem(text)
     assert bool(problem) == bool(refused), f"{name}: {problem}"
     assert f"{refused}: " in problem or not refused
@@ -313,7 +314,7 @@ def test_many_outputs_follow_generated_schemas(vocabulary: GrammarVocabulary) ->
 
 
 def allows(vocabulary: GrammarVocabulary, schema: dict[str, Any], value: Any) -> bool:
-    matcher = Grammar(json_schema_grammar(schema), vocabulary).matcher()
+    matcher = Grammar(json_schema_grammar(schema, Budget()), vocabulary).matcher()
     for token_id in [*BACKEND.encode(json.dumps(value), add_special_tokens=False).ids, EOS]:
         if not matcher.mask()[token_id // 8] >> token_id % 8 & 1:
             return False
@@ -404,11 +405,11 @@ def test_rewritten_schema_allows_what_it_allowed(
     ],
 )
 def test_problem_of_a_schema_names_its_place(schema: dict[str, Any], place: str) -> None:
-    assert f"cannot be held at {place}: " in located_problem(json_schema_grammar(schema))
+    assert f"cannot be held at {place}: " in located_problem(json_schema_grammar(schema, Budget()))
 
 
 def test_schema_that_can_be_held_has_no_problem() -> None:
-    assert located_problem(json_schema_grammar({"type": "string"})) == ""
+    assert located_problem(json_schema_grammar({"type": "string"}, Budget())) == ""
     assert located_problem('start: "a"') == ""
 
 
@@ -450,10 +451,10 @@ junk = st.recursive(
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), junk, max_size=6))
 def test_malformed_schemas_are_held_or_refused(schema: dict[str, Any]) -> None:
     with suppress(RequestError):
-        located_problem(json_schema_grammar(schema))
+        located_problem(json_schema_grammar(schema, Budget()))
 
 
 def test_schema_whose_branches_repeat_themselves_ends() -> None:
     branch = {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b"}]}
     with suppress(RequestError):
-        json_schema_grammar({"oneOf": [branch, branch], "$defs": {"b": branch}})
+        json_schema_grammar({"oneOf": [branch, branch], "$defs": {"b": branch}}, Budget())

@@ -27,6 +27,7 @@ from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.tool_grammar import Marker
 from router.text.chat.tools import ToolUse, tool_use
 from router.text.structured.structured_outputs import json_schema_grammar
+from router.text.structured.work_budget import Budget
 
 TEMPLATE = ChatTemplate((Path(__file__).parent / "templates" / "gpt_oss.jinja").read_text(encoding="utf-8"), {})
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -136,7 +137,7 @@ ADD: Any = {
     "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "integer"}}}},
 }
 ANY: Any = {"type": "function", "function": {"name": "g"}}
-ANSWER = json_schema_grammar({"enum": ["yes"]})
+ANSWER = json_schema_grammar({"enum": ["yes"]}, Budget())
 THOUGHT = f"{ANALYSIS}Hm {{<|end|><|start|>assistant"
 FORM = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s"
 PLAIN = "<|channel|>final<|message|>"
@@ -178,6 +179,7 @@ def test_output_is_held_inside_its_channels(
         tool_use([ADD, ANY], choice, True),
         lambda text: Marker(text, backend.token_to_id(text)),
         answer,
+        Budget(),
     )
 
     def allows(text: str) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.structured.look_ahead import without_look_ahead
+from router.text.structured.work_budget import Budget
 
 ZOD_DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 PATTERNS = [
@@ -31,7 +32,7 @@ PATTERNS = [
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from([*"abcPTWD19.@A-+ ", "P1", "T2S", "ab", "a@b"]), max_size=6).map("".join))
 def test_rewritten_patterns_match_the_same_texts(pattern: str, text: str) -> None:
-    found = without_look_ahead(pattern)
+    found = without_look_ahead(pattern, Budget())
     assert found is not None
     as_python = [re.sub(r"\\x\{([0-9A-F]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", each) for each in found]
     expected = re.search(pattern.replace("(?<first>", "(?P<first>"), text, re.ASCII)
@@ -47,4 +48,4 @@ def test_rewritten_patterns_match_the_same_texts(pattern: str, text: str) -> Non
     ],
 )
 def test_unknown_and_large_patterns_are_left(pattern: str) -> None:
-    assert without_look_ahead(pattern) is None
+    assert without_look_ahead(pattern, Budget()) is None

@@ -328,7 +328,7 @@ def test_tool_choice_and_formats_become_those_of_chats() -> None:
     assert not chat(tool_choice={"type": "auto", "disable_parallel_tool_use": True}).tool_use.parallel
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     structured = chat(tools=[], output_config={"format": {"type": "json_schema", "schema": schema}})
-    assert structured.structure.text
+    assert structured.structure.field == "response_format"
     assert chat(thinking={"type": "disabled"}).template_variables == {"enable_thinking": False, "thinking": False}
 
 

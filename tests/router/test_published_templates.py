@@ -24,6 +24,7 @@ from router.text.chat.parsers import TOOL_PARSERS, select_parsers
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.tool_grammar import Marker
 from router.text.chat.tools import tool_use
+from router.text.structured.work_budget import Budget
 
 FOLDER = Path(os.environ.get("CHAT_TEMPLATES", "/nonexistent"))
 FILES = sorted(FOLDER.glob("*.jinja"))
@@ -107,5 +108,5 @@ def test_grammar_allows_the_calls_that_the_template_writes(path: Path, added: bo
     calls = [("write", {"path": "a b.md", "count": -3, "lines": [1, 2]})]
     _, text = output(template, assistant(calls, content="Let me see."))
     text = text.partition("</think>")[2] or text
-    grammar = parsers.tools.grammar(use, lambda tag: Marker(tag, backend.token_to_id(tag)), False)
+    grammar = parsers.tools.grammar(use, lambda tag: Marker(tag, backend.token_to_id(tag)), False, Budget())
     assert allows(GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS]), grammar, text, backend)

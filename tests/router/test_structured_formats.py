@@ -23,9 +23,10 @@ from router.text.structured.structured_outputs import (
     OutputGrammar,
     choice_grammar,
     json_schema_grammar,
-    requested_grammar,
+    requested_structure,
     structural_tag_grammar,
 )
+from router.text.structured.work_budget import Budget
 
 TOKENIZER = small_tokenizers.byte_level()
 END = int(TOKENIZER.token_to_id("<|im_end|>") or 0)
@@ -47,6 +48,11 @@ def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> Non
             await grammars.close()
 
     asyncio.run(session())
+
+
+def structure_grammar(response_format: dict[str, Any], guided_grammar: str = "") -> OutputGrammar:
+    others = {"guided_grammar": {"grammar": guided_grammar}} if guided_grammar else {}
+    return requested_structure(response_format, None, others).grammar(Budget())
 
 
 def follows(vocabulary: GrammarVocabulary, grammar: str, text: str) -> bool:
@@ -72,7 +78,7 @@ json_values = st.recursive(
 @settings(max_examples=30, deadline=None)
 @given(value=json_values)
 def test_constant_schema_allows_only_its_value(vocabulary: GrammarVocabulary, value: Any) -> None:
-    grammar = json_schema_grammar({"const": value}, whitespace="")
+    grammar = json_schema_grammar({"const": value}, Budget(), whitespace="")
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     assert follows(vocabulary, grammar, text)
     assert not follows(vocabulary, grammar, f"[{text}]")
@@ -81,7 +87,7 @@ def test_constant_schema_allows_only_its_value(vocabulary: GrammarVocabulary, va
 @settings(max_examples=30, deadline=None)
 @given(choices=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
 def test_only_complete_choices_are_allowed(vocabulary: GrammarVocabulary, choices: list[str]) -> None:
-    grammar = choice_grammar(choices)
+    grammar = choice_grammar(choices, Budget())
     for choice in choices:
         assert follows(vocabulary, grammar, choice)
         assert follows(vocabulary, grammar, choice[:-1]) == (choice[:-1] in choices)
@@ -102,7 +108,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
     ids=json.dumps,
 )
 def test_schema_of_a_response_format_is_held_wherever_it_is(vocabulary: GrammarVocabulary, form: Any) -> None:
-    grammar = requested_grammar(form, None, {}).text
+    grammar = structure_grammar(form).text
     assert follows(vocabulary, grammar, '{"a": 1}')
     assert not follows(vocabulary, grammar, '{"b": 1}')
     assert not follows(vocabulary, grammar, "{}")
@@ -110,7 +116,7 @@ def test_schema_of_a_response_format_is_held_wherever_it_is(vocabulary: GrammarV
 
 @pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_object", "schema": None}], ids=json.dumps)
 def test_json_object_without_a_schema_allows_any_object(vocabulary: GrammarVocabulary, form: Any) -> None:
-    grammar = requested_grammar(form, None, {}).text
+    grammar = structure_grammar(form).text
     assert follows(vocabulary, grammar, '{"b": [1]}')
     assert not follows(vocabulary, grammar, "[1]")
 
@@ -127,23 +133,25 @@ def test_json_object_without_a_schema_allows_any_object(vocabulary: GrammarVocab
 )
 def test_response_format_with_an_unclear_schema_is_refused(form: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=f"response_format: .*{problem}"):
-        requested_grammar(form, None, {})
+        structure_grammar(form)
 
 
 def test_structural_tag_constrains_only_structures(vocabulary: GrammarVocabulary) -> None:
     structure = {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}
-    grammar = structural_tag_grammar({"structures": [structure], "triggers": ["<f"], "type": "structural_tag"})
+    grammar = structural_tag_grammar(
+        {"structures": [structure], "triggers": ["<f"], "type": "structural_tag"}, Budget()
+    )
     assert follows(vocabulary, grammar, "well: <f=add>12</f> done")
     assert follows(vocabulary, grammar, "nothing to call")
     assert not follows(vocabulary, grammar, "<f=add>x</f>")
     assert not follows(vocabulary, grammar, "<f=sub>1</f>")
     with pytest.raises(RequestError, match="no trigger"):
-        structural_tag_grammar({"structures": [structure], "triggers": ["<g"]})
+        structural_tag_grammar({"structures": [structure], "triggers": ["<g"]}, Budget())
 
 
 def test_default_fields_request_no_grammar() -> None:
-    assert requested_grammar({}, None, {}) == OutputGrammar()
-    assert requested_grammar({"type": "text"}, None, {}) == OutputGrammar()
+    assert structure_grammar({}) == OutputGrammar()
+    assert structure_grammar({"type": "text"}) == OutputGrammar()
 
 
 @given(mask=st.binary(min_size=4, max_size=8), token_ids=st.frozensets(st.integers(0, 31)))
@@ -208,14 +216,12 @@ def test_grammars_of_a_client_leave_a_process_to_others() -> None:
 
 def test_ebnf_is_translated() -> None:
     async def questions(grammars: GrammarChecker) -> None:
-        lark = await grammars.translated(
-            requested_grammar({}, None, {"guided_grammar": {"grammar": 'root ::= "a" | "b"'}})
-        )
+        lark = await grammars.translated(structure_grammar({}, guided_grammar='root ::= "a" | "b"'))
         await grammars.check(lark)
         assert not lark.is_ebnf
         assert "start:" in lark.text
         with pytest.raises(RequestError, match="guided_grammar: "):
-            await grammars.translated(requested_grammar({}, None, {"guided_grammar": {"grammar": "root ::= ("}}))
+            await grammars.translated(structure_grammar({}, guided_grammar="root ::= ("))
 
     ask(questions)
 
@@ -225,7 +231,7 @@ def test_grammar_with_a_long_literal_is_refused() -> None:
 
     async def questions(grammars: GrammarChecker) -> None:
         ebnf = f'root ::= "{"the quick brown fox " * 6000}"'
-        lark = await grammars.translated(requested_grammar({}, None, {"guided_grammar": {"grammar": ebnf}}))
+        lark = await grammars.translated(structure_grammar({}, guided_grammar=ebnf))
         with pytest.raises(RequestError, match=r"takes \d+ ms of computation per token, the limit is 10 ms; shorten"):
             await grammars.check(lark)
 

@@ -22,12 +22,14 @@ from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_regex
 from router.completions_api.request_bodies import parse_chat
+from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import DeltaKind
 from router.text.chat.parsers import TOOL_PARSERS
 from router.text.chat.strict_tools import calls_or_answer
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import tool_use
 from router.text.structured.structured_outputs import json_schema_grammar
+from router.text.structured.work_budget import Budget
 
 COLOUR = {"enum": ["red", "green"]}
 PAINT: Any = {
@@ -89,7 +91,7 @@ CALL = '{"name": "paint", "arguments": {"colour": "red", "again": true}}'
 def test_forced_grammar_allows_only_calls(
     vocabulary: GrammarVocabulary, choice: Any, parallel: bool, text: str, allowed: bool
 ) -> None:
-    grammar = tool_call_grammar(tool_use([PAINT, STOP], choice, parallel))
+    grammar = tool_call_grammar(tool_use([PAINT, STOP], choice, parallel), Budget())
     assert allows(vocabulary, grammar, text) == allowed
 
 
@@ -102,10 +104,10 @@ SPELT = (Marker("(think)"), Marker("(done)"))
 @pytest.mark.parametrize(
     ("grammar", "right"),
     [
-        (json_schema_grammar(COLOUR), '"red"'),
+        (json_schema_grammar(COLOUR, Budget()), '"red"'),
         (from_regex("[0-9]+"), "123"),
         ('start: "yes" | "no"', "yes"),
-        (tool_call_grammar(tool_use([PAINT, STOP], "required", True)), f"[{CALL}]"),
+        (tool_call_grammar(tool_use([PAINT, STOP], "required", True), Budget()), f"[{CALL}]"),
     ],
 )
 def test_grammar_begins_after_reasoning(
@@ -315,14 +317,16 @@ def test_strict_functions_are_called_by_their_schema(
         allowed = [*allowed, '[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"a": 1}'] if family == "mistral" else allowed
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
     form, use = TOOL_PARSERS[family], tool_use(STRICT, "auto", True)
-    grammar = form.grammar(use, lambda text: Marker(text, backend.token_to_id(text) if added else None), False)
+    grammar = form.grammar(
+        use, lambda text: Marker(text, backend.token_to_id(text) if added else None), False, Budget()
+    )
 
     def in_family(text: str) -> str:
         return text.replace('"arguments"', '"parameters"') if family == "llama3_json" else text
 
     for text in map(in_family, allowed):
         assert allows(vocabulary, grammar, text, backend), text
-        parser = form.parser(use.schemas, True)
+        parser = form.parser(typed_values(use.schemas), True)
         calls = [delta.text for delta in parser.push(text) + parser.flush() if delta.kind is DeltaKind.CALL]
         assert len(calls) == len(re.findall("add|stop", text)), "the parser finds what the grammar allows"
     for text in map(in_family, refused):
@@ -365,8 +369,10 @@ def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two:
     )
     for parallel in (True, False):
         use, form = tool_use(STRICT, "auto", parallel), TOOL_PARSERS[family]
-        calls = form.grammar(use, lambda text: Marker(text, backend.token_to_id(text) if added else None), True)
-        grammar = calls_or_answer(calls, json_schema_grammar(ANSWER))
+        calls = form.grammar(
+            use, lambda text: Marker(text, backend.token_to_id(text) if added else None), True, Budget()
+        )
+        grammar = calls_or_answer(calls, json_schema_grammar(ANSWER, Budget()))
         found = {
             text: allows(vocabulary, grammar, text, backend)
             for text in (call, two, '{"sum": 3}', wrong, '{"sum": "3"}', "Hi", f"Hi {call}", f'{call}{{"sum": 3}}', "")
@@ -476,7 +482,7 @@ TEXTS: Any = {
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"])
 def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, family: str) -> None:
     use, form = tool_use([{"type": "function", "function": TEXTS}], "auto", True), TOOL_PARSERS[family]
-    grammar = form.grammar(use, Marker, True)
+    grammar = form.grammar(use, Marker, True, Budget())
 
     def called(**arguments: str) -> str:
         write = {
@@ -493,7 +499,7 @@ def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, fam
         {"path": "x", "mode": "3", "note": "null"},
     ):
         assert allows(vocabulary, grammar, called(**right)), right
-        parser = form.parser(use.schemas, True)
+        parser = form.parser(typed_values(use.schemas), True)
         written = "".join(d.text for d in parser.push(called(**right)) if d.kind is DeltaKind.ARGUMENTS)
         assert json.loads(written)["path"] == right["path"]
     for wrong in (
@@ -511,4 +517,4 @@ def test_schema_that_a_format_cannot_hold_is_refused_by_name() -> None:
     for function, keyword in ((pattern, "pattern"), (combined, "anyOf")):
         use = tool_use([{"type": "function", "function": function}], "auto", True)
         with pytest.raises(RequestError, match=f"'{keyword}' of .* cannot be held in this model's format"):
-            TOOL_PARSERS["glm45"].grammar(use, Marker, True)
+            TOOL_PARSERS["glm45"].grammar(use, Marker, True, Budget())

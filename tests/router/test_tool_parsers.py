@@ -8,24 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import Message, MessageBuilder, OutputDelta, OutputParser
 from router.text.chat.parsers import TOOL_PARSERS, parser_name
 from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
 from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
 
 NAMES = ("f", "get_weather")
+FUNCTIONS = typed_values(dict.fromkeys(NAMES))
 HERMES, LLAMA, MISTRAL = (TOOL_PARSERS[name].parser for name in ("hermes", "llama3_json", "mistral"))
 
 PARSERS: dict[str, Callable[[], OutputParser]] = {
-    "hermes": lambda: HERMES(NAMES, True),
-    "llama": lambda: LLAMA(NAMES, True),
-    "mistral": lambda: MISTRAL(NAMES, True),
+    "hermes": lambda: HERMES(FUNCTIONS, True),
+    "llama": lambda: LLAMA(FUNCTIONS, True),
+    "mistral": lambda: MISTRAL(FUNCTIONS, True),
     "list": lambda: RequiredToolParser(NAMES),
     "named": lambda: NamedToolParser(["f"]),
-    "one call": lambda: HERMES(NAMES, False),
+    "one call": lambda: HERMES(FUNCTIONS, False),
     "think": lambda: ReasoningParser("<think>", "</think>", False, PlainTextParser()),
-    "opened": lambda: ReasoningParser("<think>", "</think>", True, HERMES(NAMES, True)),
-    "think and call": lambda: ReasoningParser("<think>", "</think>", False, LLAMA(NAMES, True)),
+    "opened": lambda: ReasoningParser("<think>", "</think>", True, HERMES(FUNCTIONS, True)),
+    "think and call": lambda: ReasoningParser("<think>", "</think>", False, LLAMA(FUNCTIONS, True)),
 }
 
 

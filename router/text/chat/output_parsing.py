@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from pdserve.errors import RequestError
 from router.text.chat.families.harmony_parser import MARKERS, HarmonyParser
+from router.text.chat.families.typed_values import TypedValues, typed_values
 from router.text.chat.output_parser import OutputParser
 from router.text.chat.parsers import ModelParsers, ReasoningState
 from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
@@ -44,8 +45,9 @@ def select_parsing(
     if state.markers is not None:
         markers = (*markers, state.markers.start, state.markers.end)
     separated = state if separate_reasoning else ReasoningState(continued=state.continued)
+    functions = typed_values(use.schemas)
     return OutputParsing(
-        new_parser=lambda: _new_parser(use, parsers, separated),
+        new_parser=lambda: _new_parser(use, parsers, separated, functions),
         new_call_id=parsers.new_call_id,
         markers=markers,
         include_reasoning=include_reasoning,
@@ -58,7 +60,9 @@ def plain_text_parsing(parsers: ModelParsers) -> OutputParsing:
     return OutputParsing(PlainTextParser, parsers.new_call_id, markers=())
 
 
-def _new_parser(use: ToolUse, parsers: ModelParsers, state: ReasoningState) -> OutputParser:
+def _new_parser(
+    use: ToolUse, parsers: ModelParsers, state: ReasoningState, functions: Mapping[str, TypedValues]
+) -> OutputParser:
     if parsers.use_channels:
         names = [use.named] if use.named else use.names
         return HarmonyParser(names, use.parallel, state.markers is not None, state.continued)
@@ -69,7 +73,7 @@ def _new_parser(use: ToolUse, parsers: ModelParsers, state: ReasoningState) -> O
         parser = RequiredToolParser(use.names, use.parallel)
     elif use.tools:
         assert parsers.tools is not None
-        parser = parsers.tools.parser(use.schemas, use.parallel)
+        parser = parsers.tools.parser(functions, use.parallel)
     if state.markers is None:
         return parser
     return ReasoningParser(state.markers.start, state.markers.end, state.opened, parser)

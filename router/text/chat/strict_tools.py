@@ -19,9 +19,10 @@ import msgspec
 
 from router.text.chat.tool_grammar import Marker, arguments_schema
 from router.text.chat.tools import ToolUse
+from router.text.structured.work_budget import Budget
 
 MarkerOf = Callable[[str], Marker]  # by text
-StrictGrammar = Callable[[ToolUse, MarkerOf, bool], str]  # in Lark; the last: calls alone, without text around them
+StrictGrammar = Callable[[ToolUse, MarkerOf, bool, Budget], str]  # in Lark; the third: calls alone, without other text
 
 ANY_OBJECT = '{"type": "object"}'
 TEXT = "TEXT: /(?s:.*)/"
@@ -42,18 +43,18 @@ def calls_or_answer(calls: str, answer: str) -> str:
     return msgspec.json.encode({**body, "grammars": grammars}).decode()
 
 
-def hermes_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
-    calls = _call_objects(use, "arguments")
+def hermes_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
+    calls = _call_objects(use, "arguments", budget)
     body = f"body: BLANKS call BLANKS {marker('</tool_call>').term}"
     return lark(*start(use, marker("<tool_call>"), alone), body, *calls)
 
 
-def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
+def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
     """An output that begins with a brace is a list of calls."""
     tag = marker("<|python_tag|>")
     more = "(/;?[ \\t\\r\\n]{0,2}/ call)*" if use.parallel else ""
     if alone:
-        return lark(f"start: ({tag.term})? call {more}", *_call_schemas(use, "parameters"))
+        return lark(f"start: ({tag.term})? call {more}", *_call_schemas(use, "parameters", budget))
     return lark(
         "start: FREE | body | begin_free body again",
         "again: (begin body)* TEXT" if use.parallel else "again: TEXT",
@@ -62,11 +63,11 @@ def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
         f"body: call {more}",
         "FREE: /\\s*([^{\\s](?s:.*))?/",
         TEXT,
-        *_call_objects(use, "parameters"),
+        *_call_objects(use, "parameters", budget),
     )
 
 
-def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
+def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
     """A list of calls or, since tokenizer v11, a name and arguments."""
     more = "(/, ?/ call)*" if use.parallel else ""
     between = "".join(
@@ -80,21 +81,21 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
         f'body: BLANKS "[" call {more} "]" | BLANKS named',
         alternatives("named", len(named)),
         *named,
-        *_call_objects(use, "arguments"),
+        *_call_objects(use, "arguments", budget),
     )
 
 
-def deepseek_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
+def deepseek_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
     """Calls of DeepSeek-V3 and R1: JSON in a code block."""
-    return _deepseek(use, marker, alone, ("function", "\n```json\n", "\n```"))
+    return _deepseek(use, marker, alone, budget, around=("function", "\n```json\n", "\n```"))
 
 
-def deepseek_v31_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
+def deepseek_v31_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
     """Calls of DeepSeek-V3.1."""
-    return _deepseek(use, marker, alone, ("", "", ""))
+    return _deepseek(use, marker, alone, budget, around=("", "", ""))
 
 
-def _deepseek(use: ToolUse, marker: MarkerOf, alone: bool, around: tuple[str, str, str]) -> str:
+def _deepseek(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget, *, around: tuple[str, str, str]) -> str:
     """``around``: the text before the separator, else the name is there; the texts before and behind the arguments."""
     kind, before, behind = around
     separator = marker("<｜tool▁sep｜>").term
@@ -112,7 +113,7 @@ def _deepseek(use: ToolUse, marker: MarkerOf, alone: bool, around: tuple[str, st
         f"call: {marker('<｜tool▁call▁begin｜>').term} named {marker('<｜tool▁call▁end｜>').term}",
         alternatives("named", len(use.tools)),
         *lines,
-        *(f"arguments_{index}: %json {_schema(tool['function'])}" for index, tool in enumerate(use.tools)),
+        *(f"arguments_{index}: %json {_schema(tool['function'], budget)}" for index, tool in enumerate(use.tools)),
     )
 
 
@@ -136,18 +137,18 @@ def begin_rule(name: str, text: str, marker: Marker, regex: str = "(?s:.*)") -> 
     return f"{name}{lazy}: {text} {marker.term}"
 
 
-def _call_objects(use: ToolUse, key: str) -> Sequence[str]:
+def _call_objects(use: ToolUse, key: str, budget: Budget) -> Sequence[str]:
     """Rules ``call`` for an object with name and arguments, and ``arguments_0`` … for the arguments alone."""
     lines = [alternatives("call", len(use.tools))]
     for index, tool in enumerate(use.tools):
         function = tool["function"]
         opening = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         lines.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
-        lines.append(f"arguments_{index}: %json {_schema(function)}")
+        lines.append(f"arguments_{index}: %json {_schema(function, budget)}")
     return lines
 
 
-def _call_schemas(use: ToolUse, key: str) -> Sequence[str]:
+def _call_schemas(use: ToolUse, key: str, budget: Budget) -> Sequence[str]:
     """Rules ``call`` like those of ``_call_objects``, all of it JSON.
 
     llguidance's lexer takes the longest lexeme and never returns: after the brace of a literal an answer that begins
@@ -158,15 +159,17 @@ def _call_schemas(use: ToolUse, key: str) -> Sequence[str]:
         function = tool["function"]
         properties = {
             "name": {"const": function["name"]},
-            key: _moved(json.loads(_schema(function)), f"#/properties/{key}"),
+            key: _moved(json.loads(_schema(function, budget)), f"#/properties/{key}"),
         }
         schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        budget.spend_value(schema)
         lines.append(f"call_{index}: %json {json.dumps(schema)}")
     return lines
 
 
-def _schema(function: dict[str, Any]) -> str:
-    return arguments_schema(function) if function.get("strict") else ANY_OBJECT
+def _schema(function: dict[str, Any], budget: Budget) -> str:
+    budget.spend()
+    return arguments_schema(function, budget) if function.get("strict") else ANY_OBJECT
 
 
 def _moved(schema: Any, to: str) -> Any:

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.grammar import check_size
 from router.text.chat.tools import ToolUse
 from router.text.structured.normalized_schemas import held_schema
-from router.text.structured.structured_outputs import OutputGrammar, json_schema_grammar
+from router.text.structured.structured_outputs import OutputGrammar, in_field, json_schema_grammar
+from router.text.structured.work_budget import Budget
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -41,35 +42,36 @@ class Marker(msgspec.Struct, frozen=True):
         return f"<[{self.token_id}]>" + (f" {json.dumps(self.behind)}" if self.behind else "")
 
 
-def tool_call_grammar(use: ToolUse) -> str:
+def tool_call_grammar(use: ToolUse, budget: Budget) -> str:
     """Return Lark for the arguments of the named function, or for a list of calls.
 
-    Each function's schema is a separate document, so that its references stay inside it.
+    Each function's schema is a separate document, so that its references stay inside it. Raises RequestError and
+    WorkExceeded.
     """
     if use.named:
         function = next(tool["function"] for tool in use.tools if tool["function"]["name"] == use.named)
-        return f"start: arguments\narguments: %json {arguments_schema(function)}\n"
+        return f"start: arguments\narguments: %json {arguments_schema(function, budget)}\n"
     more = '(", " call)*' if use.parallel else ""
     lines = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"call_{index}" for index in range(len(use.tools)))]
     for index, tool in enumerate(use.tools):
         function = tool["function"]
         opening = f'{{"name": {json.dumps(function["name"])}, "arguments": '
         lines.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
-        lines.append(f"arguments_{index}: %json {arguments_schema(function)}")
+        lines.append(f"arguments_{index}: %json {arguments_schema(function, budget)}")
     return "\n".join(lines) + "\n"
 
 
-def arguments_schema(function: dict[str, Any]) -> str:
-    """Return the JSON schema of a function's arguments."""
-    return msgspec.json.encode(held_schema(_parameters(function))).decode()
+def arguments_schema(function: dict[str, Any], budget: Budget) -> str:
+    """Return the JSON schema of a function's arguments. Raises RequestError for one that is too long."""
+    text = budget.encoded(held_schema(_parameters(function), budget)).decode()
+    check_size(text)
+    return text
 
 
-def parameters_grammar(function: dict[str, Any], field: str) -> OutputGrammar:
+def parameters_grammar(function: dict[str, Any], field: str, budget: Budget) -> OutputGrammar:
     """Return the grammar of a function's arguments alone. Raises RequestError that begins with ``field``."""
-    try:
-        return OutputGrammar(json_schema_grammar(_parameters(function)), field)
-    except RequestError as exc:
-        raise RequestError(f"{field}: {exc}", field) from exc
+    with in_field(field):
+        return OutputGrammar(json_schema_grammar(_parameters(function), budget), field)
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -52,7 +53,7 @@ def tool_use(tools: list[dict[str, Any]], tool_choice: str | dict[str, Any], par
         raise RequestError(f"{len(tools)} tools exceed {MAX_TOOLS}; send fewer", "tools")
     names = [_checked_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(names).most_common(1)[0][0]
         raise RequestError(f"two tools have the name {twice!r}; rename one", "tools")
     if isinstance(tool_choice, dict) and tool_choice.get("type") == "allowed_tools":
         tools, tool_choice = _allowed(tool_choice, dict(zip(names, tools, strict=True)))
@@ -96,7 +97,7 @@ def _allowed(tool_choice: dict[str, Any], tools: dict[str, dict[str, Any]]) -> t
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         text = "an allowed_tools choice needs the mode 'auto' or 'required' and a list of at least one tool"
         raise RequestError(text, "tool_choice")
-    names = [_named(tool if isinstance(tool, dict) else {}) for tool in listed]
+    names = dict.fromkeys(_named(tool if isinstance(tool, dict) else {}) for tool in listed)
     unknown = next((name for name in names if name not in tools), None)
     if unknown is not None:
         raise RequestError(f"tool_choice allows {shown(unknown)}, which is not in tools", "tool_choice")

@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from pdserve.errors import RequestError
 from router.text.structured.finite_patterns import matched_names
+from router.text.structured.work_budget import Budget
 
 LISTS = ("allOf", "anyOf", "oneOf")  # of schemas for the same value
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
@@ -27,7 +29,7 @@ CHILDREN = (
     "contains",
     *_OTHERS,
 )  # schemas for parts of the value, or lists of such
-_MAX_WORK = 50_000  # schemas that are visited, and properties that are added
+_VISIT_WORK = 8  # steps for a schema, beside those for its keys
 
 Schema = dict[str, Any]
 
@@ -40,27 +42,28 @@ class _Declared(msgspec.Struct):
     patterns: dict[str, bool] = {}
     decided: bool = False
 
-    def add(self, other: _Declared) -> None:
+    def add(self, other: _Declared, budget: Budget) -> None:
+        budget.spend(1 + len(other.names) + len(other.patterns))
         self.any |= other.any
         self.names |= other.names
         self.patterns |= other.patterns
         self.decided |= other.decided
 
 
-def closed(schema: Schema) -> Schema:
-    """Return the closed schema. Raises RequestError for one that is nested too deeply or combines too much."""
+def closed(schema: Schema, budget: Budget) -> Schema:
+    """Return the closed schema. Raises RequestError for one that is nested too deeply, or WorkExceeded."""
     try:
-        return _Closer(schema).document()
+        return _Closer(schema, budget).document()
     except RecursionError:
         raise RequestError("the schema is nested too deeply; flatten it") from None
 
 
 class _Closer:
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, budget: Budget) -> None:
         self._root = root
+        self._budget = budget
         self._opened: dict[str, str] = {}  # names of open copies in $defs, by reference
         self._copies: Schema = {}
-        self._work = 0
 
     def document(self) -> Schema:
         result = self._schema(self._root, _Declared(), True)
@@ -68,40 +71,44 @@ class _Closer:
 
     def _schema(self, schema: Any, inherited: _Declared, close: bool) -> Any:
         """Rewrite a schema; ``inherited`` is what those beside it declare. Without ``close`` only its parts change."""
-        self._count(1)
+        self._budget.spend()
         if not isinstance(schema, dict):
             return schema
         result = self._with_closed_children(schema)
-        own = _own(schema)
+        own = _own(schema, self._budget)
         lists = {name: schema[name] for name in LISTS if isinstance(schema.get(name), list)}
         alternatives = {n: v for n, v in lists.items() if n != "allOf" or (len(v) == 1 and not own.any)}
         combined = [each for name in lists.keys() - alternatives.keys() for each in lists[name]]
-        declared = _Declared()
-        for part in (inherited, own, *(self._declared(each, ()) for each in combined)):
-            declared.add(part)
+        declared = self._joined((inherited, own, *(self._declared(each, ()) for each in combined)))
         if "$ref" in schema:
             target = self._declared({"$ref": schema["$ref"]}, ())
             if ((declared.any or alternatives) and target.any) or not close:
                 result["$ref"] = self._open_reference(schema["$ref"])
             if declared.any or alternatives:
-                declared.add(target)
+                declared.add(target, self._budget)
         for name, each in lists.items():
             if name in alternatives:
-                beside = _Declared()
-                for part in (declared, *(self._declared(o, ()) for n in alternatives if n != name for o in lists[n])):
-                    beside.add(part)
+                others = (self._declared(o, ()) for n in alternatives if n != name for o in lists[n])
+                beside = self._joined((declared, *others))
                 result[name] = [self._schema(branch, beside, close) for branch in each]
             else:
                 result[name] = [self._schema(branch, _Declared(), close and not declared.any) for branch in each]
         if close and not alternatives and declared.any and not declared.decided and _may_be_object(schema):
-            self._count(len(declared.names))
+            self._budget.spend(len(declared.names) + len(declared.patterns))
             result["properties"] = {**declared.names, **result.get("properties", {})}
             if declared.patterns:
                 result["patternProperties"] = {**declared.patterns, **result.get("patternProperties", {})}
             result["additionalProperties"] = False
-        return _with_names_for_patterns(result)
+        return _with_names_for_patterns(result, self._budget)
+
+    def _joined(self, parts: Iterable[_Declared]) -> _Declared:
+        joined = _Declared()
+        for part in parts:
+            joined.add(part, self._budget)
+        return joined
 
     def _with_closed_children(self, schema: Schema) -> Schema:
+        self._budget.spend(_VISIT_WORK + len(schema))
         result = dict(schema)
         for name in MAPS_OF_CHILDREN:
             if isinstance(schema.get(name), dict):
@@ -116,23 +123,25 @@ class _Closer:
 
     def _declared(self, schema: Any, seen: tuple[str, ...]) -> _Declared:
         """Return what a schema declares, with all that it combines. ``seen``: references that led to it."""
-        self._count(1)
+        self._budget.spend()
         if not isinstance(schema, dict):
             return _Declared()
-        found = _own(schema)
+        self._budget.spend(2)
+        found = _own(schema, self._budget)
         for name in LISTS:
             for branch in schema[name] if isinstance(schema.get(name), list) else ():
-                found.add(self._declared(branch, seen))
+                found.add(self._declared(branch, seen), self._budget)
         reference = schema.get("$ref")
+        self._budget.spend(len(seen))
         if reference is not None and reference not in seen:
-            target = target_of(self._root, reference)
-            found.add(_Declared(decided=True) if target is None else self._declared(target, (*seen, reference)))
-        self._count(len(found.names))
+            target = target_of(self._root, reference, self._budget)
+            named = _Declared(decided=True) if target is None else self._declared(target, (*seen, reference))
+            found.add(named, self._budget)
         return found
 
     def _open_reference(self, reference: Any) -> Any:
         """Return a reference to an open copy of what ``reference`` names."""
-        target = target_of(self._root, reference)
+        target = target_of(self._root, reference, self._budget)
         if not isinstance(target, dict):
             return reference
         if reference not in self._opened:
@@ -141,16 +150,13 @@ class _Closer:
             self._copies[name] = self._schema(content, _Declared(), False)
         return f"#/$defs/{self._opened[reference]}"
 
-    def _count(self, work: int) -> None:
-        self._work += work
-        if self._work > _MAX_WORK:
-            raise RequestError(f"the schema combines more than {_MAX_WORK} schemas and properties; simplify it")
 
-
-def target_of(root: Any, reference: Any) -> Any:
+def target_of(root: Any, reference: Any, budget: Budget) -> Any:
     """Return the schema that a reference inside the document ``root`` names; None for other references."""
+    budget.spend()
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
+    budget.spend(len(reference) // 4)  # a key has two characters or more
     target: Any = root
     for key in reference[1:].split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
@@ -163,11 +169,13 @@ def target_of(root: Any, reference: Any) -> Any:
     return target if reference == "#" or reference.startswith("#/") else None
 
 
-def _own(schema: Schema) -> _Declared:
+def _own(schema: Schema, budget: Budget) -> _Declared:
     """Return what a schema declares itself. A required property is declared, too."""
     maps = [schema[name] if isinstance(schema.get(name), dict) else {} for name in ("properties", "patternProperties")]
     required = schema.get("required")
-    names = [*maps[0], *(name for name in (required if isinstance(required, list) else ()) if isinstance(name, str))]
+    required = required if isinstance(required, list) else []
+    budget.spend(sum(map(len, maps)) + len(required))
+    names = [*maps[0], *(name for name in required if isinstance(name, str))]
     return _Declared(
         any="properties" in schema or "patternProperties" in schema,
         names=dict.fromkeys(names, True),
@@ -176,17 +184,18 @@ def _own(schema: Schema) -> _Declared:
     )
 
 
-def _with_names_for_patterns(schema: Schema) -> Schema:
+def _with_names_for_patterns(schema: Schema, budget: Budget) -> Schema:
     """Apply patterns to the properties that they match, in place of ``patternProperties``, if they match no others."""
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     if schema.get("additionalProperties") is not False or not isinstance(properties, dict):
         return schema
     if not patterns or not isinstance(patterns, dict):
         return schema
+    budget.spend(len(schema) + len(properties))
     result = {**schema, "properties": dict(properties)}
     del result["patternProperties"]
     for pattern, part in patterns.items():
-        names = matched_names(pattern, properties.keys())
+        names = matched_names(pattern, properties.keys(), budget)
         if names is None:
             return schema
         for name in names if part not in (True, {}) else ():

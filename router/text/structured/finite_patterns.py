@@ -6,68 +6,65 @@ After all declared properties, llguidance allows a comma for a name that such a 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
-_parser: Any = import_module("re._parser")  # no public module gives the parts of a regex
-_constants: Any = import_module("re._constants")
+from router.text.structured.python_patterns import UnknownPattern, constants, parsed
+from router.text.structured.work_budget import Budget
 
 
-class _Others(Exception):
-    """The pattern matches a text that is no declared name, or it has parts that are not known here."""
-
-
-def matched_names(pattern: str, names: Collection[str]) -> set[str] | None:
+def matched_names(pattern: str, names: Collection[str], budget: Budget) -> set[str] | None:
     """Return the names that a pattern matches anywhere; None if it may match other texts, too.
 
-    A pattern without ``^`` or ``$`` always does.
+    A pattern without ``^`` or ``$`` always does. Raises WorkExceeded.
     """
     try:
-        parts = list(_parser.parse(pattern))
-        anchors = [(_constants.AT, _constants.AT_BEGINNING), (_constants.AT, _constants.AT_END)]
+        parts = list(parsed(pattern, budget))
+        anchors = [(constants.AT, constants.AT_BEGINNING), (constants.AT, constants.AT_END)]
         if len(parts) < 2 or [parts[0], parts[-1]] != anchors:
             return None
-        return _Texts(names).of_sequence(parts[1:-1])
-    except (_Others, _parser.error, RecursionError, OverflowError):
+        budget.spend(len(names))
+        return _Texts(frozenset(names), budget).of_sequence(parts[1:-1])
+    except (UnknownPattern, RecursionError):
         return None
 
 
 class _Texts:
     """Enumerates the texts that parts of a pattern match, up to the number and length of the names."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: frozenset[str], budget: Budget) -> None:
         self._names = names
         self._longest = max(map(len, names), default=0)
+        self._budget = budget
 
     def of_sequence(self, parts: Iterable[Any], whole: bool = True) -> set[str]:
-        """Raises _Others, for the ``whole`` pattern also if a text is no name."""
+        """Raises UnknownPattern, for the ``whole`` pattern also if a text is no name."""
         texts = {""}
         for part in parts:
             texts = self._joined(texts, self._of_part(*part))
-        if whole and not texts <= set(self._names):
-            raise _Others
+        if whole and not texts <= self._names:
+            raise UnknownPattern
         return texts
 
     def _of_part(self, kind: Any, value: Any) -> set[str]:
-        if kind is _constants.LITERAL:
+        if kind is constants.LITERAL:
             return {chr(value)}
-        if kind is _constants.IN:
+        if kind is constants.IN:
             return self._bounded(chain.from_iterable(self._characters(*each) for each in value))
-        if kind is _constants.BRANCH:
+        if kind is constants.BRANCH:
             return self._bounded(chain.from_iterable(self.of_sequence(each, whole=False) for each in value[1]))
-        if kind is _constants.SUBPATTERN:
+        if kind is constants.SUBPATTERN:
             return self.of_sequence(value[-1], whole=False)
-        if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+        if kind in (constants.MAX_REPEAT, constants.MIN_REPEAT):
             return self._repeated(*value)
-        raise _Others
+        raise UnknownPattern
 
     def _characters(self, kind: Any, value: Any) -> Iterable[str]:
-        if kind is _constants.LITERAL:
+        if kind is constants.LITERAL:
             return (chr(value),)
-        if kind is _constants.RANGE:
+        if kind is constants.RANGE:
             return map(chr, range(value[0], value[1] + 1))
-        raise _Others
+        raise UnknownPattern
 
     def _repeated(self, least: int, most: int, parts: Iterable[Any]) -> set[str]:
         if not most:
@@ -76,19 +73,22 @@ class _Texts:
         found = set(texts) if not least else set()
         for count in range(1, most + 1):
             before, texts = texts, self._joined(texts, once)
-            found |= texts if count >= least else set()
             if texts == before:  # of empty texts
                 return found | texts
+            if count >= least:
+                self._budget.spend(len(texts))
+                found |= texts
         return self._bounded(found)
 
     def _joined(self, firsts: set[str], seconds: set[str]) -> set[str]:
         return self._bounded(first + second for first in firsts for second in seconds)
 
     def _bounded(self, texts: Iterable[str]) -> set[str]:
-        """Raises _Others once there are more texts, or longer ones, than names: what follows adds to both."""
+        """Raises UnknownPattern once there are more texts, or longer ones, than names: what follows adds to both."""
         found = set()
         for text in texts:
+            self._budget.spend_chars(len(text))
             found.add(text)
             if len(text) > self._longest or len(found) > max(1, len(self._names)):
-                raise _Others
+                raise UnknownPattern
         return found

@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.errors import Overloaded, RequestError
 from router.text.fair_slots import CLIENT
+from router.text.structured.conversion import Conversion, Conversions
 from router.text.structured.structured_outputs import OutputGrammar
 from router.text.worker_process import WorkerPool, WorkerProcess
 
@@ -43,8 +44,13 @@ class GrammarChecker:
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
         self._tokenizer_json = tokenizer_json
         self._workers = WorkerPool(self._start, _WORKERS)
+        self._conversions = Conversions()
         self._answers: OrderedDict[GrammarQuestion, GrammarAnswer] = OrderedDict()
         self._waiting = Counter[str]()  # by client
+
+    def conversion(self) -> Conversion:
+        """Begin the conversion of a request's structure to grammars."""
+        return self._conversions.begin()
 
     async def translated(self, grammar: OutputGrammar) -> OutputGrammar:
         """Translate EBNF to Lark; return other grammars. Raises the errors of ``check``."""
@@ -56,7 +62,8 @@ class GrammarChecker:
             await self._answer(grammar)
 
     async def close(self) -> None:
-        """Stop the workers. Idempotent."""
+        """Stop the workers and the thread. Idempotent."""
+        self._conversions.close()
         await self._workers.close()
 
     async def _answer(self, grammar: OutputGrammar) -> str:

@@ -4,134 +4,196 @@
 A look-ahead restricts the rest of the text, so a pattern is an expression of regular languages with intersection and
 complement. Its conjuncts become regexes: directly, or by an automaton whose states are derivatives of the expression
 (J. A. Brzozowski, Derivatives of Regular Expressions, 1964) and are eliminated one by one.
+
+Alternatives share what follows them, so an expression is a graph, whose paths may be exponentially many. Equal
+languages are one object, and each walk visits an object once.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-
-_parser: Any = import_module("re._parser")  # no public module gives the parts of a regex
-_constants: Any = import_module("re._constants")
+from router.text.structured.python_patterns import UnknownPattern, constants, has_flags, parsed
+from router.text.structured.work_budget import Budget
 
 _MAX_STATES = 48  # of an automaton; its regex may be exponentially longer
 _MAX_REGEX = 16 * 1024  # characters
-_MAX_WORK = 20_000  # parts of expressions, at most about 50 ms
+_MAX_WORK = 80_000  # steps for a pattern
 _MAX_PATTERN = 1000  # characters
 _MAX_COUNT = 1000  # of repetitions
+_MAX_CACHED = 256  # patterns
+_PARTS_PER_STEP = 32  # of a language that is made
+_NOT_KNOWN: list[str] = []
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, both ends included
 
 
-class _Unsupported(Exception):
-    """The pattern has parts that are not known here, or its regexes become too long."""
+class RewrittenPatterns:
+    """A cache of ``without_look_ahead``. The event loop and threads share it; at worst, two do the same work."""
 
+    def __init__(self) -> None:
+        self._known: dict[str, list[str] | None] = {}
 
-class _Language(msgspec.Struct, frozen=True, cache_hash=True):
-    """``kind`` and its operands: "set" characters; "cat", "or", "and" parts; "not" part; "repeat" part, least, most."""
-
-    kind: str
-    chars: Ranges = ()
-    parts: tuple[_Language, ...] = ()
-    least: int = 0
-    most: int = 0  # -1: without end
-
-
-_CODE_POINTS: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # surrogates are no characters
-_NOTHING = _Language("or")
-_EMPTY = _Language("cat")  # the empty text
-_ANY = _Language("set", _CODE_POINTS)
-_ALL = _Language("repeat", parts=(_ANY,), most=-1)
+    def get(self, pattern: str, budget: Budget) -> list[str] | None:
+        """Raises WorkExceeded."""
+        if (known := self._known.get(pattern, _NOT_KNOWN)) is not _NOT_KNOWN:
+            return known
+        if len(self._known) >= _MAX_CACHED:
+            self._known.clear()
+        found = self._known[pattern] = without_look_ahead(pattern, budget)
+        return found
 
 
 def has_look_ahead(pattern: str) -> bool:
     return "(?=" in pattern or "(?!" in pattern
 
 
-def without_look_ahead(pattern: str) -> list[str] | None:
+def without_look_ahead(pattern: str, budget: Budget) -> list[str] | None:
     """Return regexes that together match what the pattern matches; None if there are none that are short enough.
 
-    ``\\d``, ``\\w`` and ``\\s`` are those of ECMA-262, and ``.`` excludes newlines only.
+    ``\\d``, ``\\w`` and ``\\s`` are those of ECMA-262, and ``.`` excludes newlines only. Raises WorkExceeded.
     """
     if len(pattern) > _MAX_PATTERN:
         return None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sets that Python may read differently one day
-            tree = _parser.parse(re.sub(r"\(\?<(?=\w)", "(?P<", pattern))
-        if tree.state.flags & ~re.UNICODE.value:
-            return None
-        whole = _Reader().language(list(tree), _ALL, at_start=True)
-        parts = whole.parts if whole.kind == "and" else (whole,)
-        return [f"^(?:{_regex(part)})$" for part in parts if part != _ALL] or [""]
-    except (_Unsupported, _parser.error, RecursionError, OverflowError):
+        return budget.part(_MAX_WORK).attempt(lambda part: _rewritten(pattern, part))
+    except (UnknownPattern, RecursionError):
         return None
+
+
+def _rewritten(pattern: str, budget: Budget) -> list[str]:
+    """Raises UnknownPattern, also if regexes become too long."""
+    tree = parsed(re.sub(r"\(\?<(?=\w)", "(?P<", pattern), budget)
+    if has_flags(tree):
+        raise UnknownPattern
+    languages = _Languages(budget)
+    whole = _Reader(languages).language(list(tree), languages.all, at_start=True)
+    parts = whole.parts if whole.kind == "and" else (whole,)
+    return [f"^(?:{_regex(part, languages)})$" for part in parts if part is not languages.all] or [""]
 
 
 # ---------------------------------------------------------------- languages
 
 
-def _cat(*parts: _Language) -> _Language:
-    flat = [each for part in parts for each in (part.parts if part.kind == "cat" else (part,))]
-    if _NOTHING in flat:
-        return _NOTHING
-    return flat[0] if len(flat) == 1 else _Language("cat", parts=tuple(flat))
+class _Language:
+    """``kind`` and its operands: "set" characters; "cat", "or", "and" parts; "not" part; "repeat" part, least, most.
+
+    Made by _Languages only, so equal ones are one object.
+    """
+
+    __slots__ = ("chars", "is_nullable", "kind", "least", "most", "parts", "regex_chars")
+
+    def __init__(self, kind: str, chars: Ranges, parts: tuple[_Language, ...], least: int, most: int) -> None:
+        self.kind = kind
+        self.chars = chars
+        self.parts = parts
+        self.least = least
+        self.most = most  # -1: without end
+        self.is_nullable = self._is_nullable()  # whether the empty text belongs to it
+        self.regex_chars = self._regex_chars()  # length of its regex; -1: an automaton must find it
+
+    def _is_nullable(self) -> bool:
+        match self.kind:
+            case "set":
+                return False
+            case "cat" | "and":
+                return all(part.is_nullable for part in self.parts)
+            case "or":
+                return any(part.is_nullable for part in self.parts)
+            case "not":
+                return not self.parts[0].is_nullable
+            case _:
+                return not self.least or self.parts[0].is_nullable
+
+    def _regex_chars(self) -> int:
+        if self.kind in ("and", "not") or any(part.regex_chars < 0 for part in self.parts):
+            return -1
+        inner = sum(part.regex_chars for part in self.parts)
+        return inner + len(_printed_set(self.chars) if self.kind == "set" else _around(self, [""] * len(self.parts)))
 
 
-def _or(parts: Iterable[_Language]) -> _Language:
-    flat = dict.fromkeys(each for part in parts for each in (part.parts if part.kind == "or" else (part,)))
-    if _ALL in flat:
-        return _ALL
-    return next(iter(flat)) if len(flat) == 1 else _Language("or", parts=_ordered(flat))
+_CODE_POINTS: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # surrogates are no characters
 
 
-def _and(parts: Iterable[_Language]) -> _Language:
-    flat = dict.fromkeys(each for part in parts for each in (part.parts if part.kind == "and" else (part,)))
-    flat.pop(_ALL, None)
-    if _NOTHING in flat:
-        return _NOTHING
-    if not flat:
-        return _ALL
-    return next(iter(flat)) if len(flat) == 1 else _Language("and", parts=_ordered(flat))
+class _Languages:
+    """Makes the languages of one pattern."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._known: dict[tuple[str, Ranges, tuple[_Language, ...], int, int], _Language] = {}
+        self.nothing = self._language("or")
+        self.empty = self._language("cat")  # the empty text
+        self.any = self.set(_CODE_POINTS)
+        self.all = self._language("repeat", parts=(self.any,), most=-1)
+
+    def _language(
+        self, kind: str, chars: Ranges = (), parts: tuple[_Language, ...] = (), least: int = 0, most: int = 0
+    ) -> _Language:
+        key = (kind, chars, parts, least, most)
+        if (known := self._known.get(key)) is None:
+            self._spend(len(parts) + len(chars))
+            known = self._known[key] = _Language(*key)
+        return known
+
+    def _spend(self, num_parts: int) -> None:
+        self.budget.spend(2 + num_parts // _PARTS_PER_STEP)
+
+    def set(self, chars: Ranges) -> _Language:
+        return self._language("set", chars)
+
+    def cat(self, *parts: _Language) -> _Language:
+        flat: list[_Language] = []
+        for part in parts:
+            flat += part.parts if part.kind == "cat" else (part,)
+        self._spend(len(flat))
+        if self.nothing in flat:
+            return self.nothing
+        return flat[0] if len(flat) == 1 else self._language("cat", parts=tuple(flat))
+
+    def _flat(self, kind: str, parts: Iterable[_Language]) -> dict[_Language, None]:
+        flat: dict[_Language, None] = {}
+        for part in parts:
+            flat.update(dict.fromkeys(part.parts if part.kind == kind else (part,)))
+            self._spend(len(part.parts))
+        self.budget.spend(len(flat))  # to put them into order
+        return flat
+
+    def either(self, parts: Iterable[_Language]) -> _Language:
+        flat = self._flat("or", parts)
+        if self.all in flat:
+            return self.all
+        return next(iter(flat)) if len(flat) == 1 else self._language("or", parts=_ordered(flat))
+
+    def both(self, parts: Iterable[_Language]) -> _Language:
+        flat = self._flat("and", parts)
+        flat.pop(self.all, None)
+        if self.nothing in flat:
+            return self.nothing
+        if not flat:
+            return self.all
+        return next(iter(flat)) if len(flat) == 1 else self._language("and", parts=_ordered(flat))
+
+    def negated(self, part: _Language) -> _Language:
+        if part.kind == "not":
+            return part.parts[0]
+        if part is self.nothing:
+            return self.all
+        return self.nothing if part is self.all else self._language("not", parts=(part,))
+
+    def repeated(self, part: _Language, least: int, most: int) -> _Language:
+        if most == 0 or part is self.empty:
+            return self.empty
+        if part is self.nothing:
+            return self.nothing if least else self.empty
+        return part if least == most == 1 else self._language("repeat", parts=(part,), least=least, most=most)
 
 
 def _ordered(parts: Iterable[_Language]) -> tuple[_Language, ...]:
     """Return alternatives in an order by which most equal ones become equal. It does not look deeper: that is slow."""
     return tuple(sorted(parts, key=lambda part: (part.kind, part.chars, part.least, part.most, len(part.parts))))
-
-
-def _not(part: _Language) -> _Language:
-    if part.kind == "not":
-        return part.parts[0]
-    return {_NOTHING: _ALL, _ALL: _NOTHING}.get(part) or _Language("not", parts=(part,))
-
-
-def _repeat(part: _Language, least: int, most: int) -> _Language:
-    if most == 0 or part == _EMPTY:
-        return _EMPTY
-    if part == _NOTHING:
-        return _NOTHING if least else _EMPTY
-    return part if least == most == 1 else _Language("repeat", parts=(part,), least=least, most=most)
-
-
-def _is_nullable(language: _Language) -> bool:
-    match language.kind:
-        case "set":
-            return False
-        case "cat" | "and":
-            return all(map(_is_nullable, language.parts))
-        case "or":
-            return any(map(_is_nullable, language.parts))
-        case "not":
-            return not _is_nullable(language.parts[0])
-        case _:
-            return not language.least or _is_nullable(language.parts[0])
 
 
 # ---------------------------------------------------------------- from patterns
@@ -160,114 +222,122 @@ _SPACES: Ranges = (
     *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
 _CATEGORIES: dict[Any, Ranges] = {
-    _constants.CATEGORY_DIGIT: _DIGITS,
-    _constants.CATEGORY_NOT_DIGIT: _others(_DIGITS),
-    _constants.CATEGORY_WORD: _WORD,
-    _constants.CATEGORY_NOT_WORD: _others(_WORD),
-    _constants.CATEGORY_SPACE: _SPACES,
-    _constants.CATEGORY_NOT_SPACE: _others(_SPACES),
+    constants.CATEGORY_DIGIT: _DIGITS,
+    constants.CATEGORY_NOT_DIGIT: _others(_DIGITS),
+    constants.CATEGORY_WORD: _WORD,
+    constants.CATEGORY_NOT_WORD: _others(_WORD),
+    constants.CATEGORY_SPACE: _SPACES,
+    constants.CATEGORY_NOT_SPACE: _others(_SPACES),
 }
-_ASSERTIONS = (_constants.ASSERT, _constants.ASSERT_NOT, _constants.AT)
+_ASSERTIONS = (constants.ASSERT, constants.ASSERT_NOT, constants.AT)
 
 
 class _Reader:
     """Makes languages of whole texts from the parts of a pattern."""
 
+    def __init__(self, languages: _Languages) -> None:
+        self._languages = languages
+        self._budget = languages.budget
+
     def language(self, parts: Sequence[Any], rest: _Language, at_start: bool = False) -> _Language:
         """Return the texts that match the parts and then ``rest``; ``at_start``: the parts are the whole pattern."""
         if at_start and not self._is_anchored(parts):
-            return _cat(_ALL, self.language(parts, rest))
-        found, remaining = rest, list(parts)
-        while remaining:
-            kind, value = remaining.pop()
-            found = self._part(kind, value, found, at_start and self._consumes_nothing(remaining))
+            return self._languages.cat(self._languages.all, self.language(parts, rest))
+        consuming = (at for at, (kind, _) in enumerate(parts) if kind not in _ASSERTIONS)
+        last_at_start = next(consuming, len(parts)) if at_start else -1
+        found = rest
+        for at in range(len(parts) - 1, -1, -1):
+            self._budget.spend(2)
+            kind, value = parts[at]
+            found = self._part(kind, value, found, at <= last_at_start)
         return found
 
     def _part(self, kind: Any, value: Any, rest: _Language, at_start: bool) -> _Language:
-        if kind is _constants.AT:
-            if value in (_constants.AT_END, _constants.AT_END_STRING):
-                return _EMPTY if _is_nullable(rest) else _NOTHING
-            if at_start and value in (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING):
+        if kind is constants.AT:
+            if value in (constants.AT_END, constants.AT_END_STRING):
+                return self._languages.empty if rest.is_nullable else self._languages.nothing
+            if at_start and value in (constants.AT_BEGINNING, constants.AT_BEGINNING_STRING):
                 return rest
-            raise _Unsupported
-        if kind in (_constants.ASSERT, _constants.ASSERT_NOT):
+            raise UnknownPattern
+        if kind in (constants.ASSERT, constants.ASSERT_NOT):
             direction, parts = value
             if direction < 0:
-                raise _Unsupported
-            ahead = self._at_start(parts, _ALL) if at_start else self.language(parts, _ALL)
-            return _and([ahead if kind is _constants.ASSERT else _not(ahead), rest])
-        if kind is _constants.SUBPATTERN:
+                raise UnknownPattern
+            read = self._at_start if at_start else self.language
+            ahead = read(parts, self._languages.all)
+            return self._languages.both([ahead if kind is constants.ASSERT else self._languages.negated(ahead), rest])
+        if kind is constants.SUBPATTERN:
             _, added, dropped, parts = value
             if added or dropped:
-                raise _Unsupported
+                raise UnknownPattern
             return self._at_start(parts, rest) if at_start else self.language(parts, rest)
-        if kind is _constants.BRANCH:
+        if kind is constants.BRANCH:
             read = self._at_start if at_start else self.language
-            return _or([read(parts, rest) for parts in value[1]])
-        if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+            return self._languages.either([read(parts, rest) for parts in value[1]])
+        if kind in (constants.MAX_REPEAT, constants.MIN_REPEAT):
             least, most, parts = value
             if self._asserts(parts):
                 if most != 1:
-                    raise _Unsupported
+                    raise UnknownPattern
                 once = self.language(parts, rest)
-                return once if least else _or([once, rest])
-            most = -1 if most is _constants.MAXREPEAT else most
+                return once if least else self._languages.either([once, rest])
+            most = -1 if most is constants.MAXREPEAT else most
             if max(least, most) > _MAX_COUNT:
-                raise _Unsupported
-            return _cat(_repeat(self.language(parts, _EMPTY), least, most), rest)
-        return _cat(_Language("set", self._characters(kind, value)), rest)
+                raise UnknownPattern
+            once = self.language(parts, self._languages.empty)
+            return self._languages.cat(self._languages.repeated(once, least, most), rest)
+        return self._languages.cat(self._languages.set(self._characters(kind, value)), rest)
 
     def _at_start(self, parts: Sequence[Any], rest: _Language) -> _Language:
         """As ``language``, for parts at the beginning of the text, where ``^`` always holds."""
-        anchors = (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
+        anchors = (constants.AT_BEGINNING, constants.AT_BEGINNING_STRING)
         at = 0
-        while at < len(parts) and parts[at][0] is _constants.AT and parts[at][1] in anchors:
+        while at < len(parts) and parts[at][0] is constants.AT and parts[at][1] in anchors:
             at += 1
         return self.language(parts[at:], rest)
 
     def _characters(self, kind: Any, value: Any) -> Ranges:
         match kind:
-            case _constants.LITERAL:
+            case constants.LITERAL:
                 return ((value, value),)
-            case _constants.NOT_LITERAL:
+            case constants.NOT_LITERAL:
                 return _others(((value, value),))
-            case _constants.ANY:
+            case constants.ANY:
                 return _others(((10, 10),))
-            case _constants.RANGE:
+            case constants.RANGE:
                 return (value,)
-            case _constants.CATEGORY:
+            case constants.CATEGORY:
                 return _CATEGORIES[value]
-            case _constants.IN:
-                negated = value[0][0] is _constants.NEGATE
+            case constants.IN:
+                self._budget.spend(len(value))
+                negated = value[0][0] is constants.NEGATE
                 found = _union(self._characters(*each) for each in value[negated:])
                 return _others(found) if negated else found
             case _:
-                raise _Unsupported
+                raise UnknownPattern
 
     def _is_anchored(self, parts: Sequence[Any]) -> bool:
         """Whether a pattern begins with ``^``, also in each branch, or after look-ahead."""
         for kind, value in parts:
-            if kind is _constants.AT:
-                return value in (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
-            if kind is _constants.SUBPATTERN:
+            if kind is constants.AT:
+                return value in (constants.AT_BEGINNING, constants.AT_BEGINNING_STRING)
+            if kind is constants.SUBPATTERN:
                 return self._is_anchored(value[-1])
-            if kind is _constants.BRANCH:
+            if kind is constants.BRANCH:
                 return all(self._is_anchored(each) for each in value[1])
-            if kind not in (_constants.ASSERT, _constants.ASSERT_NOT):
+            if kind not in (constants.ASSERT, constants.ASSERT_NOT):
                 return False
         return False
 
-    def _consumes_nothing(self, parts: Sequence[Any]) -> bool:
-        return all(kind in _ASSERTIONS for kind, _ in parts)
-
     def _asserts(self, parts: Sequence[Any]) -> bool:
         for kind, value in parts:
+            self._budget.spend()
             inner: Sequence[Any] = ()
             if kind in _ASSERTIONS:
                 return True
-            if kind is _constants.SUBPATTERN or kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+            if kind is constants.SUBPATTERN or kind in (constants.MAX_REPEAT, constants.MIN_REPEAT):
                 inner = (value[-1],)
-            elif kind is _constants.BRANCH:
+            elif kind is constants.BRANCH:
                 inner = value[1]
             if any(self._asserts(each) for each in inner):
                 return True
@@ -277,29 +347,36 @@ class _Reader:
 # ---------------------------------------------------------------- to regexes
 
 
-def _regex(language: _Language) -> str:
-    """Return a regex in Rust's syntax. Raises _Unsupported if it is too long."""
-    text = _printed(language) if _is_plain(language) else _Automaton(language).regex()
+def _regex(language: _Language, languages: _Languages) -> str:
+    """Return a regex in Rust's syntax. Raises UnknownPattern if it is too long."""
+    if language.regex_chars >= 0:
+        return _printed(language, languages.budget)
+    text = _Automaton(language, languages).regex()
     if len(text) > _MAX_REGEX:
-        raise _Unsupported
+        raise UnknownPattern
     return text
 
 
-def _is_plain(language: _Language) -> bool:
-    return language.kind not in ("and", "not") and all(map(_is_plain, language.parts))
+def _printed(language: _Language, budget: Budget) -> str:
+    """Return the regex of a language that has one. Raises UnknownPattern if it is too long."""
+    if language.regex_chars > _MAX_REGEX:
+        raise UnknownPattern
+    budget.spend_chars(language.regex_chars)
+    if language.kind == "set":
+        return _printed_set(language.chars)
+    return _around(language, [_printed(part, budget) for part in language.parts])
 
 
-def _printed(language: _Language) -> str:
+def _around(language: _Language, parts: Sequence[str]) -> str:
+    """Return the regex of a language from those of its parts."""
     match language.kind:
-        case "set":
-            return _printed_set(language.chars)
         case "cat":
-            return "".join(map(_printed, language.parts))
+            return "".join(parts)
         case "or":
-            return f"(?:{'|'.join(map(_printed, language.parts))})"
+            return f"(?:{'|'.join(parts)})"
         case _:
             most = "" if language.most < 0 else str(language.most)
-            return f"(?:{_printed(language.parts[0])}){{{language.least},{most}}}"
+            return f"(?:{parts[0]}){{{language.least},{most}}}"
 
 
 def _printed_set(ranges: Ranges) -> str:
@@ -311,11 +388,13 @@ def _printed_set(ranges: Ranges) -> str:
 class _Automaton:
     """The deterministic automaton of a language."""
 
-    def __init__(self, language: _Language) -> None:
-        self._classes = _classes(language)
+    def __init__(self, language: _Language, languages: _Languages) -> None:
+        self._languages = languages
+        self._budget = languages.budget
+        self._classes = _classes(language, languages.budget)
+        self._derivatives: dict[tuple[_Language, int], _Language] = {}
         self._states = {language: 0}  # numbered
         self._edges: dict[tuple[int, int], str] = {}  # regexes of one character, by both states
-        self._work = 0  # parts that derivatives have visited
         pending = [language]
         while pending:
             pending += self._add_edges(pending.pop())
@@ -325,85 +404,136 @@ class _Automaton:
         targets: dict[_Language, list[Ranges]] = {}
         for ranges in self._classes:
             target = self._derivative(state, ranges[0][0])
-            if target != _NOTHING:
+            if target is not self._languages.nothing:
                 targets.setdefault(target, []).append(ranges)
         new = [target for target in targets if target not in self._states]
         for target in new:
             self._states[target] = len(self._states)
         if len(self._states) > _MAX_STATES:
-            raise _Unsupported
+            raise UnknownPattern
         for target, sets in targets.items():
+            self._budget.spend(sum(map(len, sets)))
             self._edges[self._states[state], self._states[target]] = _printed_set(_union(sets))
         return new
 
     def _derivative(self, language: _Language, code: int) -> _Language:
         """Return what may follow the character."""
-        self._work += 1 + len(language.parts)
-        if self._work > _MAX_WORK:
-            raise _Unsupported
+        known = self._derivatives.get((language, code))
+        if known is None:
+            self._budget.spend(2 + len(language.parts) + len(language.chars))
+            known = self._derivatives[language, code] = self._new_derivative(language, code)
+        return known
+
+    def _new_derivative(self, language: _Language, code: int) -> _Language:
+        make = self._languages
         match language.kind:
             case "set":
-                return _EMPTY if any(first <= code <= last for first, last in language.chars) else _NOTHING
+                has = any(first <= code <= last for first, last in language.chars)
+                return make.empty if has else make.nothing
             case "cat":
                 found = []
                 for index, part in enumerate(language.parts):
-                    rest = language.parts[index + 1 :]
-                    self._work += len(rest)
-                    found.append(_cat(self._derivative(part, code), *rest))
-                    if not _is_nullable(part):
+                    found.append(make.cat(self._derivative(part, code), *language.parts[index + 1 :]))
+                    if not part.is_nullable:
                         break
-                return _or(found)
+                return make.either(found)
             case "or":
-                return _or([self._derivative(part, code) for part in language.parts])
+                return make.either([self._derivative(part, code) for part in language.parts])
             case "and":
-                return _and([self._derivative(part, code) for part in language.parts])
+                return make.both([self._derivative(part, code) for part in language.parts])
             case "not":
-                return _not(self._derivative(language.parts[0], code))
+                return make.negated(self._derivative(language.parts[0], code))
             case _:
                 (part,) = language.parts
                 most = language.most if language.most < 0 else language.most - 1
-                return _cat(self._derivative(part, code), _repeat(part, max(0, language.least - 1), most))
+                rest = make.repeated(part, max(0, language.least - 1), most)
+                return make.cat(self._derivative(part, code), rest)
 
     def regex(self) -> str:
         """Eliminate states until one regex leads from a first state to a last one."""
         first, last = -1, -2
-        edges = {**self._edges, (first, 0): ""}
-        edges |= {(at, last): "" for state, at in self._states.items() if _is_nullable(state)}
+        graph = _Graph(self._budget)
+        for (start, end), text in self._edges.items():
+            graph.add(start, end, text)
+        graph.add(first, 0, "")
+        for state, at in self._states.items():
+            if state.is_nullable:
+                graph.add(at, last, "")
         remaining = set(range(len(self._states)))
         while remaining:
-            at = min(remaining, key=lambda state: sum(state in edge for edge in edges))
+            at = min(remaining, key=graph.degree)
+            self._budget.spend(len(remaining))
             remaining.remove(at)
-            _eliminate(edges, at)
-            if sum(map(len, edges.values())) > 4 * _MAX_REGEX:
-                raise _Unsupported
-        return edges.get((first, last), _printed(_NOTHING))
+            graph.eliminate(at)
+            if graph.num_chars > 4 * _MAX_REGEX:
+                raise UnknownPattern
+        found = graph.edge(first, last)
+        return _printed(self._languages.nothing, self._budget) if found is None else found
 
 
-def _eliminate(edges: dict[tuple[int, int], str], at: int) -> None:
-    """Join each edge to a state with each edge from it, and drop the state."""
-    loop = f"(?:{edges[at, at]})*" if (at, at) in edges else ""
-    into = [(start, text) for (start, end), text in edges.items() if end == at != start]
-    out = [(end, text) for (start, end), text in edges.items() if start == at != end]
-    for edge in [edge for edge in edges if at in edge]:
-        del edges[edge]
-    for start, before in into:
-        for end, after in out:
-            text = before + loop + after
-            edges[start, end] = f"(?:{edges[start, end]}|{text})" if (start, end) in edges else text
+class _Graph:
+    """Regexes between states."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._out: dict[int, dict[int, str]] = {}  # by start, then by end
+        self._into: dict[int, set[int]] = {}  # starts by end
+        self.num_chars = 0
+
+    def edge(self, start: int, end: int) -> str | None:
+        return self._out.get(start, {}).get(end)
+
+    def add(self, start: int, end: int, text: str) -> None:
+        """Add an alternative to the edge."""
+        before = self.edge(start, end)
+        if before is not None:
+            self.num_chars -= len(before)
+            text = f"(?:{before}|{text})"
+        self._budget.spend_chars(len(text))
+        self.num_chars += len(text)
+        self._out.setdefault(start, {})[end] = text
+        self._into.setdefault(end, set()).add(start)
+
+    def degree(self, at: int) -> int:
+        """Return the number of edges at a state."""
+        out = self._out.get(at, {})
+        return len(out) + len(self._into.get(at, ())) - (at in out)
+
+    def eliminate(self, at: int) -> None:
+        """Join each edge to a state with each edge from it, and drop the state."""
+        out, starts = self._out.pop(at, {}), self._into.pop(at, set())
+        own = out.pop(at, None)
+        loop = "" if own is None else f"(?:{own})*"
+        into = {start: self._out[start].pop(at) for start in starts - {at}}
+        for end in out:
+            self._into[end].discard(at)
+        self.num_chars -= sum(map(len, (*out.values(), *into.values(), own or "")))
+        for start, before in into.items():
+            for end, after in out.items():
+                self.add(start, end, before + loop + after)
 
 
-def _classes(language: _Language) -> list[Ranges]:
+def _classes(language: _Language, budget: Budget) -> list[Ranges]:
     """Return sets of characters that the language does not tell apart."""
-    sets: set[Ranges] = set()
-    pending = [language]
+    seen, pending = {language}, [language]
     while pending:
-        each = pending.pop()
-        pending += each.parts
-        sets.add(each.chars)
-    ends = sorted({0, 0xE000} | {end for ranges in sets for first, last in ranges for end in (first, last + 1)})
-    classes: dict[frozenset[Ranges], list[tuple[int, int]]] = {}
+        new = [part for part in pending.pop().parts if part not in seen]
+        budget.spend(1 + len(new))
+        seen.update(new)
+        pending += new
+    sets = {each.chars for each in seen}
+    changes: dict[int, int] = {0: 0, 0xE000: 0}  # bits of the sets that begin or end at a code point
+    for bit, ranges in enumerate(sets):
+        budget.spend(1 + len(ranges))
+        for first, last in ranges:
+            changes[first] = changes.get(first, 0) ^ 1 << bit
+            changes[last + 1] = changes.get(last + 1, 0) ^ 1 << bit
+    ends = sorted(changes)
+    budget.spend(len(ends))
+    classes: dict[int, list[tuple[int, int]]] = {}
+    holding = 0  # bits of the sets that have the characters
     for first, after in pairwise([*ends, 0x110000]):
+        holding ^= changes[first]
         if first < after and not 0xD800 <= first < 0xE000:
-            holding = frozenset(each for each in sets if any(low <= first <= high for low, high in each))
             classes.setdefault(holding, []).append((first, min(after - 1, 0xD7FF) if first < 0xD800 else after - 1))
     return [_union([tuple(ranges)]) for ranges in classes.values()]

@@ -21,23 +21,23 @@ are dropped. A keyword that cannot be rewritten stays, and llguidance refuses it
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from itertools import combinations, permutations
 from typing import Any
-
-import msgspec
 
 from pdserve import grammar as grammars
 from pdserve.errors import RequestError, shown
 from router.text.structured.closed_schemas import CHILDREN, LISTS, MAPS_OF_CHILDREN, Schema, closed, target_of
-from router.text.structured.look_ahead import has_look_ahead, without_look_ahead
+from router.text.structured.look_ahead import RewrittenPatterns, has_look_ahead
+from router.text.structured.work_budget import Budget
 
 _MAX_PERMUTED = 4  # values: 65 arrays
 _MAX_COMBINED = 7  # values: 128 arrays
-_MAX_LOOK_AHEADS = 16  # patterns of a schema, each of which takes up to 0.2 s the first time
+_MAX_LOOK_AHEADS = 16  # patterns of a schema
 _MAX_FORMAT = 32  # characters
 _MAX_REFERENCES = 16  # that lead to one another
-_MAX_VISITS = 10_000
+_MAX_TAG_WORK = 100_000  # steps for a schema; then its unions have no tag
+_VISIT_WORK = 8  # steps for a schema, beside those for its keys
+_FORMAT_WORK = 300  # steps for a name, which llguidance compiles
 
 _KEEP_NULL = ("const", "default")
 ANNOTATIONS = frozenset(
@@ -46,30 +46,35 @@ ANNOTATIONS = frozenset(
 _VALUES: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}  # by type
 _NAME_KEYWORDS = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "format"})
 
-_rewritten_pattern = lru_cache(256)(without_look_ahead)
+_patterns = RewrittenPatterns()
 
 
-def held_schema(schema: Schema) -> Schema:
+def held_schema(schema: Schema, budget: Budget) -> Schema:
     """Return a schema for llguidance, closed (closed_schemas.py).
 
-    Raises RequestError if it is nested too deeply, or malformed.
+    Raises RequestError if it is nested too deeply, or malformed, or WorkExceeded.
     """
     try:
-        normalized = _Normalizer(schema).schema(schema)
+        normalized = _Normalizer(schema, budget).schema(schema)
     except RecursionError:
         raise RequestError("the schema is nested too deeply; flatten it") from None
-    return closed(normalized if isinstance(normalized, dict) else {"not": {}})
+    return closed(normalized if isinstance(normalized, dict) else {"not": {}}, budget)
 
 
 class _Normalizer:
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, budget: Budget) -> None:
         self._root = root
+        self._budget = budget
+        self._tag_budget = budget.part(_MAX_TAG_WORK)
+        self._known_values: dict[int, tuple[Any, set[bytes] | None]] = {}  # schemas and their values, by id
         self._look_aheads: set[str] = set()
-        self._visits = 0  # of branches with a tag
+        self._formats: set[str] = set()
 
     def schema(self, schema: Any) -> Any:
+        self._budget.spend()
         if not isinstance(schema, dict):
             return schema
+        self._budget.spend(_VISIT_WORK + len(schema))
         result = {name: value for name, value in schema.items() if value is not None or name in _KEEP_NULL}
         nullable = result.pop("nullable", None) is True
         negated = result.get("not")
@@ -78,7 +83,7 @@ class _Normalizer:
         elif negated is True or negated == {}:
             return False
         result = self._with_parts(result)
-        _drop_unknown_format(result)
+        self._drop_unknown_format(result)
         _drop_bounds_of_float64(result)
         self._rewrite_property_names(result)
         self._rewrite_tags(result)
@@ -104,29 +109,38 @@ class _Normalizer:
                 result[name] = self.schema(part)
         return result
 
-    def _resolved(self, schema: Any) -> Any:
+    def _drop_unknown_format(self, schema: Schema) -> None:
+        name = schema.get("format")
+        if isinstance(name, str) and len(name) <= _MAX_FORMAT:
+            self._budget.spend(_FORMAT_WORK if name not in self._formats else 1)
+            self._formats.add(name)
+            if grammars.knows_format(name):
+                return
+        schema.pop("format", None)
+
+    def _resolved(self, schema: Any, budget: Budget) -> Any:
         """Follow references; None where they lead nowhere."""
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            schema = target_of(self._root, schema["$ref"])
+            schema = target_of(self._root, schema["$ref"], budget)
         return None
 
-    def _values(self, schema: Any) -> list[Any] | None:
+    def _values(self, schema: Any, budget: Budget) -> list[Any] | None:
         """Return all values that a schema allows, if it lists them."""
-        schema = self._resolved(schema)
+        schema = self._resolved(schema, budget)
         if not isinstance(schema, dict):
             return None
         if "const" in schema:
             return [schema["const"]]
         if isinstance(schema.get("enum"), list):
-            return _distinct(schema["enum"])
+            return list({budget.encoded(value): value for value in schema["enum"]}.values())
         return _VALUES.get(str(schema.get("type")))
 
     # ---------------------------------------------------------------- objects
 
     def _rewrite_property_names(self, schema: Schema) -> None:
-        names = self._resolved(schema.get("propertyNames"))
+        names = self._resolved(schema.get("propertyNames"), self._budget)
         if names is True:
             names = {}
         if not isinstance(names, dict) or not names.keys() <= _NAME_KEYWORDS | ANNOTATIONS:
@@ -136,9 +150,10 @@ class _Normalizer:
         if names.get("type", "string") != "string" or not isinstance(properties, dict):
             return
         pattern = _pattern_of_names(names)
-        if (values := self._values(names)) is not None:
+        if (values := self._values(names, self._budget)) is not None:
             if "patternProperties" in schema:
                 return
+            self._budget.spend(len(values))
             schema["properties"] = {name: properties.get(name, others) for name in values if isinstance(name, str)}
             schema["additionalProperties"] = False
         elif pattern is not None:
@@ -154,40 +169,54 @@ class _Normalizer:
         branches = schema.get("oneOf")
         if not isinstance(branches, list) or "anyOf" in schema:
             return
-        tag = self._tag(branches) if len(branches) > 1 else ""
+        tag = self._tag_budget.attempt(lambda part: self._tag(branches, part)) if len(branches) > 1 else ""
         if tag is not None:
             schema["anyOf"] = [_requiring(branch, tag) if tag else branch for branch in branches]
             del schema["oneOf"]
 
-    def _tag(self, branches: list[Any]) -> str | None:
+    def _tag(self, branches: list[Any], budget: Budget) -> str | None:
         """Return a property whose possible values differ in all branches."""
-        first = self._resolved(branches[0])
+        first = self._resolved(branches[0], budget)
         for _ in range(_MAX_REFERENCES):
-            first = self._resolved(next(iter(_branches(first)), first))
+            first = self._resolved(next(iter(_branches(first)), first), budget)
         names = first.get("properties") if isinstance(first, dict) else None
-        for name in names if isinstance(names, dict) else ():
-            sets = [self._tags(branch, name, 0) for branch in branches]
-            found = [value for values in sets if values is not None for value in values]
-            if None not in sets and len(set(found)) == len(found):
-                return str(name)
-        return None
+        names = names if isinstance(names, dict) else {}
+        return next((name for name in names if self._is_tag(name, branches, budget)), None)
 
-    def _tags(self, branch: Any, name: str, depth: int) -> set[bytes] | None:
+    def _is_tag(self, name: str, branches: list[Any], budget: Budget) -> bool:
+        found = set[bytes]()
+        for branch in branches:
+            values = self._tags(branch, name, 0, budget)
+            if values is None or not found.isdisjoint(values):
+                return False
+            found |= values
+        return True
+
+    def _tags(self, branch: Any, name: str, depth: int, budget: Budget) -> set[bytes] | None:
         """Return the values, as JSON, that a property has in a branch or in the branches inside it."""
-        branch = self._resolved(branch)
-        self._visits += 1
-        if not isinstance(branch, dict) or depth > _MAX_REFERENCES or self._visits > _MAX_VISITS:
+        budget.spend()
+        branch = self._resolved(branch, budget)
+        if not isinstance(branch, dict) or depth > _MAX_REFERENCES:
             return None
         properties = branch.get("properties")
         if isinstance(properties, dict) and name in properties:
-            values = self._values(properties[name])
-            return None if values is None else set(map(msgspec.json.encode, values))
+            return self._encoded_values(properties[name], budget)
         found = set[bytes]()
         for each in _branches(branch) or [None]:
-            if (inner := self._tags(each, name, depth + 1)) is None:
+            if (inner := self._tags(each, name, depth + 1, budget)) is None:
                 return None
+            budget.spend(len(inner))
             found |= inner
         return found
+
+    def _encoded_values(self, schema: Any, budget: Budget) -> set[bytes] | None:
+        """Return the values of a schema as JSON. Branches often share it."""
+        schema = self._resolved(schema, budget)
+        if id(schema) not in self._known_values:
+            values = self._values(schema, budget)
+            encoded = None if values is None else set(map(budget.encoded, values))
+            self._known_values[id(schema)] = schema, encoded  # which keeps the id
+        return self._known_values[id(schema)][1]
 
     # ---------------------------------------------------------------- arrays and texts
 
@@ -201,10 +230,11 @@ class _Normalizer:
         least, most = schema.get("minItems", 0), schema.get("maxItems", _MAX_COMBINED)
         if schema["uniqueItems"] is False or "array" not in kinds or most in (0, 1):
             return rest
-        values = None if "prefixItems" in schema else self._values(schema.get("items"))
+        values = None if "prefixItems" in schema else self._values(schema.get("items"), self._budget)
         if values is None or not isinstance(least, int) or not isinstance(most, int) or len(values) > _MAX_COMBINED:
             return schema
         arrange = permutations if len(values) <= _MAX_PERMUTED else combinations
+        self._budget.spend(128 * len(values))  # at most
         arrays = [list(each) for count in range(least, min(most, len(values)) + 1) for each in arrange(values, count)]
         if not arrays:
             return schema
@@ -217,7 +247,7 @@ class _Normalizer:
         if not isinstance(pattern, str) or not has_look_ahead(pattern):
             return
         self._look_aheads.add(pattern)
-        patterns = _rewritten_pattern(pattern) if len(self._look_aheads) <= _MAX_LOOK_AHEADS else None
+        patterns = _patterns.get(pattern, self._budget) if len(self._look_aheads) <= _MAX_LOOK_AHEADS else None
         if patterns is not None:
             schema["pattern"] = patterns[0]
             if len(patterns) > 1:
@@ -229,12 +259,6 @@ def _checked(schema: Schema, name: str, kind: type) -> Any:
         article = "an object" if kind is dict else "a list"
         raise RequestError(f"{name} of a schema must be {article}, not {shown(schema[name])}")
     return schema[name]
-
-
-def _drop_unknown_format(schema: Schema) -> None:
-    name = schema.get("format")
-    if not isinstance(name, str) or len(name) > _MAX_FORMAT or not grammars.knows_format(name):
-        schema.pop("format", None)
 
 
 def _drop_bounds_of_float64(schema: Schema) -> None:
@@ -288,7 +312,3 @@ def _drop_implied_counts(schema: Schema) -> None:
 def _or_null(schema: Schema) -> Schema:
     defs: Schema = {name: schema.pop(name) for name in ("$defs", "definitions") if name in schema}
     return {"anyOf": [schema, {"type": "null"}], **defs}
-
-
-def _distinct(values: list[Any]) -> list[Any]:
-    return list({msgspec.json.encode(value): value for value in values}.values())

@@ -8,7 +8,8 @@ EBNF and checks that a grammar is valid; the functions do not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 from pdserve import grammar as grammars
 from pdserve.errors import RequestError, shown
 from router.text.structured.normalized_schemas import held_schema
+from router.text.structured.work_budget import Budget
 
 MAX_STRUCTURES = 128  # of a structural tag, as tools
 
@@ -43,20 +45,46 @@ class OutputGrammar(msgspec.Struct, frozen=True):
 
     def check_size(self) -> None:
         """Raises RequestError that names the field if the grammar is too long."""
-        try:
+        with in_field(self.field):
             grammars.check_size(self.text)
-        except RequestError as exc:
-            raise RequestError(f"{self.field}: {exc}", self.field) from exc
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """The field of a request that gives the structure of its output; ``make`` converts it to a grammar."""
+
+    field: str = ""
+    make: Callable[[Budget], str] | None = None
+    is_ebnf: bool = False
+
+    def grammar(self, budget: Budget) -> OutputGrammar:
+        """Raises RequestError that names the field."""
+        if self.make is None:
+            return OutputGrammar()
+        with in_field(self.field):
+            grammar = OutputGrammar(self.make(budget), self.field, self.is_ebnf)
+        grammar.check_size()
+        return grammar
+
+
+@contextmanager
+def in_field(field: str) -> Iterator[None]:
+    """Name the field in errors of its value."""
+    try:
+        yield
+    except RequestError as exc:
+        exc.args = (f"{field}: {exc}",)
+        exc.param = field
+        raise
 
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None = None) -> str:
+def json_schema_grammar(schema: dict[str, Any] | str, budget: Budget, *, whitespace: str | None = None) -> str:
     """JSON that follows a schema, given as an object or its text; ``whitespace`` is a regex, "" for no white space.
 
     Objects have no properties but the declared ones (closed_schemas.py). Raises RequestError for text that is not a
-    JSON object.
+    JSON object, and WorkExceeded.
     """
     if isinstance(schema, str):
         grammars.check_size(schema)
@@ -66,34 +94,37 @@ def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None 
             raise RequestError(f"the schema is not valid JSON: {exc}") from exc
         if not isinstance(schema, dict):
             raise RequestError(f"a schema must be a JSON object, not {type(schema).__name__}")
-    text = msgspec.json.encode(held_schema(schema)).decode()
+    text = budget.encoded(held_schema(schema, budget)).decode()
     grammars.check_size(text)
     return grammars.from_json_schema(text, whitespace)
 
 
-def choice_grammar(texts: Sequence[str]) -> str:
+def choice_grammar(texts: Sequence[str], budget: Budget) -> str:
     """One of these texts. Raises RequestError without texts, and for an empty one."""
     if not texts or "" in texts:
         raise RequestError("choice must be a list of at least one string, none of them empty")
+    budget.spend_chars(sum(map(len, texts)))
+    budget.spend(len(texts))
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
-def _lark_or_ebnf(text: str) -> str:
+def _lark_or_ebnf(text: str, budget: Budget) -> str:
     if not text.strip():
         raise RequestError("the grammar is empty; give at least the rule start")
     return text
 
 
-def _regex_grammar(regex: str) -> str:
+def _regex_grammar(regex: str, budget: Budget) -> str:
     if not regex:
         raise RequestError("the regex is empty, so that no output could follow it; leave it out")
     return grammars.from_regex(regex)
 
 
-def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
+def structural_tag_grammar(tag: dict[str, Any] | str, budget: Budget) -> str:
     """Free text in which a trigger starts one of the structures: a begin, JSON of a schema, an end.
 
-    Takes vLLM's ``{"type": "structural_tag", "structures": […], "triggers": […]}``. Raises RequestError.
+    Takes vLLM's ``{"type": "structural_tag", "structures": […], "triggers": […]}``. Raises RequestError, and
+    WorkExceeded.
     """
     if isinstance(tag, str):
         grammars.check_size(tag)
@@ -108,7 +139,9 @@ def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
         trigger = next((trigger for trigger in spec.triggers if trigger and structure.begin.startswith(trigger)), None)
         if trigger is None:
             raise RequestError(f"no trigger is the beginning of the structure {shown(structure.begin)}; add one")
-        parts.append((trigger, structure.begin, held_schema(structure.schema or ANY_OBJECT), structure.end))
+        schema = held_schema(structure.schema or ANY_OBJECT, budget)
+        budget.spend_value(schema)
+        parts.append((trigger, structure.begin, schema, structure.end))
     if not parts:
         raise RequestError("the structural tag has no structures; give at least one")
     return grammars.from_structures(parts)
@@ -125,35 +158,29 @@ class _StructuralTag(msgspec.Struct, frozen=True):
     triggers: list[str]
 
 
-def requested_grammar(
+def requested_structure(
     response_format: dict[str, Any], structured_outputs: StructuredOutputs | None, others: dict[str, dict[str, Any]]
-) -> OutputGrammar:
-    """Return the grammar of a request. ``others`` are further fields, each as a field of StructuredOutputs.
+) -> Structure:
+    """Return the structure of a request. ``others`` are further fields, each as a field of StructuredOutputs.
 
-    Raises RequestError that names the field: if two are given, or if one is malformed or unknown.
+    Raises RequestError if two are given.
     """
-    given: list[tuple[str, Callable[[], str], bool]] = []  # the last: whether it is EBNF
+    given: list[Structure] = []
     if response_format and response_format.get("type") != "text":
-        given.append(("response_format", partial(_response_format_grammar, response_format), False))
+        given.append(Structure("response_format", partial(_response_format_grammar, response_format)))
     fields = {name: StructuredOutputs(**value) for name, value in others.items()}
     if structured_outputs is not None:
         fields = {"structured_outputs": structured_outputs, **fields}
     for name, outputs in fields.items():
         is_ebnf = name == "ebnf" or "::=" in (outputs.grammar or "")
-        given.append((name, partial(_structured_outputs_grammar, outputs), is_ebnf))
-    if not given:
-        return OutputGrammar()
+        given.append(Structure(name, partial(_structured_outputs_grammar, outputs), is_ebnf))
     if len(given) > 1:
-        names = " and ".join(name for name, _, _ in given)
-        raise RequestError(f"{names} exclude each other; give one of them", given[-1][0])
-    field, make, is_ebnf = given[0]
-    try:
-        return OutputGrammar(make(), field, is_ebnf)
-    except RequestError as exc:
-        raise RequestError(f"{field}: {exc}", field) from exc
+        names = " and ".join(structure.field for structure in given)
+        raise RequestError(f"{names} exclude each other; give one of them", given[-1].field)
+    return given[0] if given else Structure()
 
 
-def _response_format_grammar(value: dict[str, Any]) -> str:
+def _response_format_grammar(value: dict[str, Any], budget: Budget) -> str:
     match value:
         case {"type": "json_object" | "json_schema" as kind}:
             schema = _schema_of(value)
@@ -161,9 +188,9 @@ def _response_format_grammar(value: dict[str, Any]) -> str:
                 raise RequestError("json_schema.schema is missing; give the schema as an object there")
             if kind == "json_object" and not schema:
                 schema = ANY_OBJECT
-            return json_schema_grammar(schema or {})
+            return json_schema_grammar(schema or {}, budget)
         case {"type": "structural_tag"}:
-            return structural_tag_grammar(value)
+            return structural_tag_grammar(value, budget)
         case _:
             found = f"type {shown(value['type'])} is not known" if "type" in value else "type is missing"
             raise RequestError(f"{found}; use text, json_object or json_schema")
@@ -186,7 +213,7 @@ def _schema_of(value: dict[str, Any]) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
-_GRAMMARS: dict[str, Callable[[Any], str]] = {
+_GRAMMARS: dict[str, Callable[[Any, Budget], str]] = {
     "regex": _regex_grammar,
     "choice": choice_grammar,
     "grammar": _lark_or_ebnf,
@@ -194,7 +221,7 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _structured_outputs_grammar(value: StructuredOutputs) -> str:
+def _structured_outputs_grammar(value: StructuredOutputs, budget: Budget) -> str:
     kinds = ("json", "json_object", *_GRAMMARS)
     given = [kind for kind in kinds if getattr(value, kind) not in (None, False)]
     if len(given) != 1:
@@ -202,6 +229,7 @@ def _structured_outputs_grammar(value: StructuredOutputs) -> str:
         raise RequestError(f"it must hold exactly one of {', '.join(kinds)}; it holds {found}")
     kind = given[0]
     if kind in _GRAMMARS:
-        return _GRAMMARS[kind](getattr(value, kind))
+        return _GRAMMARS[kind](getattr(value, kind), budget)
     schema = ANY_OBJECT if value.json is None else value.json
-    return json_schema_grammar(schema, whitespace="" if value.disable_any_whitespace else value.whitespace_pattern)
+    whitespace = "" if value.disable_any_whitespace else value.whitespace_pattern
+    return json_schema_grammar(schema, budget, whitespace=whitespace)

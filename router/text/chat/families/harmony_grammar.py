@@ -15,9 +15,10 @@ import msgspec
 from router.text.chat.strict_tools import ANY_OBJECT, TEXT, MarkerOf, alternatives, begin_rule, lark
 from router.text.chat.tool_grammar import arguments_schema
 from router.text.chat.tools import ToolUse
+from router.text.structured.work_budget import Budget
 
 
-def harmony_grammar(use: ToolUse, marker: MarkerOf, answer: str | None) -> str:
+def harmony_grammar(use: ToolUse, marker: MarkerOf, answer: str | None, budget: Budget) -> str:
     """Return the grammar of an output. ``answer``: that of the final message; "": any text; None: a call must come."""
     rules = [f"start: {_analysis(marker)}? output", TEXT, begin_rule("thought", "TEXT", marker("<|end|>"))]
     outputs = []
@@ -26,13 +27,14 @@ def harmony_grammar(use: ToolUse, marker: MarkerOf, answer: str | None) -> str:
         outputs.append("call")
         rules.append(alternatives("call", len(tools)))
     for index, tool in enumerate(tools):
+        budget.spend()
         function = tool["function"]
         recipient = f"commentary to=functions.{function['name']} "
         header = f"{marker('<|channel|>').term} {json.dumps(recipient)}"
         header += f' {marker("<|constrain|>").term} "json" {marker("<|message|>").term}'
         held = use.must_call or function.get("strict")
         rules.append(f"call_{index}: {header} arguments_{index}")
-        rules.append(f"arguments_{index}: %json {arguments_schema(function) if held else ANY_OBJECT}")
+        rules.append(f"arguments_{index}: %json {arguments_schema(function, budget) if held else ANY_OBJECT}")
     if answer is not None:
         outputs.append("final")
         final = f'{marker("<|channel|>").term} "final" {marker("<|message|>").term}'
@@ -47,8 +49,8 @@ def harmony_grammar(use: ToolUse, marker: MarkerOf, answer: str | None) -> str:
     return msgspec.json.encode({**body, "grammars": grammars}).decode()
 
 
-def harmony_calls_grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
-    return harmony_grammar(use, marker, None if alone else "")
+def harmony_calls_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
+    return harmony_grammar(use, marker, None if alone else "", budget)
 
 
 def _analysis(marker: MarkerOf) -> str:

@@ -17,6 +17,7 @@ from router.text.chat.tool_grammar import Marker, arguments_schema
 from router.text.chat.tools import ToolUse
 from router.text.structured.closed_schemas import target_of
 from router.text.structured.normalized_schemas import ANNOTATIONS
+from router.text.structured.work_budget import Budget, check_chars
 
 _NAME = '/[^<>"\\s]{1,64}/'  # of any argument
 _KNOWN = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
@@ -27,14 +28,16 @@ _MAX_LENGTH = 1000  # of a text; llguidance repeats a state for each character
 def tagged_grammar(tags: CallTags) -> StrictGrammar:
     """Return the grammars of a family."""
 
-    def grammar(use: ToolUse, marker: MarkerOf, alone: bool) -> str:
-        return lark(*_Rules(tags, use, marker).of_calls(alone))
+    def grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
+        return lark(*_Rules(tags, use, marker, budget).of_calls(alone))
 
     return grammar
 
 
 class _Rules:
-    def __init__(self, tags: CallTags, use: ToolUse, marker: MarkerOf) -> None:
+    def __init__(self, tags: CallTags, use: ToolUse, marker: MarkerOf, budget: Budget) -> None:
+        self._budget = budget
+        self._num_chars = 0  # of the rules
         self._tags = tags
         self._use = use
         self._added = marker
@@ -70,6 +73,12 @@ class _Rules:
             yield f"call_{index}: {name} BLANKS {arguments} {end}"
         yield from self._rules
 
+    def _add(self, rule: str) -> None:
+        """Raises RequestError once the rules are longer than a grammar may be."""
+        self._rules.append(rule)
+        self._num_chars += len(rule)
+        check_chars(self._num_chars)
+
     def _any_arguments(self) -> str:
         return f"({self._opening(_NAME)} free_value BLANKS)*"
 
@@ -82,17 +91,19 @@ class _Rules:
 
     def _arguments(self, function: dict[str, Any], index: int) -> str:
         """Raises RequestError for arguments that are not the properties of an object."""
-        schema = json.loads(arguments_schema(function))
+        schema = json.loads(arguments_schema(function, self._budget))
         odd = next((name for name in schema if name not in _KNOWN), None)
         if odd is not None or schema.get("additionalProperties") not in (False, True, {}):
             odd = odd or "additionalProperties"
             raise RequestError(f"{shown(odd)} of a function's arguments cannot be held in this model's format of calls")
         terms = []
+        listed = schema.get("required")
+        required = frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else ()
         for number, (name, part) in enumerate(schema.get("properties", {}).items()):
             rule = f"value_{index}_{number}"
-            self._rules.append(f"{rule}: {self._value_rule(part, schema, rule)}")
+            self._add(f"{rule}: {self._value_rule(part, schema, rule)}")
             term = f"{self._opening(json.dumps(name))} {rule} BLANKS"
-            terms.append(term if name in schema.get("required", []) else f"({term})?")
+            terms.append(term if name in required else f"({term})?")
         if schema.get("additionalProperties") is not False:
             terms.append(self._any_arguments())
         return " ".join(terms)
@@ -100,7 +111,8 @@ class _Rules:
     def _value_rule(self, schema: Any, root: dict[str, Any], rule: str) -> str:
         """Return the alternatives for a value with its end."""
         forms: list[str] = []
-        for number, part in enumerate(_alternatives(schema, root, 0)):
+        for number, part in enumerate(_alternatives(schema, root, 0, self._budget)):
+            self._budget.spend_value(part)
             if "const" in part:
                 value = part["const"]
                 forms.append(
@@ -110,12 +122,13 @@ class _Rules:
                 if not (text := _text_regex(part)):
                     return "free_value"
                 terminal = f"TEXT_{rule.upper()}_{number}"
-                self._rules.append(f"{terminal}: {text}")
-                self._rules.append(begin_rule(f"{rule}_{number}", terminal, self._value_end, text[1:-1]))
+                self._add(f"{terminal}: {text}")
+                self._add(begin_rule(f"{rule}_{number}", terminal, self._value_end, text[1:-1]))
                 forms.append(f"{rule}_{number}")
             else:
-                definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-                self._rules.append(f"{rule}_{number}: %json {json.dumps({**definitions, **part})}")
+                document = {name: root[name] for name in ("$defs", "definitions") if name in root} | part
+                self._budget.spend_value(document)
+                self._add(f"{rule}_{number}: %json {json.dumps(document)}")
                 # Not one text with the newline: that begins like white space of JSON, which would take it.
                 forms.append(
                     f"{rule}_{number} {'BLANKS' if self._line else ''} {self._marker(self._tags.value_end).term}"
@@ -123,8 +136,9 @@ class _Rules:
         return " | ".join(forms)
 
 
-def _alternatives(schema: Any, root: dict[str, Any], depth: int) -> Iterator[dict[str, Any]]:
+def _alternatives(schema: Any, root: dict[str, Any], depth: int, budget: Budget) -> Iterator[dict[str, Any]]:
     """Yield schemas that together allow what a schema allows: strings, others and constants apart."""
+    budget.spend()
     if schema is True or schema == {}:
         yield {"type": "string"}
         return
@@ -132,15 +146,17 @@ def _alternatives(schema: Any, root: dict[str, Any], depth: int) -> Iterator[dic
         raise RequestError("a value's schema cannot be held in this model's format of calls; simplify it")
     rest = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
     if rest.keys() == {"$ref"}:
-        yield from _alternatives(target_of(root, rest["$ref"]), root, depth + 1)
+        yield from _alternatives(target_of(root, rest["$ref"], budget), root, depth + 1, budget)
     elif "const" in rest:
         yield {"const": rest["const"]}
     elif isinstance(rest.get("enum"), list):
+        budget.spend(len(rest["enum"]))
         yield from ({"const": value} for value in rest["enum"])
     elif rest.keys() in ({"anyOf"}, {"oneOf"}):
         for each in rest.get("anyOf") or rest["oneOf"]:
-            yield from _alternatives(each, root, depth + 1)
+            yield from _alternatives(each, root, depth + 1, budget)
     elif isinstance(kinds := rest.get("type"), list):
+        budget.spend(len(kinds) * len(rest))
         yield from ({**rest, "type": kind} for kind in kinds)
     elif "type" in rest:
         yield rest

@@ -12,7 +12,7 @@ that a value may contain the tag: a model that writes files writes templates, to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -91,14 +91,13 @@ _MAX_NAME = 256  # characters of a function or an argument; longer ones are text
 
 
 class TaggedToolParser(ToolParser):
-    """Base of the parsers. ``functions``: the schemas of the arguments, by name of the function."""
+    """Base of the parsers. ``functions``: the kinds of the arguments, by name of the function."""
 
     _tags: CallTags
 
-    def __init__(self, functions: Collection[str], parallel: bool = True) -> None:
+    def __init__(self, functions: Mapping[str, TypedValues], parallel: bool = True) -> None:
         super().__init__(functions, parallel)
-        schemas = functions if isinstance(functions, Mapping) else {}
-        self._values = {name: TypedValues(schemas.get(name)) for name in functions}
+        self._values = functions
 
     def _parse(self) -> Parse[None]:
         tags = self._tags

@@ -7,13 +7,15 @@ allowed kind, else text.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from router.text.structured.closed_schemas import target_of
+from router.text.structured.work_budget import Budget
 
 _KINDS = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # Qwen3-Coder's template writes str(value)
-_MAX_VISITS = 1000  # of schemas, for the kinds of one argument
+_MAX_WORK = 20_000  # steps for the kinds of a function's arguments, about 5 ms; beyond, an argument has any kind
 
 
 class TypedValues:
@@ -22,7 +24,7 @@ class TypedValues:
     def __init__(self, schema: Any) -> None:
         self._schema = schema if isinstance(schema, dict) else {}
         self._known: dict[str, frozenset[str]] = {}
-        self._visits = 0
+        self._budget = Budget(_MAX_WORK)
 
     def is_text(self, name: str) -> bool:
         """Whether an argument can only be a string."""
@@ -45,31 +47,44 @@ class TypedValues:
     def _kinds_of(self, name: str) -> frozenset[str]:
         if name not in self._known:
             properties = self._schema.get("properties")
-            self._visits = 0
-            self._known[name] = self._kinds(properties.get(name) if isinstance(properties, dict) else None)
+            schema = properties.get(name) if isinstance(properties, dict) else None
+            try:
+                kinds = self._budget.attempt(lambda budget: _kinds(schema, self._schema, budget))
+            except RecursionError:
+                kinds = None
+            self._known[name] = kinds or _KINDS
         return self._known[name]
 
-    def _kinds(self, schema: Any) -> frozenset[str]:
-        """Return the kinds of values that a schema may allow."""
-        self._visits += 1
-        if not isinstance(schema, dict) or self._visits > _MAX_VISITS:
-            return _KINDS
-        found = _KINDS
-        named = schema.get("type")
-        if named is not None:
-            found &= {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
-        if schema.get("nullable") is True:
-            found |= {"null"}
-        if isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
-            found &= {_kind(json.dumps(value)) for value in values}
-        if "$ref" in schema:
-            found &= self._kinds(target_of(self._schema, schema["$ref"]))
-        for name in ("anyOf", "oneOf"):
-            if isinstance(schema.get(name), list) and schema[name]:
-                found &= frozenset().union(*map(self._kinds, schema[name]))
-        for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-            found &= self._kinds(each)
-        return found or _KINDS
+
+def _kinds(schema: Any, root: dict[str, Any], budget: Budget) -> frozenset[str]:
+    """Return the kinds of values that a schema may allow."""
+    budget.spend(3)
+    if not isinstance(schema, dict):
+        return _KINDS
+    found = _KINDS
+    named = schema.get("type")
+    if named is not None:
+        names = named if isinstance(named, list) else [named]
+        budget.spend(len(names))
+        found &= {each for each in names if isinstance(each, str)}
+    if schema.get("nullable") is True:
+        found |= {"null"}
+    if isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
+        budget.spend(len(values))
+        found &= set(map(_kind_of, values))
+    if "$ref" in schema:
+        found &= _kinds(target_of(root, schema["$ref"], budget), root, budget)
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list) and schema[name]:
+            found &= frozenset().union(*(_kinds(each, root, budget) for each in schema[name]))
+    for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        found &= _kinds(each, root, budget)
+    return found or _KINDS
+
+
+def typed_values(schemas: Mapping[str, Any]) -> dict[str, TypedValues]:
+    """Return the kinds of arguments by function. All outputs of a request share them, and their work."""
+    return {name: TypedValues(schema) for name, schema in schemas.items()}
 
 
 def quoted(text: str) -> str:
@@ -85,9 +100,12 @@ def escaped(text: str) -> str:
 def _kind(text: str) -> str:
     """Return the kind of a JSON value; empty for text that is no JSON."""
     try:
-        value = json.loads(text, parse_constant=_refused)
+        return _kind_of(json.loads(text, parse_constant=_refused))
     except (ValueError, RecursionError):
         return ""
+
+
+def _kind_of(value: Any) -> str:
     match value:
         case bool():
             return "boolean"

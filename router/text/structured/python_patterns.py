@@ -1,0 +1,34 @@
+"""Python's parser of patterns, of which no public module gives the parts."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from importlib import import_module
+from typing import Any
+
+from router.text.structured.work_budget import Budget
+
+_parser: Any = import_module("re._parser")
+constants: Any = import_module("re._constants")
+
+# About sets that Python may read differently one day. A filter around each call would not be safe in threads.
+warnings.filterwarnings("ignore", r"Possible (nested set|set \w+) at position", FutureWarning)
+
+
+class UnknownPattern(Exception):
+    """Python does not know the pattern, or it has parts that its reader does not know."""
+
+
+def parsed(pattern: str, budget: Budget) -> Any:
+    """Return the parts of a pattern. Raises UnknownPattern, or WorkExceeded."""
+    budget.spend(2 * len(pattern))
+    try:
+        return _parser.parse(pattern)
+    except (_parser.error, RecursionError, OverflowError) as exc:
+        raise UnknownPattern(str(exc)) from exc
+
+
+def has_flags(tree: Any) -> bool:
+    """Whether a pattern changes flags, such as ``(?i)``."""
+    return bool(tree.state.flags & ~re.UNICODE.value)
