@@ -18,7 +18,10 @@ class FirstOutputs:
         self._outputs: list[pb.Output] = []
 
     def add(self, output: pb.Output) -> Sequence[pb.Output]:
-        """Return all outputs once each choice has one, until then none. Raises MalformedOutput for a choice that has one."""
+        """Return all outputs once each choice has one, until then none.
+
+        Raises MalformedOutput for a choice that has one.
+        """
         if output.choice not in self._missing:
             raise MalformedOutput("choice", f"choice {output.choice} before the first of choice {min(self._missing)}")
         self._missing.remove(output.choice)
