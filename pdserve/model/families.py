@@ -28,7 +28,6 @@ from pdserve.model.moe import (
 )
 from pdserve.model.recurrent import linear_attention_layers
 
-_ONE_H200 = "one-h200-decode-and-prefill"
 _V1_AND_V2 = "v1-and-v2"
 _STATES_AND_LATENTS = "recurrent-and-latent-models"
 
@@ -171,7 +170,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         module="qwen3",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
         windows=windows_by_layer_type_if_used,
-        v2_figures=_ONE_H200,
+        v2_figures=_V1_AND_V2,
+        v2_is_faster=True,
     ),
     "Qwen3MoeForCausalLM": DecoderFamily(
         module="qwen3_moe",
