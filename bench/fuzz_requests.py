@@ -7,7 +7,7 @@
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine, on its CPU. Each fleet has a
 random tiny model and nodes of either runner with kernel pages of their own: P, two D, and a reference of runner V1.
 V2 runs in Triton's interpreter. Beside the reference, nodes may verify drafts, keep little KV on the device and more in
-host memory and on a disk, and P may pull all that a D has cached, or the second half of it. Each request is sent
+host memory and on a disk, and pull all that another has cached, or the second half of it. Each request is sent
 
     alone         to the reference: one request at a time, never handed off
     handed off    to P and D, one request at a time
@@ -17,6 +17,7 @@ host memory and on a disk, and P may pull all that a D has cached, or the second
 Others, with long answers, are sent alone and
 
     not read      their clients stop reading until a D has paused a request, twice
+    next turn     the same clients continue these answers
 
 Tokens, texts, finish reasons and usage must be equal, log-probabilities within --tolerance. That bound lies between two
 measured figures: sums in another order move them by up to 5e-6 in float32, and by up to 2e-4 behind delta nets, which
@@ -74,6 +75,8 @@ TOLERANCES = dict.fromkeys(KINDS["recurrent"], 1e-3)
 DRAFTS = ("--speculate", "lookup", "--speculate-when", "always")
 TIERS = ("--kv-cache-memory", "1MiB", "--host-kv-memory", "2MiB", "--disk-kv-size", "1GiB")
 PULL_HOOK = Path(__file__).parents[1] / "tests" / "e2e" / "split_pulls"  # lets nodes pull whatever that costs
+TURNS = 4  # equal requests at a time: not all of them get to the D with the KV
+LONGEST_TURN = 500  # tokens of a prompt that continues an answer
 UNREAD_TOKENS = 300  # of all choices: more than the buffers between a node and a client hold, with log-probabilities
 COUNTERS = {  # of nodes since their last start
     "handoffs": "handoffs",
@@ -114,7 +117,7 @@ class FleetPlan:
     decode: tuple[NodePlan, NodePlan]
     drafts: bool
     tiers: bool
-    pulls: str  # "whole", "split": P computes the first half meanwhile; "": none
+    pulls: str  # "whole", "split": a node computes the first half meanwhile; "": none
 
     @classmethod
     def draw(cls, rng: random.Random, args: argparse.Namespace) -> FleetPlan:
@@ -165,7 +168,11 @@ class World:
         )
         listed = directory / "decode"
         listed.touch()
-        pulls = {"SPLIT_PULLS": str(directory), "PYTHONPATH": f"{PULL_HOOK}:{os.environ.get('PYTHONPATH', '')}"}
+        pulls = {
+            "SPLIT_PULLS": str(directory),
+            "PULL_SECONDS": "0",
+            "PYTHONPATH": f"{PULL_HOOK}:{os.environ.get('PYTHONPATH', '')}",
+        }
         if plan.pulls == "split":
             (directory / "split").touch()
         with ExitStack() as stack:
@@ -173,13 +180,15 @@ class World:
             reference.start_decode(model, [*COMMON, "--block-size", "16"], RUNNER_ENVIRONMENTS["V1"])
             reference.start_router(model)
             flags = [*plan.flags(plan.prefill, directory), "--lease-seconds", "3", "--drain-timeout", "0"]
-            flags += ["--kv-source", f"file://{listed}"] if plan.pulls else []
+            sources = ["--kv-source", f"file://{listed}"] if plan.pulls else []
+            flags += sources
             nodes.start_prefill(model, flags, {**RUNNER_ENVIRONMENTS[plan.prefill.runner], **pulls})
             for node in plan.decode:
-                flags = [*plan.flags(node, directory), "--handoff-min-tokens", "1", "--drain-timeout", "0"]
-                nodes.start_decode(model, flags, RUNNER_ENVIRONMENTS[node.runner])
-            listed.write_text("".join(f"{node.address}\n" for node in nodes.decode))
-            nodes.start_router(model, ["--migrations", "50"])
+                flags = [*plan.flags(node, directory), "--handoff-min-tokens", "1", "--drain-timeout", "0", *sources]
+                nodes.start_decode(model, flags, {**RUNNER_ENVIRONMENTS[node.runner], **pulls})
+            listed.write_text("".join(f"{node.address}\n" for node in nodes.nodes))
+            policy = ["--policy", "prefix-aware"] if plan.pulls else []  # it names the nodes to pull from
+            nodes.start_router(model, ["--migrations", "50", *policy], pulls)
             nodes.wait_ready(300.0)
             reference.wait_ready(300.0)
             world = World(nodes, reference)
@@ -292,13 +301,29 @@ class Round:
             self._compare(way, body, answer, expected)
 
     async def _not_read(self, alone: httpx.AsyncClient) -> None:
-        """Send requests with long answers at the same time; their clients stop reading twice."""
+        """Send requests with long answers at the same time; their clients stop reading twice. Then continue some.
+
+        A D has these answers in its cache. Other nodes may pull them.
+        """
         bodies = [self._draw_unread() for _ in range(self.args.unread)]
-        expected = [await send(alone, body, self._salt()) for body in bodies]
+        salts = [str(self.rng.getrandbits(60)) for _ in bodies]
+        expected = [await send(alone, *each) for each in zip(bodies, salts, strict=True)]
         async with self._client(self.world.nodes, [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]) as client:
-            answers = await asyncio.gather(*(send(client, body, self._salt(), self._stops()) for body in bodies))
-        for body, answer, each in zip(bodies, answers, expected, strict=True):
-            self._compare("not read", body, answer, each)
+            sent = (send(client, *each, self._stops()) for each in zip(bodies, salts, strict=True))
+            answers = await asyncio.gather(*sent)
+            for body, salt, answer, each in zip(bodies, salts, answers, expected, strict=True):
+                self._compare("not read", body, answer, each)
+                if isinstance(body["prompt"][0], int) and each.choices[0].finish_reason != REFUSED:
+                    turn = self._next_turn(body, each)
+                    alike = await send(alone, turn, salt)
+                    for found in await asyncio.gather(*(send(client, turn, salt) for _ in range(TURNS))):
+                        self._compare("next turn", turn, found, alike)
+
+    def _next_turn(self, body: Body, answer: Answer) -> Body:
+        """Return a request that continues the first choice of an answer."""
+        prompt = [*body["prompt"], *answer.choices[0].token_ids[:UNREAD_TOKENS], self.rng.randrange(3, 4000)]
+        fields = ("model", "seed", "temperature", "n", "stream", "logprobs")
+        return {**{name: body[name] for name in fields}, "prompt": prompt[-LONGEST_TURN:], "max_tokens": 4}
 
     def _stops(self) -> Iterator[tuple[int, float]]:
         """Yield pauses of a client, which end once a D has paused a request, or none computes an answer any more."""

@@ -1,8 +1,8 @@
 """Makes nodes pull or split, whatever that costs, and reads fail: Python imports this first.
 
-SPLIT_PULLS names a directory. A node pulls all that a peer has, however long that takes. While the file "split" exists,
-it computes the first half meanwhile. While "hold" exists, no read is posted. While "flip" exists, a bit of each read
-changes on its way.
+SPLIT_PULLS names a directory. A node pulls all that a peer has, however long that takes; it and a router predict
+PULL_SECONDS for that. While the file "split" exists, it computes the first half meanwhile. While "hold" exists, no read
+is posted. While "flip" exists, a bit of each read changes on its way.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 def _patch_plans(switch: Path) -> None:
     from pdserve import request_cost
 
+    seconds = float(os.environ.get("PULL_SECONDS", "0.1"))
+
     def plan(costs: Any, num_tokens: int, *, split_block: int = 0, **kwargs: Any) -> Any:
         first = num_tokens // 2 // split_block * split_block if split_block and switch.exists() else 0
-        return request_cost.LoadPlan(first, num_tokens - first, 0.1)
+        return request_cost.LoadPlan(first, num_tokens - first, seconds)
 
     request_cost.plan_pull = plan
     request_cost.pull_deadline = lambda *args, **kwargs: math.inf
