@@ -234,10 +234,21 @@ def test_fields_of_other_apis_say_whether_and_how_much_to_reason(
     assert parse_chat(json.dumps(body).encode()).template_variables == variables
 
 
-def test_special_tokens_of_tool_calls_become_text(reading_dir: Path, scripted_node: ScriptedNode, say: Any) -> None:
+@pytest.fixture
+def node_with_special_token(scripted_node: ScriptedNode) -> Iterator[ScriptedNode]:
+    scripted_node.description.vocab_size += 1
+    yield scripted_node
+    scripted_node.description.vocab_size -= 1
+
+
+def test_special_tokens_of_tool_calls_become_text(
+    reading_dir: Path, node_with_special_token: ScriptedNode, say: Any
+) -> None:
     text = '[TOOL_CALLS]f{"a": 1}'
     with (
-        router_process(reading_dir, ["--decode", scripted_node.address, "--tool-call-parser", "mistral"]) as router,
+        router_process(
+            reading_dir, ["--decode", node_with_special_token.address, "--tool-call-parser", "mistral"]
+        ) as router,
         openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") as sdk,
     ):
         calls = sdk.chat.completions.create(tools=TOOLS, **say(text)).choices[0].message.tool_calls
