@@ -212,6 +212,8 @@ class PromptRun:
         if isinstance(error, MalformedOutput):
             self._generation.metrics.refused_outputs.labels(error.field).inc()
             self._call.cancel()  # else the node would go on
+        else:
+            self._call.finish()
         self._span.fail(error)
         self._span.end()
         self._migration.on_failure(error, self._call, self._num_unfinished_tokens)
