@@ -15,7 +15,6 @@ from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
 from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.message_limits import RESUME_LIMIT
 from pdserve.rpc.multiplexed_stream import MultiplexedStream
-from router.fleet.first_outputs import FirstOutputs
 from router.fleet.policy import Placement
 
 if TYPE_CHECKING:  # exists in the stubs' types only
@@ -79,7 +78,6 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
         )
         self.epoch = epoch  # the one that the node last reported
         self._suspect: object | None = None
-        self._first: dict[int, FirstOutputs] = {}  # of requests with several choices, until all have one
 
     def generate(self, message: pb.Generate, handler: OutputHandler) -> int:
         """Send a request and return its number.
@@ -92,8 +90,6 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
         messages = [pb.ServeRequest(resumed_choices=part) for part in _split_resume(message)]
         messages.append(pb.ServeRequest(generate=message))
         self._begin(number, handler, messages)
-        if message.sampling.n > 1 and not message.resume:
-            self._first[number] = FirstOutputs(message.sampling.n)
         return number
 
     @property
@@ -111,10 +107,6 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
         if number in self._handlers:
             self._send(pb.ServeRequest(cancel=pb.Cancel(request=number)))
             self.forget(number)
-
-    def forget(self, number: int) -> None:
-        self._first.pop(number, None)
-        super().forget(number)
 
     def set_paused(self, number: int, paused: bool) -> None:
         """Have the node produce no more tokens of a request, or continue. Unknown and ended numbers are ignored."""
@@ -142,24 +134,8 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
         if entry.HasField("failure"):
             self.forget(entry.request)
             handler.on_failure(failure_from_pb(entry.failure))
-        elif entry.request in self._first and not entry.HasField("prompt_logprobs"):
-            self._deliver_first(handler, entry)
         else:
             handler.on_output(entry)
-
-    def _deliver_first(self, handler: OutputHandler, entry: pb.Output) -> None:
-        number = entry.request
-        try:
-            outputs = self._first[number].add(entry)
-        except NodeError as exc:
-            self.cancel(number)
-            handler.on_failure(exc)
-            return
-        if outputs:
-            del self._first[number]
-        for output in outputs:
-            if number in self._handlers:  # the handler of one before may have ended the request
-                handler.on_output(output)
 
     def _fail(self, handler: OutputHandler, error: PdserveError) -> None:
         handler.on_failure(error)

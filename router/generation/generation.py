@@ -20,6 +20,7 @@ from router.fleet.policy import NodeView, Placement
 from router.fleet.prefix_index import PromptPrefix
 from router.generation.answer_weights import AnswerWeights
 from router.generation.choice import Choice, Consumer
+from router.generation.first_outputs import FirstOutputs
 from router.generation.job import GenerationOptions, Job
 from router.generation.migration import Accepts, Migration
 from router.generation.output_checks import add_scores, check_output
@@ -177,6 +178,7 @@ class PromptRun:
                 self._suspicion.begin_trial(self._call)
             if len(generation.runs) > 1:
                 generation.weights.settle(self._call.node)
+        self._first = FirstOutputs(0 if self._started else len(self.choices))
         self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
         span.set(self._call.placed)
@@ -246,8 +248,7 @@ class PromptRun:
             self.on_failure(exc)
         except Exception:  # a bug in one response must not end the stream that all requests share
             options = self._generation.options
-            text = "request %s: an output could not be handled"
-            logger.exception(text, options.request_id, extra=options.log_fields)
+            logger.exception("request %s: output not handled", options.request_id, extra=options.log_fields)
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
@@ -257,6 +258,11 @@ class PromptRun:
         check_output(output, self.job, self.choices, self.scores)
         if self.scores is not None and self.job.silent:
             output = pb.Output(choice=output.choice, finish_reason="length")
+        for each in self._first.add(output):
+            if not self._accounted:  # one before may have ended the request
+                self._take(each)
+
+    def _take(self, output: pb.Output) -> None:
         # Scores do not settle them: another node computes all of them again.
         if not self._generation.weights.settled and self._call is not None:
             self._generation.weights.settle(self._call.node)
@@ -309,10 +315,8 @@ class PromptRun:
         """All choices have ended; abort at the node what only stop strings have ended."""
         assert self._call is not None
         self._suspicion.end_trial()
-        if self._stopped_early:
-            self._call.cancel()
-        else:
-            self._call.finish()
+        end = self._call.cancel if self._stopped_early else self._call.finish
+        end()
         self._end_call()
         self._generation.run_finished()
 
