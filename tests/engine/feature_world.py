@@ -105,7 +105,7 @@ class FeatureWorld:
         num_blocks = rng.randint(LEAST_BLOCKS, 20) if tight or in_host else rng.randint(24, 80)
         if "windows" in options:
             options["windows"] = windows = rng.choice(((None, 6), (None, None, 9), (5, 11)))
-            num_blocks = num_blocks * max(1, windows.count(None)) + 10 * sum(map(bool, windows))  # those of a step
+            num_blocks = num_blocks * max(1, windows.count(None)) + 12 * sum(map(bool, windows))  # those of a step
         if "state_slots" in options:
             options["state_slots"] = rng.choice((4, 6, 9, 20))
         if in_host:
