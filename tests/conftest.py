@@ -25,7 +25,7 @@ _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
 #: Folders, and files of a folder, whose tests share one set of processes that is costly to start.
 _ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")
 _OF_NODES = ("decode_node", "handoff_faults", "metrics", "moved_streams", "prefill_node", "resumed")
-_OF_A_PAIR = ("garbage", "hostile_stream", "streamed_handoff")
+_OF_A_PAIR = ("garbage", "streamed_handoff")
 _OF_A_SMALL_MODEL = ("openai_api", "prompt_logprobs")
 _TOGETHER = {f"tests/nodes/test_{name}.py": "tests/nodes with shared nodes" for name in _OF_NODES}
 _TOGETHER |= {f"tests/nodes/test_{name}.py": "tests/nodes with a shared pair" for name in _OF_A_PAIR}

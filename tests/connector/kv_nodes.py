@@ -108,14 +108,6 @@ class Source:
         if number == signal.SIGSTOP:  # otherwise the source could still answer for a moment
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
-    def shared_memory(self) -> set[str]:
-        """Return the ids of the System V segments, and the files in /dev/shm, that the process has mapped."""
-        fields = [line.split() for line in Path(f"/proc/{self._process.pid}/maps").read_text().splitlines()]
-        named = [(each[4], each[5]) for each in fields if len(each) > 5]
-        return {inode for inode, name in named if name.startswith("/SYSV")} | {
-            name for _, name in named if name.startswith("/dev/shm/")
-        }
-
     def kill(self) -> None:
         """SIGKILL. Idempotent."""
         self._process.kill()

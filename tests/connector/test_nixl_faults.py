@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -289,16 +288,6 @@ def test_ucx_accepts_all_settings(make_reader: MakeReader, caplog: pytest.LogCap
     make_reader(connector(), SMALL)
     ucx.log().forward()
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_ended_sources_leave_no_shared_memory(make_source: MakeSource) -> None:
-    killed, finished = make_source(SMALL), make_source(SMALL)
-    used = killed.shared_memory() | finished.shared_memory()
-    assert used
-    killed.kill()
-    assert finished.finish() == 0
-    segments = {line.split()[1] for line in Path("/proc/sysvipc/shm").read_text().splitlines()}
-    assert not any(each in segments or os.path.exists(each) for each in used)
 
 
 def test_importing_the_connector_imports_no_nixl() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 from client_load import Load, new_body
 from fault_injection import FaultInjector, random_faults
 from fleet import Fleet, copy_without_weights, start_fleet
+from machine import patience
 from test_lost_nodes import migrations
 
 SIMULATED = ("--engine", "simulated")
@@ -123,7 +125,10 @@ def test_requests_migrate_between_nodes_that_die(model: Path, expected: Expected
 def test_too_few_blocks(model: Path, expected: Expected) -> None:
     """Sequences are preempted and computed again."""
     few = ("--kv-cache-memory", "2MiB", "--max-model-len", "400")
+    end = time.monotonic() + patience(20)
     with start_fleet(model, 0, 1, decode_flags=(*SEVERAL, *few)) as fleet:
         check(fleet, expected)
-        assert fleet.decode[0].counter("preemptions") > 0
+        while not fleet.decode[0].counter("preemptions"):  # few requests meet on a busy machine
+            assert time.monotonic() < end, "no sequence was preempted"
+            check(fleet, expected)
         check_idle(fleet)

@@ -10,8 +10,6 @@ from checkpoints import make_checkpoint
 from node_fleet import Nodes, start_nodes
 from stages import Pair, start_pair
 
-SMALL_CACHE = ("--kv-cache-memory", "2MiB")  # of the prefill node: a few prompts overwrite all blocks
-
 
 @pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,5 +31,5 @@ def nodes(all_nodes: Nodes) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="package")
 def shared_pair(checkpoint: Path) -> Iterator[Pair]:
-    with start_pair(checkpoint, prefill_flags=SMALL_CACHE) as pair:
+    with start_pair(checkpoint) as pair:
         yield pair

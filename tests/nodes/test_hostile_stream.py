@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from fleet import NodeProcess
 from machine import patience
 from node_client import PrefillClient, RouterClient, greedy
-from stages import BLOCK, Pair, held_at, send_prompt
+from stages import BLOCK, Pair, held_at, send_prompt, start_pair
 from test_streamed_handoff import prompt_of
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
+SMALL_CACHE = ("--kv-cache-memory", "2MiB")  # a few prompts overwrite all blocks
 VICTIMS = 4
 
 
+@pytest.fixture(scope="module")
+def started(checkpoint: Path) -> Iterator[Pair]:
+    with start_pair(checkpoint, prefill_flags=SMALL_CACHE) as pair:
+        yield pair
+
+
 @pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
+def pair(started: Pair) -> Iterator[Pair]:
     """After each test, the next request is served with a handoff."""
-    yield shared_pair
-    shared_pair.proxy.reset()
-    shared_pair.check_served()
+    yield started
+    started.proxy.reset()
+    started.check_served()
 
 
 def claims_on_p(number: int) -> list[pb.HandoffRequest]:

@@ -166,15 +166,15 @@ def test_a_torch_that_cannot_be_imported_is_the_error_of_the_node_which_tries_tr
     success = tmp_path / "pdserve" / "triton-0"
     success.parent.mkdir()
     success.touch()
-    package = tmp_path / "torch"
-    package.mkdir()
+    package = tmp_path / "packages" / "torch"
+    package.mkdir(parents=True)
     (package / "__init__.py").write_text(
         "import os\n"
         "assert 'IMPORTED' not in os.environ, 'imported twice'\n"
         "os.environ['IMPORTED'] = '1'\n"
         "raise ImportError('libcudart.so is missing')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
     with started(checkpoint, "prefill_node") as node:
         assert "libcudart.so is missing" in node.wait_for("failed")["error"]
         status, lines = node.end()

@@ -170,7 +170,8 @@ def test_tokens_are_shown_as_their_ids(
     reader: httpx.Client, scripted_node: ScriptedNode, request: pytest.FixtureRequest
 ) -> None:
     async def script(conversation: Conversation) -> None:
-        found = pb.TokenLogprobs(logprob=-1.0, top_ids=[70, 80], top_logprobs=[-0.5, -2.0])
+        num_top = conversation.message.sampling.logprobs
+        found = pb.TokenLogprobs(logprob=-1.0, top_ids=[70, 80][:num_top], top_logprobs=[-0.5, -2.0][:num_top])
         conversation.token(75, finish="length", logprobs=found)
 
     scripted_node.scripts[request.node.name] = script
