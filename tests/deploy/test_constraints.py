@@ -21,7 +21,7 @@ def test_constraints_resolve_from_the_default_index(python: str, extra: str) -> 
     """Here torch is built for CUDA and brings its own Triton. FlashInfer's jit-cache is on no such index."""
     if not UV.exists():
         pytest.skip("scripts/setup installs uv")
-    words = [UV, "pip", "compile", "-q", "--no-config", "--no-annotate", "--python-version", python]
+    words = [str(UV), "pip", "compile", "-q", "--no-config", "--no-annotate", "--python-version", python]
     words += ["pyproject.toml", "-c", "constraints.txt", *(("--extra", extra) if extra else ())]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_"))}
     done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True)
