@@ -56,6 +56,7 @@ class WatchedNode(Node):
 class Prompts(PrefillSide):
     """Prompts of peers. For some of them this node pulls first, as ``Reads`` does for requests."""
 
+    has_both_roles = True
     reads: Reads
 
     def prefill(self, call: Call) -> None:
