@@ -33,7 +33,7 @@ BATCHES = (1, 32, 256)
 PROMPTS = (512, 8192)
 RUNNERS = {"V1": "0", "V2": "1"}
 FEW_LAYERS = 4  # in which each kind of layer occurs
-MARGIN = 0.99  # of the other figure
+MARGIN = 0.99  # a figure in bold is below this share of the other one
 STEPS = ("--steps", "32", "--repeat", "1", "--max-model-len", "16384", "--speculate", "off")
 #: The models share the GPU meanwhile. Starts compile, so few steps follow.
 COMPILING = ("--batches", "1", "--prompts", "64", "--kv-cache-memory", "1GiB", "--steps", "16", *STEPS[2:])
@@ -42,9 +42,9 @@ COMPILING = ("--batches", "1", "--prompts", "64", "--kv-cache-memory", "1GiB", "
 class Measured(NamedTuple):
     """A shape whose runners are compared."""
 
-    shape: str  # of make_checkpoint.py
+    shape: str  # a name in SHAPES of make_checkpoint.py
     name: str  # in the table
-    num_layers: int | None = None  # of more; None: all of the shape
+    num_layers: int | None = None  # the first layers only; None: all of the shape
 
     @property
     def architecture(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -44,3 +46,9 @@ class TokenizerTokens(msgspec.Struct):
         if isinstance(vocab, dict):
             return vocab.get(text)
         return next((token_id for token_id, (token, _) in enumerate(vocab) if token == text), None)
+
+
+def token_text(token: Any) -> str | None:
+    """Return the text of a token in tokenizer_config.json: a string, or an object with ``content``; None for others."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -17,6 +17,7 @@ from pdserve.errors import CheckpointError
 #: What msgspec raises for hostile JSON.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+MAX_TOKENIZER_CONFIG = 16 << 20  # bytes of tokenizer_config.json
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; real ones have up to 40 MB
 _MAX_NESTING = 64  # levels of objects and lists in a JSON file; real ones have fewer than ten
 _TOO_DEEP = f"is nested more than {_MAX_NESTING} levels deep; correct it or download the checkpoint again"

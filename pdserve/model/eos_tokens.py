@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-from pdserve.checkpoint.files import MAX_TOKENIZER, read_file, read_object
+from pdserve.checkpoint.files import MAX_TOKENIZER, MAX_TOKENIZER_CONFIG, read_file, read_object
 from pdserve.errors import CheckpointError, shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.text_part import take_text_part
-from pdserve.tokenizer_tokens import TokenizerTokens
+from pdserve.tokenizer_tokens import TokenizerTokens, token_text
 
-_MAX_CONFIG = 16 << 20  # bytes of tokenizer_config.json
 _MAX_EOS_TOKENS = 64
 
 
@@ -62,21 +60,15 @@ def _tokenizer_eos(model_dir: Path) -> int | None:
     config_path, path = model_dir / "tokenizer_config.json", model_dir / "tokenizer.json"
     if not config_path.exists() or not path.exists():
         return None
-    config = read_object(config_path, _MAX_CONFIG)
-    text = _content(config.get("eos_token"))
+    config = read_object(config_path, MAX_TOKENIZER_CONFIG)
+    text = token_text(config.get("eos_token"))
     if text is None:
         return None
     listed = config.get("added_tokens_decoder")  # may have tokens that tokenizer.json lacks
     for token_id, token in listed.items() if isinstance(listed, dict) else ():
-        if _content(token) == text and token_id.isdecimal():
+        if token_text(token) == text and token_id.isdecimal():
             return int(token_id)
     try:
         return TokenizerTokens.decode(read_file(path, MAX_TOKENIZER)).find(text)
     except ValueError as exc:
         raise CheckpointError(f"{path}: {exc}; download the checkpoint again") from exc
-
-
-def _content(token: Any) -> str | None:
-    """Return the text of a token: a string, or an object that has it."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None

@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 from pdserve.errors import PeerError, RequestError
 from pdserve.kv import MAX_BLOCK_SIZE, MAX_BLOCKS
 from pdserve.ranges import Range, outside, ranges_of
+from pdserve.request_cost import MOST_SECONDS
 from pdserve.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 
 #: Any value of the type: it is compared, looked up or counted, and decides about no memory, time or price.
@@ -39,7 +40,7 @@ _LAYERS = Range(0, _MOST_LAYERS)
 _HEADS = Range(0, 2**16)
 _SIZE = Range(1, 2**16)  # of a dimension
 # A base or slope in seconds. Earlier releases fit lines whose base may be below zero by a rounding error.
-_SECONDS = Range(-1e-6, 1e6)
+_SECONDS = Range(-1e-6, MOST_SECONDS)
 _LOGPROB = Range(-inf, 1.0)  # a token's probability may be 0; the sum of all may be above 1 by rounding
 
 Fields = Mapping[str, Range]
@@ -72,7 +73,7 @@ RANGES: Mapping[str, Fields] = {
         **_each(_REQUESTS, "waiting running decoding for_peers"),
         "backlog": Range(0, 2**48),
         "prompt_share": Range(0, 1),
-        "itl_target_ms": Range(0, 1e9),
+        "itl_target_ms": Range(0, 1e3 * MOST_SECONDS),
     },
     "LinearCost": _each(_SECONDS, "base slope"),
     "CacheChange": {"digest": ANY},

@@ -11,13 +11,13 @@ import msgspec
 import tokenizers
 from msgspec import UNSET, UnsetType
 
-from pdserve.checkpoint.files import MAX_TOKENIZER, read_file, read_object, read_text
+from pdserve.checkpoint.files import MAX_TOKENIZER, MAX_TOKENIZER_CONFIG, read_file, read_object, read_text
 from pdserve.errors import CheckpointError, shown
+from pdserve.tokenizer_tokens import token_text
 from router.text.chat.template import MAX_SOURCE, ChatTemplate, either_template
 from router.text.detokenizer import Detokenizer, StreamDetokenizer, WindowDetokenizer
 from router.text.token_bytes import byte_table
 
-MAX_CONFIG = 16 << 20  # bytes of tokenizer_config.json
 _MAX_TOKEN_ID = 1 << 22
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -164,7 +164,7 @@ def _read_config(path: Path) -> TokenizerConfig:
     if not os.path.exists(path):
         return TokenizerConfig()
     try:
-        return msgspec.convert(read_object(path, MAX_CONFIG), TokenizerConfig, str_keys=True)
+        return msgspec.convert(read_object(path, MAX_TOKENIZER_CONFIG), TokenizerConfig, str_keys=True)
     except msgspec.ValidationError as exc:
         raise CheckpointError(f"{path} cannot be used: {exc}; correct it or download the checkpoint again") from exc
 
@@ -189,15 +189,8 @@ def _find_template(model_dir: Path, config: TokenizerConfig) -> str | None:
     return either_template(named["tool_use"], default) if "tool_use" in named else default
 
 
-def _content(token: Any) -> str | None:
-    """A token of the config is a string or a dict with ``content``."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
 def _named_tokens(config: TokenizerConfig) -> dict[str, str]:
-    found = {name: _content(getattr(config, name)) for name in _NAMED_TOKENS}
+    found = {name: token_text(getattr(config, name)) for name in _NAMED_TOKENS}
     return {name: token for name, token in found.items() if token is not None}
 
 
@@ -214,7 +207,7 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) 
     )
     special = list(_named_tokens(config).values())
     for names in (config.additional_special_tokens or [], config.extra_special_tokens or []):
-        contents = map(_content, names.values() if isinstance(names, dict) else names)
+        contents = map(token_text, names.values() if isinstance(names, dict) else names)
         special += [content for content in contents if content is not None]
     backend.add_special_tokens(
         [

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from pdserve.checkpoint.files import read_object
+from pdserve.checkpoint.files import MAX_TOKENIZER_CONFIG, read_object
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.model.generation_defaults import GenerationDefaults
 from router.errors import EndpointDisabled
 from router.http.endpoints.small_endpoints import VERSION, json_response
 from router.service import ServedModel, Service
-from router.text.tokenizer import MAX_CONFIG
 
 # Options that clients may know: no path of a file, no address.
 _OPTIONS = (
@@ -102,7 +101,7 @@ def _model_info(service: Service, model: ServedModel) -> ModelInfo:
 
 def _tokenizer_info(model: ServedModel) -> TokenizerInfo:
     path = Path(resolve_model(model.root)) / "tokenizer_config.json"
-    config = read_object(path, MAX_CONFIG) if path.exists() else {}
+    config = read_object(path, MAX_TOKENIZER_CONFIG) if path.exists() else {}
     special = config.get("additional_special_tokens")
     tokens = special if isinstance(special, list) else []
     return TokenizerInfo(

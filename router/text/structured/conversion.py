@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from router.text.fair_slots import FairSlots
@@ -46,9 +47,7 @@ class Conversion:
 
     async def run(self, convert: Callable[[Budget], Result]) -> Result:
         """Return what ``convert`` returns; it may be called twice. Raises its errors, and WorkExceeded."""
-        try:
+        with suppress(WorkExceeded):
             return convert(self._inline)
-        except WorkExceeded:
-            pass
         async with self._slots.slot():
             return await asyncio.get_running_loop().run_in_executor(self._thread, convert, self._budget)
