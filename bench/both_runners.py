@@ -8,8 +8,8 @@ PDSERVE_USE_V2_MODEL_RUNNER=0 and =1. Large models have some of their layers onl
 work of a layer. A row marks a figure that is lower by a hundredth or more. ``v2_is_faster`` of a family
 (pdserve/model/families.py) says what the row of its architecture shows; tests/cli/test_oracle.py compares them.
 
-First of all, the kernels of all shapes are compiled at the same time, because Triton and FlashInfer take minutes for
-them one by one; ``--no-compile`` leaves this out where they are cached.
+First of all, the kernels of the shapes are compiled, three shapes at a time, because Triton and FlashInfer take minutes
+for them one by one; ``--no-compile`` leaves this out where they are cached.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from pdserve.config.runner_oracle import VARIABLE
 BATCHES = (1, 32, 256)
 PROMPTS = (512, 8192)
 RUNNERS = {"V1": "0", "V2": "1"}
+COMPILING_AT_ONCE = 3  # shapes whose models are on the GPU together; nine need more than the 141 GB of an H200
 FEW_LAYERS = 4  # in which each kind of layer occurs
 MARGIN = 0.99  # a figure in bold is below this share of the other one
 STEPS = ("--steps", "32", "--repeat", "1", "--max-model-len", "16384", "--speculate", "off")
@@ -76,14 +78,15 @@ BY_SHAPE = {each.shape: each for each in MEASURED}
 
 
 def compile_all(shapes: Sequence[Measured], folder: Path, changes: dict[str, Any], flags: Sequence[str]) -> None:
-    """Run few layers of all shapes on V2 at the same time; V1 has hardly other kernels. Raises RuntimeError."""
-    running = []
-    for measured in shapes:
+    """Run few layers of each shape on V2; V1 has hardly other kernels. Raises RuntimeError."""
+
+    def compile_one(measured: Measured) -> None:
         model = folder / f"{measured.shape}-compile"
         make(model, measured.config(FEW_LAYERS, changes), weights=False)
-        running.append(start(model, "V2", [*COMPILING, *flags]))
-    for measured, process in zip(shapes, running, strict=True):
-        output_of(process, f"{measured.shape} on V2")
+        output_of(start(model, "V2", [*COMPILING, *flags]), f"{measured.shape} on V2")
+
+    with ThreadPoolExecutor(COMPILING_AT_ONCE) as pool:
+        list(pool.map(compile_one, shapes))
 
 
 def start(model: Path, runner: str, flags: Sequence[str]) -> subprocess.Popen[str]:
