@@ -67,7 +67,7 @@ class AlternatingEngine(Engine):
         super().__init__(scheduler, ranks, channel, stages)
         self.turns: list[list[StepTime]] = [[]]  # of steps, by turn; the first one is the warm-up
         self.num_turns = 0
-        self._connector = scheduler.connector
+        self._report = scheduler.connector.report
         self._turn = turn
         self._left = warmup
         self._ended_at = StepTime.now()
@@ -84,7 +84,7 @@ class AlternatingEngine(Engine):
             self.handle([Shutdown()])
             return
         is_on = TURNS[(len(self.turns) - 1) % len(TURNS)]
-        self._connector.record_cache(NetChanges() if is_on else CacheRecorder())
+        self._report.record(NetChanges() if is_on else CacheRecorder())
         self.turns.append([])
         self._left = self._turn
 

@@ -1,4 +1,6 @@
-"""Worker side of the KV connector, and its choice of back end. The scheduler side is in engine/kv_cache/.
+"""Worker side of the KV connector, and its choice of back end.
+
+The scheduler side is engine/kv_cache/connector_scheduler.py.
 
 A connector back end is a class with the methods of ``pdserve.protocols.KVConnector``, built from a ConnectorSetup. The
 flag ``--kv-connector`` names one of ``BACK_ENDS``, or the operator's own as ``module:Class``. A new one is a file and a

@@ -71,7 +71,7 @@ class Engine:
             self._apply(result)  # it would wait for the end of a long launch
         self._emit()
         self._scheduler.prepare()
-        if self._scheduler.connector.loads:
+        if self._scheduler.connector.peers.loads:
             self._attend(self._pipeline.ends_at)
         self._apply(self._pipeline.take(plan))
 
@@ -98,7 +98,7 @@ class Engine:
                 case messages.LeaseCached():
                     scheduler.connector.lease_cached(command)
                 case messages.StartRead():
-                    scheduler.connector.start_read(command)
+                    scheduler.connector.peers.start_read(command)
                 case messages.ComputeBeside(rid, num_tokens):
                     scheduler.loads.split(rid, num_tokens)
                 case messages.HandoffEnds(rid, seconds):
@@ -116,13 +116,13 @@ class Engine:
                 case messages.FreeLease(rid):
                     scheduler.free_lease(rid)
                 case messages.Connect(peer):
-                    scheduler.connector.connect(peer)
+                    scheduler.connector.peers.connect(peer)
                 case messages.Disconnect(epoch):
-                    scheduler.connector.disconnect(epoch)
+                    scheduler.connector.peers.disconnect(epoch)
                 case messages.ChangeWeights():
                     self._change_weights(command)
                 case messages.UseWeights(version):
-                    scheduler.connector.use_weights(version)
+                    scheduler.connector.tiers.use_weights(version)
                 case messages.Shutdown():
                     self._stopped = True
                 case messages.Configure() | messages.Ping():

@@ -29,24 +29,22 @@ from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
 from engine.executor.rank_processes import LaunchedRank, launch_rank
 from engine.heartbeat_sender import HeartbeatSender
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.cache_recorder import NetChanges
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
-from engine.kv_cache.disk_tier import DiskTier
-from engine.kv_cache.host_stores import STORE_BYTES
-from engine.kv_cache.host_tier import HostTier
-from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
+from engine.kv_cache.peer_kv import PeerKV
+from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.prompt_lookup import PromptLookup
-from engine.scheduler.scheduler import ConnectorFactory, Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
-from pdserve.config.host_kv import host_room
+from engine.tiers.build import build_tiers
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import EAGLE3, LOOKUP, MTP
 from pdserve.errors import PdserveError
 from pdserve.ipc.frames import framed
-from pdserve.ipc.messages import Batch, Configure, Failed, Heartbeat, Shutdown
+from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_FAILED, end_with_parent, log_failure
 from runner.simulated import acceptance_rate
@@ -91,7 +89,7 @@ def _serve(channel: Channel, heartbeats: socket.socket, launched: Sequence[Launc
         grammars.load()
     scheduler = make_scheduler(configure.config, ranks, grammars, configure.agent)
     if configure.kv_events:
-        scheduler.connector.record_cache(NetChanges())
+        scheduler.connector.report.record(NetChanges())
     engine = Engine(scheduler, ranks, channel, configure.config.parallel.pp)
     channel.suspects = engine.suspects
     gc.collect()
@@ -142,9 +140,6 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
     layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
-    peers: ConnectorFactory = partial(
-        PeerConnectorScheduler, checksum=config.kv_checksum, num_layers=config.model.num_kv_layers
-    )
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -161,29 +156,18 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
         stages=config.parallel.pp,
         vocab_size=config.model.vocab_size,
         eos_token_ids=config.model.eos_token_ids,
-        connector=_with_tiers(peers if agent else KVConnectorScheduler, config, ranks),
+        connector=_connector_factory(config, ranks, agent),
         grammars=grammars,
         clock=time.monotonic,
     )
 
 
-def _with_tiers(innermost: ConnectorFactory, config: NodeConfig, ranks: Ranks) -> ConnectorFactory:
-    """Put the node's tiers before the scheduler side of its connector."""
-    if not config.host_kv_memory:
-        return innermost
-    layout, states = ranks.kv_layout, ranks.state_layout
-
-    def make(pool: BlockPool, events: Batch, block_size: int, slots: StateSlots | None) -> KVConnectorScheduler:
-        batch = max(1, STORE_BYTES // layout.block_bytes)
-        slot_blocks = 0.0 if states is None else states.slot_bytes / layout.block_bytes
-        host = HostTier(
-            innermost(pool, events, block_size, slots),
-            host_room(config, layout, states),
-            checksum=config.kv_checksum,
-            store_blocks=batch,
-            slot_blocks=slot_blocks,
-        )
-        return DiskTier(host, write_blocks=batch, slot_blocks=slot_blocks) if config.disk_kv else host
+def _connector_factory(config: NodeConfig, ranks: Ranks, agent: str) -> ConnectorFactory:
+    def make(parts: CacheParts) -> KVConnectorScheduler:
+        peers, layers = PeerKV(), config.model.num_kv_layers
+        if agent:
+            peers = ConnectedPeers(parts, checksum=config.kv_checksum, num_layers=layers)
+        return KVConnectorScheduler(parts, peers, build_tiers(parts, config, ranks.kv_layout, ranks.state_layout))
 
     return make
 

@@ -1,209 +1,58 @@
-"""Scheduler side of the KV connector: what is available elsewhere, what to load before a step, what to keep after it.
+"""Scheduler side of the KV connector: peers and tiers beside each other, and what both need.
 
 It decides on plain values, without a device or I/O. It lives in the engine, not in connector/: it decides who may use a
-block, and the block pool has one owner. A tier behind the prefix cache is another class with this interface, which
-passes on what is not its own (tier.py).
+block, and the block pool has one owner.
 
-On D, a block that an unfinished transfer may write to is never handed out:
+    peers     what other nodes give and take (peer_kv.py, engine/peers/)
+    tiers     host memory and disk behind the prefix cache (tiers.py, engine/tiers/)
+    report    what routers and KV events learn of the prefix cache (cache_report.py)
 
-    held ──start_read──► the transfer's ──ended──► the request's: use it once everything is confirmed
-                             │
-                          abandon_load (request cancelled or given up)
-                             ▼
-                        quarantined ──ended──► free
-
-Only the end of a transfer makes its blocks safe: releasing or disconnecting does not stop bytes from landing.
-
-On P, KV that a peer may read never changes. A block is leased as soon as it is full or its prompt has ended, while its
-sequence continues and may add to the last block. The two claims are independent; the block is free when both ended.
-
-    sequence   held ─────────────────────────┤ ended
-    peer             leased ─────────────────────────┤ free_lease
-
-In a pull, a peer reads blocks of the prefix cache. They are leased at once, and no sequence takes part. While requests
-of this node lack blocks, the frontend is asked to take such leases back. It alone ends leases, since it answers readers
-whether they stood. So the blocks are free with its FreeLease, as after any other end.
+| vLLM's scheduler side          | here                                                                     |
+|--------------------------------|--------------------------------------------------------------------------|
+| get_num_new_matched_tokens     | ``peers.loadable``; ``tiers.fetch``, and then the prefix cache has them  |
+| update_state_after_alloc       | ``peers.load``, ``peers.start_read``                                     |
+| build_connector_meta           | ``take_orders``, ``take_digest_orders``                                  |
+| update_connector_output        | ``update``                                                               |
+| request_finished               | ``peers.computed`` leases each block once it is full; ``free_lease``     |
+| take_events                    | ``report.take``                                                          |
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from functools import partial
 
-from engine.kv_cache.block_pool import BlockPool, Use
-from engine.kv_cache.cache_recorder import CacheRecorder, StateRecorder
-from engine.kv_cache.digest_orders import DigestOrders
-from engine.kv_cache.revocation import FindLacking
-from engine.kv_cache.state_slots import StateSlots
+import msgspec
+
+from engine.kv_cache.cache_parts import CacheParts
+from engine.kv_cache.peer_kv import PeerKV
+from engine.kv_cache.tiers import Tiers
 from engine.request import Sequence
-from engine.step_cost_meter import LineFit, StepCostMeter
-from pdserve.errors import ConfigError
-from pdserve.hashing import BlockHashes, root_hash
-from pdserve.ipc.cache_changes import CacheChanges
-from pdserve.ipc.messages import Batch, LeaseCached, Leased, ReadChecked, ReadEnded, StartRead, Totals
-from pdserve.kv_groups import Pair
-from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
-from pdserve.request_cost import HANDOFF_SECONDS, LinearCost, Pace
-from pdserve.state import NO_SLOT
-
-FindPace = Callable[[Sequence], Pace]
-
-_KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
+from pdserve.ipc.messages import LeaseCached
+from pdserve.records import DigestOrder, KVConnectorOrders, ModelRunnerOutput
 
 
 class KVConnectorScheduler:
-    """The interface, and the scheduler side of a node without connector: nothing can be loaded, nothing is kept.
+    """By default that of a node without connector and tiers."""
 
-    A *load* brings the KV of a prompt from a peer into the blocks of its sequence. A *fetch* brings cached blocks back
-    into the prefix cache, before their sequence is admitted. Both are ordered here and executed by the worker sides.
-    """
-
-    def __init__(self, pool: BlockPool, events: Batch, block_size: int, states: StateSlots | None = None) -> None:
-        self._pool = pool
-        self._events = events
-        self._block_size = block_size
-        self._states = states
-        self._groups = pool.groups
-        self._digests = DigestOrders()
-
-    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float], pace: FindPace) -> None:
-        """Take what the scheduler measures and counts, and its clock in seconds.
-
-        ``pace`` predicts how a waiting sequence would be computed.
-        """
-
-    def loadable(self, sequence: Sequence) -> int:
-        """Return how many leading tokens can be loaded, cached ones included; 0: compute the prompt here."""
-        return 0
-
-    @property
-    def load_cost(self) -> LinearCost:
-        """Measured seconds of a load, by tokens."""
-        return LinearCost()
-
-    def connect(self, peer: Peer) -> None:
-        """Order a connection to a peer."""
-
-    def disconnect(self, epoch: str) -> None:
-        """Order the end of a connection."""
-
-    def load(self, sequence: Sequence) -> None:
-        """Begin to load the rest of a prompt into the blocks that the sequence holds."""
-        raise AssertionError("a load without loadable tokens")
-
-    def load_behind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Load only what follows the first ``num_tokens`` tokens, in full blocks. No read has been ordered yet."""
-
-    def start_read(self, message: StartRead) -> None:
-        """Order the read of the next blocks of a load. Ignored for a load that has ended."""
-
-    def reading(self, sequence: Sequence) -> bool:
-        """Whether a transfer may write to blocks of the sequence."""
-        return False
-
-    def handoff_ends(self, rid: int, at: float) -> None:
-        """The peer's last chunk of a load ends ``at``. Ignored for a load that has ended."""
-
-    @property
-    def arrivals(self) -> Iterable[float]:
-        """When loads will end, of those whose peer computes the last chunk: as long after it as earlier ones did.
-
-        Times are of the scheduler's clock.
-        """
-        return ()
-
-    @property
-    def loads(self) -> bool:
-        """Whether a prompt is being loaded."""
-        return False
-
-    def take_started(self) -> Collection[int]:
-        """Return the rids whose reads were ordered since the last call."""
-        return ()
-
-    def finish_load(self, sequence: Sequence, num_tokens: int, at: float) -> bool:
-        """End a load whose KV, of the first ``num_tokens`` tokens, has been read and confirmed ``at``.
-
-        Return whether the sequence can continue with it: False if its recurrent state has not been read.
-        """
-        raise AssertionError("the end of a load that never began")
-
-    def abandon_load(self, sequence: Sequence) -> Collection[int]:
-        """End a load, if there is one, before the sequence frees its blocks.
-
-        Return the blocks that a transfer may still write to: they stay quarantined until it has ended. So does the slot
-        of its recurrent state, which the sequence loses here.
-        """
-        return ()
-
-    # ------------------------------------------------------------ fetches
-
-    @property
-    def fetches(self) -> bool:
-        """Whether there is a tier to fetch from. Without, no other method of this part is of use."""
-        return False
-
-    def considered(self, sequence: Sequence) -> bool:
-        """Whether ``fetch`` has decided about a waiting sequence."""
-        return True
-
-    def fetch(self, sequence: Sequence) -> bool:
-        """Begin to bring back cached blocks of a waiting sequence, if that is faster than to compute them.
-
-        The first call decides. Return whether the sequence waits for a fetch now. If not, it may have been given a
-        meeting point (``Sequence.split``): what follows this is being read meanwhile.
-        """
-        return False
-
-    def fetching(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence waits for a fetch: it is not admitted before."""
-        return False
-
-    def end_fetch(self, sequence: Sequence) -> None:
-        """A sequence has got its blocks, or does not wait for them any more: keep none for it."""
-
-    def give_way(self) -> bool:
-        """Blocks are lacking: keep none for waiting sequences. Return whether any were kept."""
-        return False
-
-    @property
-    def copying(self) -> bool:
-        """Whether blocks cannot be allocated for now, because they are copied from or to a tier."""
-        return False
-
-    def forget_stored(self) -> None:
-        """Empty the tiers behind the prefix cache, which is emptied, too."""
-
-    @property
-    def host_blocks(self) -> tuple[int, int]:
-        """Blocks of host memory that are free, and that have cached KV."""
-        return 0, 0
-
-    @property
-    def disk_blocks(self) -> int:
-        """Blocks on disk."""
-        return 0
-
-    def use_weights(self, version: str) -> None:
-        """Keep KV from now on with that of other nodes of this version, which no other weights or layouts have.
-
-        Called once, and again after ``forget_stored``.
-        """
-
-    # ------------------------------------------------------------ orders and results
+    def __init__(self, parts: CacheParts, peers: PeerKV | None = None, tiers: Tiers | None = None) -> None:
+        self.peers = peers or PeerKV()
+        self.tiers = tiers or Tiers()
+        self.report = parts.report
+        self._digests = parts.digests
 
     @property
     def has_orders(self) -> bool:
         """Whether there are orders for the worker sides, or for the next step."""
-        return self._digests.any_beside or self._digests.any_of_step
+        digests = self._digests
+        return digests.any_beside or digests.any_of_step or self.peers.has_orders or self.tiers.has_orders
 
     def take_orders(self) -> KVConnectorOrders:
-        """Return the orders since the last call, for the worker side of every rank."""
-        if not self._digests.any_beside:
-            return NO_ORDERS
-        return KVConnectorOrders(digests=self._digests.take_beside())
+        """Return the orders since the last call, for the worker side of every rank; ``NO_ORDERS`` if there are none."""
+        orders = self.peers.add_orders(self.tiers.take_orders())
+        if self._digests.any_beside:  # tiers may have ordered some just now
+            orders = msgspec.structs.replace(orders, digests=self._digests.take_beside())
+        return orders
 
     def take_digest_orders(self) -> tuple[DigestOrder, ...]:
         """Return the digests that the next step has to compute."""
@@ -212,475 +61,24 @@ class KVConnectorScheduler:
     def update(self, output: ModelRunnerOutput) -> None:
         """Take in the digests and the connector output of a step, before the step's samples."""
         self._digests.update(output)
-
-    # ------------------------------------------------------------ leases, and the prefix cache
-
-    def scheduled(self, sequence: Sequence) -> None:
-        """The step that is planned computes more of a prompt."""
-
-    def take_last_chunks(self) -> Collection[int]:
-        """Return the rids of peers' prompts that end in steps planned since the last call."""
-        return ()
-
-    def computed(self, sequence: Sequence) -> None:
-        """More of a prompt has been computed: keep the blocks that a peer may read, beyond the end of the sequence."""
+        self.peers.update(output)
+        self.tiers.update(output)
 
     def lease_cached(self, message: LeaseCached) -> None:
-        """Lease the cached blocks of a prompt to a peer, and announce them."""
+        """Lease the cached blocks of a prompt to a peer, those in tiers too, and announce them."""
+        lease = partial(self.peers.lease_cached, message)
+        if not self.tiers.fetch_for_peer(message, lease):
+            lease()
 
     def free_lease(self, rid: int) -> None:
         """Stop keeping the blocks of a request for its peer. Unknown rids are ignored."""
+        self.tiers.end_pull(rid)
+        self.peers.free_lease(rid)
 
-    def revoke(self, lacking: FindLacking) -> bool:
-        """Requests of this node lack blocks: ask for the leases of pulls that are in their way, if these suffice.
-
-        Return ``revoking``.
-        """
-        return False
-
-    @property
-    def revoking(self) -> bool:
-        """Whether leases that were asked for have not ended: wait, rather than preempt or refuse a request."""
-        return False
-
-    def record_cache(self, recorder: CacheRecorder) -> None:
-        """Record all further changes of the prefix cache; snapshots of states are in a group of their own."""
-        self._pool.recorder = recorder
-        if self._states is not None:
-            self._states.pool.recorder = StateRecorder(recorder, self._pool.groups.num_groups)
-
-    def take_events(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
-        """Return the hashes of blocks that became available and that were evicted since the last call.
-
-        The third part has the same for KV events, if the node publishes any.
-        """
-        return *self._pool.events.take(), self._pool.recorder.take()
+    def abandon(self, sequence: Sequence) -> Collection[int]:
+        """End the load and the fetch of a sequence, before it frees its blocks; see ``PeerKV.abandon_load``."""
+        self.tiers.end_fetch(sequence)
+        return self.peers.abandon_load(sequence)
 
 
-@dataclass(slots=True)
-class _Load:
-    """A request on D whose prompt comes from a peer."""
-
-    sequence: Sequence
-    first: int  # block that it brings: those before it are cached here, or computed
-    num_announced: int  # leading blocks of the prompt: those before the first one, or ordered
-    reads: set[int] = field(default_factory=set)  # in flight
-    has_state: bool = False  # a read brings the recurrent state
-    computed_at: float | None = None  # end of the peer's last chunk; None: it has not begun
-
-
-@dataclass(slots=True)
-class _Read:
-    """A read in flight. ``load`` is None once its request has abandoned it."""
-
-    message: StartRead
-    order: KVRead
-    pairs: list[Pair]  # logical block and group of each block
-    load: _Load | None
-
-    @property
-    def num_blocks(self) -> int:
-        """Logical blocks."""
-        return self.pairs[-1][0] - self.pairs[0][0] + 1
-
-
-@dataclass(slots=True)
-class _Lease:
-    num_announced: int  # leading blocks of the prompt: skipped by the peer, or leased to it
-    num_digested: int  # leading blocks of the prompt: skipped, or with digests computed or ordered
-    blocks: list[int] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)  # of blocks that are not announced yet, and of the state
-    state_slot: int = NO_SLOT
-
-
-class PeerConnectorScheduler(KVConnectorScheduler):
-    """Reads from peers on D and leases to peers on P.
-
-    With ``checksum``, P announces a digest of each block, and D compares them with those of the blocks that it read:
-
-        P   step that fills blocks ──with its output──► their digests ──► Leased, with digests ──frontend──► D
-            LeaseCached ──► their digests, beside steps ──► the same
-        D   ReadEnded ──► digests of what was read, beside steps ──► ReadChecked
-    """
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        events: Batch,
-        block_size: int,
-        states: StateSlots | None = None,
-        *,
-        checksum: bool = False,
-        num_layers: int = 0,
-    ) -> None:
-        """``num_layers``: with a KV cache, those that make drafts included; 0: all peers have as many."""
-        super().__init__(pool, events, block_size, states)
-        self._checksum = checksum
-        self._num_layers = num_layers
-        self._layers_of: dict[str, int] = {}  # that a connected peer has, by epoch
-        self._cost = LineFit(_KEEP)
-        self._handoffs = LineFit(_KEEP, flat=True)  # seconds from the peer's last chunk to confirmed KV
-        self._loads: dict[int, _Load] = {}  # by rid
-        self._reads: dict[int, _Read] = {}  # by read id
-        self._leases: dict[int, _Lease] = {}  # by rid
-        self._revocable: dict[int, _Lease] = {}  # of these, those of pulls, oldest first
-        self._revoking: set[int] = set()  # rids
-        self._started: list[int] = []
-        self._last_chunks: list[int] = []
-        self._connect: list[Peer] = []
-        self._disconnect: list[str] = []
-        self._reads_ordered: list[KVRead] = []
-        self._next_id = 1
-
-    def loadable(self, sequence: Sequence) -> int:
-        return sequence.load_len if sequence.request.mode.loads else 0
-
-    @property
-    def load_cost(self) -> LinearCost:
-        return self._cost.line
-
-    # ------------------------------------------------------------ loads on D
-
-    def connect(self, peer: Peer) -> None:
-        try:
-            parts = [rank.part.usable(peer.other_drafts) for rank in peer.ranks]
-        except ConfigError as exc:  # a layout without layers or heads
-            self._events.failed_peers.append((peer.epoch, f"the peer's KV: {exc}"))
-            return
-        self._connect.append(peer)
-        self._layers_of[peer.epoch] = max((part.total_layers for part in parts if part is not None), default=0)
-
-    def disconnect(self, epoch: str) -> None:
-        self._disconnect.append(epoch)
-        self._layers_of.pop(epoch, None)
-
-    def load(self, sequence: Sequence) -> None:
-        first = sequence.num_computed // self._block_size
-        self._loads[sequence.rid] = _Load(sequence, first, first)
-
-    def load_behind(self, sequence: Sequence, num_tokens: int) -> None:
-        load = self._loads[sequence.rid]
-        assert load.num_announced == load.first, "a read was ordered"
-        assert not num_tokens % self._block_size
-        load.first = load.num_announced = num_tokens // self._block_size
-
-    def reading(self, sequence: Sequence) -> bool:
-        load = self._loads.get(sequence.rid)
-        return load is not None and bool(load.reads)
-
-    def start_read(self, message: StartRead) -> None:
-        load = self._loads.get(message.rid)
-        if load is None:
-            return
-        end = self._num_blocks(message.num_tokens)
-        sequence = load.sequence
-        position = message.num_tokens if message.pull else sequence.load_len - 1
-        pairs = self._pairs(load.num_announced, end, position)
-        problem = self._check_announcement(message, sequence, pairs)
-        read_id = self._next_id
-        self._next_id += 1
-        if problem:
-            self._events.reads.append(ReadEnded(message.rid, message.epoch, ReadResult(read_id, problem)))
-            return
-        self._place_windows(sequence, pairs)
-        blocks = tuple(self._entries(sequence.blocks, pairs))
-        if self._layers_of.get(message.epoch, self._num_layers) < self._num_layers:
-            sequence.request.lacks_draft_kv = True
-        local_state = NO_SLOT
-        if message.remote_state != NO_SLOT:
-            assert sequence.state is not None
-            load.has_state, local_state = True, sequence.state.slot
-        order = KVRead(
-            read_id,
-            message.epoch,
-            blocks,
-            message.remote_blocks,
-            self._groups_of(pairs),
-            local_state,
-            message.remote_state,
-        )
-        load.num_announced = end
-        load.reads.add(order.read_id)
-        self._reads[order.read_id] = _Read(message, order, pairs, load)
-        self._reads_ordered.append(order)
-        self._started.append(message.rid)
-
-    def handoff_ends(self, rid: int, at: float) -> None:
-        if rid in self._loads:
-            self._loads[rid].computed_at = at
-
-    @property
-    def arrivals(self) -> Iterable[float]:
-        seconds = self._handoffs.line.base if self._handoffs else HANDOFF_SECONDS
-        return (load.computed_at + seconds for load in self._loads.values() if load.computed_at is not None)
-
-    @property
-    def loads(self) -> bool:
-        return bool(self._loads)
-
-    def take_started(self) -> Collection[int]:
-        started, self._started = self._started, []
-        return started
-
-    def finish_load(self, sequence: Sequence, num_tokens: int, at: float) -> bool:
-        load = self._loads.pop(sequence.rid)
-        if load.computed_at is not None:
-            self._handoffs.add(0.0, max(0.0, at - load.computed_at))
-        assert not load.reads, "KV was confirmed before all reads had ended"
-        if sequence.state is not None and not load.has_state:
-            return False
-        announced = max(self._num_blocks(num_tokens), load.first)
-        assert load.num_announced == announced, "KV was confirmed that was not read"
-        return True
-
-    def abandon_load(self, sequence: Sequence) -> Collection[int]:
-        load = self._loads.pop(sequence.rid, None)
-        quarantined: set[int] = set()
-        for read_id in load.reads if load is not None else ():
-            read = self._reads[read_id]
-            read.load = None
-            self._pool.move(read.order.local_blocks, Use.HELD, Use.QUARANTINED)
-            quarantined.update(read.order.local_blocks)
-            if read.order.local_state != NO_SLOT:
-                assert self._states is not None
-                assert sequence.state is not None
-                self._states.pool.move((read.order.local_state,), Use.HELD, Use.QUARANTINED)
-                sequence.state.slot = NO_SLOT
-        return quarantined
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-    def _pairs(self, start: int, end: int, position: int) -> list[Pair]:
-        """Return the logical blocks and groups that are handed off, as ``KVCacheGroups.pairs`` defines them."""
-        return self._groups.pairs(start, end, position, self._block_size)
-
-    def _entries(self, blocks: list[int], pairs: Iterable[Pair]) -> list[int]:
-        """Return the blocks of these pairs in a sequence's list."""
-        num_groups = self._groups.num_groups
-        return [blocks[index * num_groups + group] for index, group in pairs]
-
-    def _groups_of(self, pairs: Iterable[Pair]) -> tuple[int, ...]:
-        return tuple(group for _, group in pairs) if self._groups.num_groups > 1 else ()
-
-    def _place_windows(self, sequence: Sequence, pairs: Iterable[Pair]) -> None:
-        """Put spare blocks where a load needs them in groups with a window."""
-        for index, group in pairs:
-            if self._groups.windows[group] is not None:
-                sequence.use_spare(index * self._groups.num_groups + group)
-
-    def _states_of(self, slot: int) -> tuple[int, ...]:
-        return () if slot == NO_SLOT else (slot,)
-
-    def _check_announcement(self, message: StartRead, sequence: Sequence, pairs: list[Pair]) -> str:
-        """Return why a peer's announcement of blocks is wrong, or an empty string. ``pairs`` are what it must name."""
-        num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
-        load_len, num_missing = sequence.load_len, len(pairs)
-        if num_tokens > load_len or (num_tokens % self._block_size and num_tokens != load_len):
-            return f"the peer named blocks up to token {num_tokens} of a prompt of {load_len}"
-        if not num_blocks or num_blocks != num_missing:
-            return f"the peer named {num_blocks} blocks where {num_missing} are missing"
-        if sum(self._groups.windows[group] is not None for _, group in pairs) > len(sequence.spare):
-            return "the peer named blocks of windows after those of a pull that ends earlier"
-        has_state = message.remote_state != NO_SLOT
-        if has_state if self._states is None else num_tokens == load_len and not has_state:
-            return f"the peer named {'a' if has_state else 'no'} recurrent state up to token {num_tokens} of {load_len}"
-        if len(message.digests) != (num_blocks + has_state if self._checksum else 0):
-            return f"the peer named {num_blocks} blocks with {len(message.digests)} digests"
-        return ""
-
-    # ------------------------------------------------------------ orders and results
-
-    @property
-    def has_orders(self) -> bool:
-        return self._has_orders_of_workers or self._digests.any_of_step
-
-    @property
-    def _has_orders_of_workers(self) -> bool:
-        return bool(self._connect or self._disconnect or self._reads_ordered or self._digests.any_beside)
-
-    def take_orders(self) -> KVConnectorOrders:
-        if not self._has_orders_of_workers:
-            return NO_ORDERS
-        orders = KVConnectorOrders(
-            connect=tuple(self._connect),
-            disconnect=tuple(self._disconnect),
-            reads=tuple(self._reads_ordered),
-            digests=self._digests.take_beside(),
-        )
-        self._connect.clear()
-        self._disconnect.clear()
-        self._reads_ordered.clear()
-        return orders
-
-    def update(self, output: ModelRunnerOutput) -> None:
-        super().update(output)
-        self._end_reads(output.connector.finished_recving)
-        self._events.connected += output.connector.connected
-        self._events.failed_peers += output.connector.failed_peers
-
-    def _end_reads(self, results: Iterable[ReadResult]) -> None:
-        """Report reads, order their digests, and free the blocks of abandoned ones."""
-        for result in results:
-            read = self._reads.pop(result.read_id)
-            blocks = read.order.local_blocks
-            if not result.error:
-                self._cost.add(read.num_blocks * self._block_size, result.seconds)
-            if read.load is None:
-                self._pool.drop(blocks, Use.QUARANTINED)
-                if self._states is not None and read.order.local_state != NO_SLOT:
-                    self._states.pool.drop((read.order.local_state,), Use.QUARANTINED)
-            else:
-                read.load.reads.discard(result.read_id)
-            self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
-            if self._checksum and read.load is not None and not result.error:
-                groups, num_tokens = read.order.groups, read.message.num_tokens
-                states = self._states_of(read.order.local_state)
-                common = self._common_layers(self._layers_of.get(read.order.epoch, 0))
-                self._digests.add(blocks, groups, num_tokens, partial(self._compare, read), states, num_layers=common)
-
-    def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
-        """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
-        rid, expected, text = read.message.rid, read.message.digests, ""
-        if self._loads.get(rid) is not read.load:
-            return
-        corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
-        if corrupt:
-            index = corrupt[0]
-            if index < len(read.pairs):
-                block, group = read.pairs[index]
-                of_group = f" in KV cache group {group}" if read.order.groups else ""
-                name = f"block {block} of the prompt{of_group}, {read.order.remote_blocks[index]} at the peer,"
-            else:
-                name = f"the recurrent state, in slot {read.order.remote_state} at the peer,"
-            text = (
-                f"checksum of {len(corrupt)} of {len(found)} blocks differs: {name} was announced with "
-                f"{expected[index] % 2**64:#018x} and arrived with {found[index] % 2**64:#018x}"
-            )
-        self._events.checked.append(ReadChecked(rid, read.order.epoch, len(corrupt), text))
-
-    # ------------------------------------------------------------ leases on P
-
-    def scheduled(self, sequence: Sequence) -> None:
-        """Note the last chunk of a peer's prompt, and order the digests of the blocks that this step fills for it."""
-        if sequence.for_peer and sequence.num_launched >= sequence.prompt_len:
-            self._last_chunks.append(sequence.rid)
-        if not (self._checksum and sequence.for_peer):
-            return
-        lease = self._lease(sequence)
-        start, end, num_tokens = lease.num_digested, *self._leasable(sequence, sequence.num_launched)
-        if end > start:
-            lease.num_digested = end
-            pairs = self._pairs(start, end, sequence.prompt_len - 1)
-            blocks = tuple(self._entries(sequence.blocks, pairs))
-            ends = sequence.state is not None and num_tokens == sequence.prompt_len
-            states = self._states_of(sequence.state.lease_slot if sequence.state is not None and ends else NO_SLOT)
-            if blocks:
-                self._digests.add_to_step(
-                    blocks,
-                    self._groups_of(pairs),
-                    num_tokens,
-                    lease.digests.extend,
-                    states,
-                    num_layers=self._common_layers(sequence.request.kv_layers),
-                )
-
-    def take_last_chunks(self) -> Collection[int]:
-        last, self._last_chunks = self._last_chunks, []
-        return last
-
-    def computed(self, sequence: Sequence) -> None:
-        """Lease the full blocks that the peer lacks, and with the end of the prompt its last block; announce them."""
-        if not sequence.for_peer:
-            return
-        lease = self._lease(sequence)
-        start, end, num_tokens = lease.num_announced, *self._leasable(sequence, sequence.num_computed)
-        blocks = self._entries(sequence.blocks, self._pairs(start, end, sequence.prompt_len - 1))
-        if not blocks:  # or all are behind windows
-            return
-        self._pool.lease(blocks)
-        lease.num_announced = end
-        lease.blocks += blocks
-        last = num_tokens == sequence.prompt_len
-        if last and self._states is not None:
-            lease.state_slot = self._states.take_lease(sequence)
-        num_digests = len(blocks) + (lease.state_slot != NO_SLOT)
-        digests, lease.digests[:num_digests] = tuple(lease.digests[:num_digests]), ()
-        leased = Leased(sequence.rid, tuple(blocks), num_tokens, last, digests, lease.state_slot)
-        self._events.leased.append(leased)
-
-    def lease_cached(self, message: LeaseCached) -> None:
-        token_ids = array("I", message.token_ids)
-        hashes = BlockHashes(self._block_size, root_hash(message.cache_salt))
-        cached = self._pool.match(hashes.one_by_one(token_ids, len(token_ids)))
-        skipped, end = message.skip_tokens // self._block_size, len(cached) // self._groups.num_groups
-        state_slot = NO_SLOT
-        if self._states is not None:
-            end, state_slot = self._states.find(hashes.upto(token_ids, end * self._block_size))
-        num_tokens = end * self._block_size
-        pairs = self._pairs(skipped, end, num_tokens)
-        lease = self._leases[message.rid] = _Lease(end, end, blocks=self._entries(cached, pairs))
-        self._pool.lease(lease.blocks)
-        if self._states is not None and lease.blocks:
-            lease.state_slot = state_slot
-            self._states.pool.lease((state_slot,))
-        if lease.blocks:
-            self._revocable[message.rid] = lease
-
-        def announce(digests: tuple[int, ...]) -> None:
-            if self._leases.get(message.rid) is lease:  # else it has ended
-                leased = Leased(message.rid, tuple(lease.blocks), num_tokens, True, digests, lease.state_slot)
-                self._events.leased.append(leased)
-
-        if self._checksum and lease.blocks:
-            states = self._states_of(lease.state_slot)
-            common = self._common_layers(message.kv_layers)
-            self._digests.add(
-                tuple(lease.blocks), self._groups_of(pairs), num_tokens, announce, states, num_layers=common
-            )
-        else:
-            announce(())
-
-    def revoke(self, lacking: FindLacking) -> bool:
-        if self._revocable and not self._revoking:
-            youngest_first = [*reversed(self._revocable.items())]
-            blocks, slots = lacking()
-            chosen = blocks.chosen(self._pool, ((rid, lease.blocks) for rid, lease in youngest_first))
-            with_slots: list[int] | None = []
-            if self._states is not None:
-                leased = ((rid, self._states_of(lease.state_slot)) for rid, lease in youngest_first)
-                with_slots = slots.chosen(self._states.pool, leased)
-            if chosen is not None and with_slots is not None:
-                self._revoking.update(chosen, with_slots)
-                self._events.revoke += self._revoking
-                for rid in self._revoking:
-                    del self._revocable[rid]
-        return self.revoking
-
-    @property
-    def revoking(self) -> bool:
-        return bool(self._revoking)
-
-    def free_lease(self, rid: int) -> None:
-        self._revocable.pop(rid, None)
-        self._revoking.discard(rid)
-        lease = self._leases.pop(rid, None)
-        if lease is not None:
-            self._pool.drop(lease.blocks, Use.LEASED)
-            if self._states is not None and lease.state_slot != NO_SLOT:
-                self._states.pool.drop((lease.state_slot,), Use.LEASED)
-
-    def _common_layers(self, of_peer: int) -> int:
-        """Return how many layers this node and a peer have, both with the KV of layers that make drafts if possible."""
-        return min(self._num_layers, of_peer) if self._num_layers and of_peer else 0
-
-    def _lease(self, sequence: Sequence) -> _Lease:
-        skipped = sequence.request.skip_tokens // self._block_size
-        return self._leases.setdefault(sequence.rid, _Lease(skipped, skipped))
-
-    def _leasable(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """Return how many blocks a peer may read after ``num_tokens``, and how many of the tokens these hold."""
-        if num_tokens >= sequence.prompt_len:
-            return self._num_blocks(sequence.prompt_len), sequence.prompt_len
-        full = num_tokens // self._block_size
-        return full, full * self._block_size
+ConnectorFactory = Callable[[CacheParts], KVConnectorScheduler]

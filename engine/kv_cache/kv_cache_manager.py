@@ -100,7 +100,7 @@ class KVCacheManager:
             self._states.allocate(sequence, found.state_from, num_cached, found.num_matched * self._block_size)
         if not self._windows:
             sequence.hold(cached + fresh, num_cached, self._block_size)
-            self._connector.end_fetch(sequence)
+            self._connector.tiers.end_fetch(sequence)
             return True
         sequence.hold(cached, num_cached, self._block_size, self._num_groups)
         sequence.cover(num_cached, len(cached))
@@ -108,7 +108,7 @@ class KVCacheManager:
         self._add_blocks(sequence, blocks, self._logical(len(sequence.token_ids)), found.covered)
         kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
         sequence.hold_windows(kept_from, spare=list(blocks))
-        self._connector.end_fetch(sequence)
+        self._connector.tiers.end_fetch(sequence)
         return True
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
@@ -198,7 +198,7 @@ class KVCacheManager:
 
     def forget_cached(self) -> None:
         """Empty the prefix cache, and the tiers behind it."""
-        self._connector.forget_stored()
+        self._connector.tiers.forget()
         if self._states is not None:
             self._states.pool.forget_cached()
         self._pool.forget_cached()  # last: KV events say that the whole cache is empty
@@ -221,12 +221,12 @@ class KVCacheManager:
     def set_aside(self, sequence: Sequence) -> None:
         """A waiting sequence is paused: keep no fetched blocks for it, and split no read."""
         sequence.end_split()
-        self._connector.end_fetch(sequence)
+        self._connector.tiers.end_fetch(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, except those that a transfer may still write to. No step may be in flight."""
         assert not sequence.in_flight, f"sequence {sequence.seq} frees blocks that a step still writes to"
-        quarantined = self._connector.abandon_load(sequence)  # and the slot of a state
+        quarantined = self._connector.abandon(sequence)  # and the slot of a state
         blocks = _blocks_of(sequence.blocks) + sequence.spare if self._windows else sequence.blocks
         self._pool.drop([block for block in blocks if block not in quarantined], Use.HELD)
         sequence.drop_blocks()
@@ -244,13 +244,13 @@ class KVCacheManager:
         """Return what a sequence needs, whether it is free or not."""
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable))
         num_matched, state_from = len(cached) // self._num_groups, NO_SLOT
-        if self._states is not None and not self._connector.loadable(sequence):  # a load brings the state
+        if self._states is not None and not self._connector.peers.loadable(sequence):  # a load brings the state
             hashes = sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size)
             num_cached, state_from = self._states.find(hashes)
             cached = cached[: num_cached * self._num_groups]
         num_cached, needed = len(cached) // self._num_groups, self._logical(len(sequence.token_ids))
         num_fresh, covered = self._num_full * (needed - num_cached), num_cached
-        if self._windows and self._connector.loadable(sequence):
+        if self._windows and self._connector.peers.loadable(sequence):
             size, rest = self._block_size, needed - num_cached
             num_fresh += sum(min(rest, window_blocks(window, size)) for _, window in self._windows)
         elif self._windows:

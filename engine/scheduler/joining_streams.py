@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.peer_kv import PeerKV
 from engine.scheduler.itl_target import OVERDUE
 from engine.scheduler.microbatch import RunnableSequences
 
@@ -13,8 +13,8 @@ from engine.scheduler.microbatch import RunnableSequences
 class JoiningStreams:
     """Times are of the scheduler's ``clock``. ``busy``: seconds until the device can begin the planned step."""
 
-    def __init__(self, connector: KVConnectorScheduler, clock: Callable[[], float]) -> None:
-        self._connector = connector
+    def __init__(self, peers: PeerKV, clock: Callable[[], float]) -> None:
+        self._peers = peers
         self._clock = clock
 
     def longest_wait(self, runnable: RunnableSequences, busy: float) -> float | None:
@@ -29,4 +29,4 @@ class JoiningStreams:
         Streams that are long overdue do not count.
         """
         begin = self._clock() + busy
-        return min((at - begin for at in self._connector.arrivals if at > begin - OVERDUE), default=None)
+        return min((at - begin for at in self._peers.arrivals if at > begin - OVERDUE), default=None)

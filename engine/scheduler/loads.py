@@ -13,17 +13,17 @@ attends to no byte that is not. The sequence has all of its blocks, and is one o
 If nothing comes, the sequence runs on in its blocks. If it gives up what a transfer may still write to, it loses its
 blocks instead, as after any other load: the tokens that it has computed are in the prefix cache then.
 
-A read from disk is split in the same way (kv_cache/disk_tier.py), but its blocks are the tier's. The sequence is one of
-the running ones. At the meeting point it leaves: its full blocks are in the prefix cache. It waits at the head of the
-queue, like any other prompt, for what is fetched, and is admitted with all hits.
+A read from disk is split in the same way (engine/tiers/disk_tier.py), but its blocks are the tier's. The sequence is
+one of the running ones. At the meeting point it leaves: its full blocks are in the prefix cache. It waits at the head
+of the queue, like any other prompt, for what is fetched, and is admitted with all hits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.peer_kv import PeerKV
 from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.live_sequences import LiveSequences
@@ -37,7 +37,7 @@ class Loads:
         self,
         live: LiveSequences,
         kv: KVCacheManager,
-        connector: KVConnectorScheduler,
+        peers: PeerKV,
         choices: ChoiceManager,
         *,
         branch: Callable[[Sequence], None],
@@ -46,14 +46,14 @@ class Loads:
         """``branch`` queues the other choices of a sequence whose prompt has KV."""
         self._live = live
         self._kv = kv
-        self._connector = connector
+        self._peers = peers
         self._choices = choices
         self._branch = branch
         self._clock = clock
 
     def ends_in(self, rid: int, seconds: float) -> None:
         """The peer computes the last chunk of a load for so long. Ignored for a load that has ended."""
-        self._connector.handoff_ends(rid, self._clock() + seconds)
+        self._peers.handoff_ends(rid, self._clock() + seconds)
 
     def split(self, rid: int, num_tokens: int) -> None:
         """Compute the first ``num_tokens`` tokens of a prompt, in full blocks, while those behind them are pulled.
@@ -66,7 +66,7 @@ class Loads:
             assert sequence.state is None, "a recurrent state is that of all tokens before it"
             assert not self._kv.has_windows, "windows of a load have no place before it ends"
             assert sequence.num_computed < num_tokens < sequence.load_len
-            self._connector.load_behind(sequence, num_tokens)
+            self._peers.load_behind(sequence, num_tokens)
             sequence.begin_split(num_tokens)
 
     def confirmed(self, rid: int, num_tokens: int, outputs: Outputs, waited: float) -> None:
@@ -74,7 +74,7 @@ class Loads:
         sequence = self._live.loading.get(rid)
         if sequence is None:
             return
-        if not self._connector.finish_load(sequence, num_tokens, self._clock()):
+        if not self._peers.finish_load(sequence, num_tokens, self._clock()):
             self.given_up(rid, outputs)
             return
         sequence.request.waits_since = self._clock() - waited
@@ -130,8 +130,8 @@ class Loads:
 
     def _give_up_split(self, sequence: Sequence) -> None:
         assert sequence.split is not None
-        if not self._connector.reading(sequence):
-            self._connector.abandon_load(sequence)
+        if not self._peers.reading(sequence):
+            self._peers.abandon_load(sequence)
             self._run(sequence)
             return
         sequence.split.given_up = True

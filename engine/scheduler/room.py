@@ -33,7 +33,7 @@ class Room:
     ) -> None:
         self._live = live
         self._kv = kv
-        self._connector = connector
+        self._peers, self._tiers = connector.peers, connector.tiers
         self._events = events
         self._totals = totals
         self._max_num_seqs = max_num_seqs
@@ -51,30 +51,30 @@ class Room:
         Sequences pass those that wait for a fetch.
         """
         head = self._live.waiting.head if self.free_places > 0 else None
-        if head is not None and self._connector.fetching(head):
-            head = next((each for each in self._live.waiting if not self._connector.fetching(each)), None)
+        if head is not None and self._tiers.fetching(head):
+            head = next((each for each in self._live.waiting if not self._tiers.fetching(each)), None)
         return None if head is None or head.blocked or head.in_flight else head
 
     def _begin_fetches(self) -> None:
         """Begin the fetches of the next waiting sequences, as far as there is room for these and those before them."""
-        connector = self._connector
-        if not connector.fetches or not self._live.waiting:
+        tiers = self._tiers
+        if not tiers.fetches or not self._live.waiting:
             return
         room = self._kv.num_free
         for sequence in islice(self._live.waiting, min(self.free_places, _FETCHED_AHEAD)):
             if sequence.blocks:
                 continue
             room -= self._kv.blocks_for(sequence.length)
-            if not connector.considered(sequence) and (room < 0 or not self._kv.fits(sequence)):
+            if not tiers.considered(sequence) and (room < 0 or not self._kv.fits(sequence)):
                 return
-            connector.fetch(sequence)
+            tiers.fetch(sequence)
 
     def fetch(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence is to wait for a fetch, which begins now unless that was decided before."""
-        connector = self._connector
-        if not connector.fetches or sequence.blocks:
+        tiers = self._tiers
+        if not tiers.fetches or sequence.blocks:
             return False
-        return (connector.considered(sequence) or self._kv.fits(sequence)) and connector.fetch(sequence)
+        return (tiers.considered(sequence) or self._kv.fits(sequence)) and tiers.fetch(sequence)
 
     def may_have_blocks(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence has kept its blocks, or may find some."""
@@ -86,14 +86,14 @@ class Room:
         Then leases of pulls are asked for, if their blocks suffice.
         """
         while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
-            if not (self._connector.give_way() or self.preempt_paused()):  # the sequence may lose its own
-                self._connector.revoke(partial(self._lacking, sequence))
+            if not (self._tiers.give_way() or self.preempt_paused()):  # the sequence may lose its own
+                self._peers.revoke(partial(self._lacking, sequence))
                 return False
         return True
 
     def take_back(self, sequences: tuple[Sequence, ...]) -> bool:
         """Ask for leases of pulls if running sequences cannot grow otherwise. Return whether any have to end first."""
-        return self._connector.revoke(partial(self._kv.lacking_to_grow, sequences))
+        return self._peers.revoke(partial(self._kv.lacking_to_grow, sequences))
 
     def _lacking(self, sequence: Sequence) -> Lacking:
         return self._kv.lacking_to_grow((sequence,)) if sequence.blocks else self._kv.lacking_to_allocate(sequence)
@@ -121,7 +121,7 @@ class Room:
             if self.free_places <= passed:
                 return
             needed = self._kv.blocks_for(sequence.length)
-            if not self._connector.loadable(sequence):
+            if not self._peers.loadable(sequence):
                 passed += 1
                 passed_blocks += needed
             elif not (sequence.blocked or sequence.in_flight):
@@ -132,7 +132,7 @@ class Room:
                     return
                 self.admit(sequence)
                 self._live.loading[sequence.rid] = sequence
-                self._connector.load(sequence)
+                self._peers.load(sequence)
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Allocate the blocks of a load. That they are free is told before: to evict what they cache takes a while."""

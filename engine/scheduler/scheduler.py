@@ -28,7 +28,8 @@ from math import isfinite
 import msgspec
 
 from engine.kv_cache.block_pool import ONE_GROUP, BlockPool
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.cache_parts import CacheParts
+from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
 from engine.request import Request, Sequence
@@ -50,8 +51,6 @@ from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, LastChunk, Refused, Status, Submit, Totals
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import ModelRunnerOutput, StepPlan
-
-ConnectorFactory = Callable[[BlockPool, Batch, int, StateSlots | None], KVConnectorScheduler]  # int: the block size
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
 
@@ -96,8 +95,9 @@ class Scheduler:
         self.totals = Totals(accepted_per_position=[0] * drafts.most)
         self.meter = StepCostMeter()
         self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
-        self.connector = connector(self.pool, self.events, block_size, self.states)
-        self.connector.attach(self.meter, self.totals, clock, lambda each: self._itl_target.pace(each, self._live))
+        parts = CacheParts(self.pool, self.events, block_size, self.states, self.meter, self.totals, clock)
+        parts.pace = lambda each: self._itl_target.pace(each, self._live)
+        self.connector = connector(parts)
         self._kv = KVCacheManager(self.pool, self.connector, block_size, max_batch_tokens, self.states)
         self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
@@ -109,7 +109,7 @@ class Scheduler:
         )
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
         self._fair_share = FairShare(self._live)
-        self._joining = JoiningStreams(self.connector, clock)
+        self._joining = JoiningStreams(self.connector.peers, clock)
         self._in_flight = StepsInFlight(stages)
         self._itl_target = ItlTarget(
             self.meter,
@@ -131,7 +131,7 @@ class Scheduler:
             drafting=self._drafting,
         )
         self.loads = Loads(
-            self._live, self._kv, self.connector, self._choices, branch=self._results.branch, clock=clock
+            self._live, self._kv, self.connector.peers, self._choices, branch=self._results.branch, clock=clock
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
@@ -228,12 +228,12 @@ class Scheduler:
         if self._make_room() and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
-            if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.revoking):
+            if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.peers.revoking):
                 self._refuse(each for each in self._live.waiting if each.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected
-        for rid in self.connector.take_last_chunks():
+        for rid in self.connector.peers.take_last_chunks():
             self.events.last_chunks.append(LastChunk(rid, seconds if isfinite(seconds) else 0.0))
         finished = self._live.take_finished()
         states = self._kv.take_state_orders(self._num_plans)
@@ -242,7 +242,7 @@ class Scheduler:
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""
-        loading = (self._live.loading[rid] for rid in self.connector.take_started() if rid in self._live.loading)
+        loading = (self._live.loading[rid] for rid in self.connector.peers.take_started() if rid in self._live.loading)
         for sequence in chain(self._in_flight.newest_prompts, loading):
             self._kv.hash_prompt(sequence)
         for sequence in islice((s for s in self._live.waiting if s.cached_at_lookup < 0), _LOOKUPS_PER_STEP):
@@ -260,7 +260,7 @@ class Scheduler:
         if not self.events:
             return None
         self.totals.sampled_tokens += len(self.events.outputs.rids)
-        batch = self.events.take(self.status(), *(self.connector.take_events() if cache else ([], [], [])))
+        batch = self.events.take(self.status(), *(self.connector.report.take() if cache else ([], [], [])))
         self.events.status_changed = not cache  # so there is a next time
         return batch
 
@@ -279,13 +279,13 @@ class Scheduler:
             running=len(running),
             totals=msgspec.structs.replace(self.totals),
             backlog=self._backlog(),
-            costs=self.meter.costs(self.connector.load_cost),
+            costs=self.meter.costs(self.connector.peers.load_cost),
             paused=len(self._live.paused),
             decoding=len(running) - prompts,
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
-            host_blocks=self.connector.host_blocks,
-            disk_blocks=self.connector.disk_blocks,
+            host_blocks=self.connector.tiers.host_blocks,
+            disk_blocks=self.connector.tiers.disk_blocks,
             state_slots=(0, 0, 0, 0) if self.states is None else self.states.pool.counts,
         )
 
@@ -295,7 +295,7 @@ class Scheduler:
 
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
-        loadable = self.connector.loadable
+        loadable = self.connector.peers.loadable
         waiting = sum(max(0, s.prompt_len - max(0, s.cached_at_lookup, loadable(s))) for s in self._live.waiting)
         return waiting + sum(max(0, s.end_here - s.num_computed) for s in self._prompts if not s.ended)
 
@@ -321,13 +321,13 @@ class Scheduler:
             return False
         runnable = self._select()
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
-            if self.connector.give_way() or self.room.preempt_paused():
+            if self.connector.tiers.give_way() or self.room.preempt_paused():
                 continue
             if self._peer_prompts.end_ahead(runnable.ahead):
                 runnable = self._select()
                 continue
             revoking = self.room.take_back((*runnable.decodes, *runnable.prompts))
-            if revoking or self._in_flight or self.connector.copying:
+            if revoking or self._in_flight or self.connector.tiers.copying:
                 return False
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)
@@ -400,7 +400,7 @@ class Scheduler:
         Return False if the next one lacks blocks, as one that loads does after ``admit_loads``.
         """
         while (sequence := self.room.head) is not None and accepts(sequence):
-            if self.connector.loadable(sequence):
+            if self.connector.peers.loadable(sequence):
                 return False
             if not builder.room(sequence) > 0:
                 return True
@@ -422,4 +422,4 @@ class Scheduler:
         if not builder.has_prompts:
             builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
         self._kv.launched(sequence, builder.add_prompt(sequence))
-        self.connector.scheduled(sequence)
+        self.connector.peers.scheduled(sequence)

@@ -154,7 +154,7 @@ class StepResults:
         """A chunk of a prompt has been computed. ``settles``: it has filled a block."""
         if settles:
             self._kv.cache_full_blocks(sequence)
-        self._connector.computed(sequence)
+        self._connector.peers.computed(sequence)
         self.branch(sequence)
         if not continues:
             self._live.finish(sequence)

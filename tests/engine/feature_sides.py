@@ -182,7 +182,7 @@ class Side:
         status, memory, disk = self.node.scheduler.status(), self.node.host_memory, self.node.disk
         if status.free != status.total or status.waiting or status.reading or status.running or status.paused:
             return False
-        copying = isinstance(memory, SlowHostMemory) and (memory.copies or self.node.scheduler.connector.copying)
+        copying = isinstance(memory, SlowHostMemory) and (memory.copies or self.node.scheduler.connector.tiers.copying)
         writing = isinstance(disk, SlowDisk) and disk.orders
         return self.node.engine.idle and not (copying or writing or self.connector.transfers or self.reads.calls)
 

@@ -8,7 +8,10 @@ import pytest
 from toy_node import BLOCK, Node
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
+from engine.kv_cache.cache_parts import CacheParts
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.kv_cache.peer_kv import PeerKV
+from engine.peers.connected_peers import ConnectedPeers
 from engine.request import Request, Sequence
 from engine.scheduler.scheduler import Scheduler
 from pdserve.hashing import BlockHashes, root_hash
@@ -18,10 +21,14 @@ from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
 from pdserve.sampling_params import SamplingParams
 
 
+def parts() -> CacheParts:
+    return CacheParts(BlockPool(4), Batch(), BLOCK)
+
+
 def test_with_and_without_a_connector_nothing_is_ordered_at_first() -> None:
-    for kind in (KVConnectorScheduler, PeerConnectorScheduler):
-        connector: KVConnectorScheduler = kind(BlockPool(4), Batch(), BLOCK)
-        assert connector.load_cost == LinearCost()
+    for peers in (PeerKV(), ConnectedPeers(parts())):
+        connector = KVConnectorScheduler(parts(), peers)
+        assert peers.load_cost == LinearCost()
         assert (connector.has_orders, connector.take_orders()) == (False, NO_ORDERS)
 
 
@@ -45,15 +52,15 @@ def load(node: Node, rid: int, num_tokens: int) -> None:
 
 def test_loads_are_measured_as_the_cost_of_tokens() -> None:
     node = Node(64, 1)
-    connector = node.scheduler.connector
-    assert connector.load_cost == LinearCost()
+    connector, peers = node.scheduler.connector, node.peers
+    assert peers.load_cost == LinearCost()
     load(node, 1, 10 * BLOCK)
-    connector.start_read(StartRead(1, "epoch", tuple(range(8)), 8 * BLOCK))
+    peers.start_read(StartRead(1, "epoch", tuple(range(8)), 8 * BLOCK))
     (order,) = connector.take_orders().reads
     result = ReadResult(order.read_id, seconds=0.5)
     connector.update(ModelRunnerOutput(StepOutput(0), KVConnectorOutput((result,))))
-    assert connector.load_cost.at(8 * BLOCK) == pytest.approx(0.5)
-    assert node.scheduler.status().costs.read == connector.load_cost
+    assert peers.load_cost.at(8 * BLOCK) == pytest.approx(0.5)
+    assert node.scheduler.status().costs.read == peers.load_cost
     node.close()
 
 
@@ -64,23 +71,23 @@ def sequence(rid: int) -> Sequence:
 
 
 def test_a_load_is_expected_as_long_after_the_peers_last_chunk_as_earlier_ones_took() -> None:
-    connector = PeerConnectorScheduler(BlockPool(4), Batch(), BLOCK)
+    peers = ConnectedPeers(parts())
     first, second = sequence(1), sequence(2)
-    connector.load(first)
-    assert not list(connector.arrivals)
-    connector.handoff_ends(1, 10.0)
-    assert list(connector.arrivals) == [10.0 + HANDOFF_SECONDS]
-    connector.finish_load(first, 0, 10.25)
-    connector.load(second)
-    connector.handoff_ends(2, 20.0)
-    assert list(connector.arrivals) == [20.25]
+    peers.load(first)
+    assert not list(peers.arrivals)
+    peers.handoff_ends(1, 10.0)
+    assert list(peers.arrivals) == [10.0 + HANDOFF_SECONDS]
+    peers.finish_load(first, 0, 10.25)
+    peers.load(second)
+    peers.handoff_ends(2, 20.0)
+    assert list(peers.arrivals) == [20.25]
 
 
 def test_orders_are_taken_once() -> None:
-    connector = PeerConnectorScheduler(BlockPool(4), Batch(), BLOCK)
-    peer = Peer("p", "epoch", ())
-    connector.connect(peer)
-    connector.disconnect("earlier")
+    peers, peer = ConnectedPeers(parts()), Peer("p", "epoch", ())
+    connector = KVConnectorScheduler(parts(), peers)
+    peers.connect(peer)
+    peers.disconnect("earlier")
     assert connector.has_orders
     orders = connector.take_orders()
     assert (orders.connect, orders.disconnect, orders.reads) == ((peer,), ("earlier",), ())

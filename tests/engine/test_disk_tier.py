@@ -18,8 +18,9 @@ from tiered_node import ask, memory_of, rest, words
 from toy import reference
 from toy_node import BLOCK, Node
 
-from engine.kv_cache import disk_tier
-from engine.kv_cache.disk_tier import DiskTier
+from engine.tiers import disk_tier
+from engine.tiers.disk_tier import DiskTier
+from engine.tiers.host_tier import HostTier
 from pdserve.disk_kv import BlockName, DiskOrder, DiskWork
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
@@ -42,8 +43,10 @@ def disk_of(node: Node) -> SlowDisk:
 
 
 def tier_of(node: Node) -> DiskTier:
-    assert isinstance(node.scheduler.connector, DiskTier)
-    return node.scheduler.connector
+    tier = node.scheduler.connector.tiers
+    assert isinstance(tier, HostTier)
+    assert isinstance(tier.source, DiskTier)
+    return tier.source
 
 
 def make_node(
@@ -188,10 +191,10 @@ def test_changed_weights_use_their_own_files() -> None:
     node.obey(Cancel(6))
     node.scheduler.forget_cached()
     node.step()
-    assert tier_of(node).disk_blocks == 0
+    assert tier_of(node).num_blocks == 0
     node.obey(UseWeights("v2"))
     rest(node)
-    assert tier_of(node).disk_blocks == 0
+    assert tier_of(node).num_blocks == 0
     assert ask(node, 7, words(1)) == 50
     assert {version for version, _ in disk_of(node).files} == {"v1", "v2"}
     node.close()

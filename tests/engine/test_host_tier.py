@@ -16,7 +16,7 @@ from tiered_node import ask, memory_of, rest, words
 from toy import reference
 from toy_node import BLOCK, DEPTHS, Node
 
-from engine.kv_cache.host_tier import HostTier
+from engine.tiers.host_tier import HostTier
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import HostRoom
 from pdserve.ipc.messages import Cancel, FreeLease, LeaseCached, Leased, Mode, Pause, Reserved, Resume, Submit
@@ -26,8 +26,8 @@ ROOM = HostRoom(90, 20)
 
 
 def tier_of(node: Node) -> HostTier:
-    assert isinstance(node.scheduler.connector, HostTier)
-    return node.scheduler.connector
+    assert isinstance(node.scheduler.connector.tiers, HostTier)
+    return node.scheduler.connector.tiers
 
 
 def make_node(num_blocks: int = 24, depth: tuple[int, int] = (2, 1), room: HostRoom = ROOM, **options: Any) -> Node:
@@ -242,7 +242,7 @@ def test_changed_weights_empty_host_memory_and_end_copies_without_effect() -> No
     node.obey(Cancel(4))
     node.scheduler.forget_cached()
     rest(node)
-    assert node.scheduler.connector.host_blocks == (ROOM.num_blocks, 0)
+    assert node.scheduler.connector.tiers.host_blocks == (ROOM.num_blocks, 0)
     assert ask(node, 5, words(1)) == 50
     node.close()
 

@@ -15,6 +15,7 @@ from toy_node import Node
 
 from engine.kv_cache import state_slots
 from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -42,7 +43,7 @@ class Operations:
         self.recorder = NetChanges()
         self.pool = BlockPool(40, BLOCK, KVCacheGroups(windows, tuple(range(len(windows)))))
         self.pool.recorder = self.recorder
-        self._kv = KVCacheManager(self.pool, KVConnectorScheduler(self.pool, Batch(), BLOCK), BLOCK, 16)
+        self._kv = KVCacheManager(self.pool, KVConnectorScheduler(CacheParts(self.pool, Batch(), BLOCK)), BLOCK, 16)
         self._random = random.Random(seed)
         self._live: list[Sequence] = []
 
@@ -147,7 +148,7 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
     monkeypatch.setattr(state_slots, "DISTANCE", 3 * BLOCK)
     monkeypatch.setattr(state_slots, "DECODE_DISTANCE", 2 * BLOCK)
     node, chance, recorder = Node(60, *depth, state_slots=9), random.Random(5), NetChanges()
-    node.scheduler.connector.record_cache(recorder)
+    node.scheduler.connector.report.record(recorder)
     states = node.scheduler.states
     assert states is not None
     log, copy = EventLog([FULL, SNAPSHOT], BLOCK), CacheCopy()

@@ -18,8 +18,8 @@ from tiered_node import memory_of, rest, words
 from toy_node import BLOCK, Node
 
 from engine.kv_cache.cache_recorder import NetChanges
-from engine.kv_cache.disk_tier import DiskTier
-from engine.kv_cache.host_tier import HostTier
+from engine.tiers.disk_tier import DiskTier
+from engine.tiers.host_tier import HostTier
 from node.kv_events.event_log import EventLog, GroupKind, short_hash
 from pdserve.host_copies import HostRoom
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
@@ -49,7 +49,7 @@ class World:
         options = {"num_blocks": 24, "host": HostRoom(30, 8), "max_num_seqs": 4, **kind}
         self.node = Node(depth=2, host_memory=SlowHostMemory, kv_checksum=True, disk=disk, **options)
         self.recorder = NetChanges()
-        self.node.scheduler.connector.record_cache(self.recorder)
+        self.node.scheduler.connector.report.record(self.recorder)
         self.num_groups = self.node.scheduler.pool.groups.num_groups
         self.log = EventLog([GroupKind("any", None)] * (self.num_groups + 1), BLOCK, kept_batches=0)
         self.copy = CacheCopy()
@@ -71,9 +71,7 @@ class World:
 
     @property
     def tier(self) -> HostTier:
-        tier = self.node.scheduler.connector
-        if isinstance(tier, DiskTier):
-            tier = tier._host
+        tier = self.node.scheduler.connector.tiers
         assert isinstance(tier, HostTier)
         return tier
 
@@ -144,9 +142,9 @@ class World:
     def held(self) -> dict[str, Keys]:
         """Return what the node has, by medium: group and number of each block."""
         found: dict[str, Keys] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
-        tier = self.node.scheduler.connector
+        disk = self.tier.source
         for of_states, area in enumerate(self.tier.areas):
-            indexed = tier._parts[area].index if isinstance(tier, DiskTier) else None
+            indexed = disk._parts[area].index if isinstance(disk, DiskTier) else None
             parts = {
                 "GPU": area.pool._key_of.values(),
                 "CPU": area.host._entries,

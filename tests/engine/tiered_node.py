@@ -24,7 +24,7 @@ def rest(node: Node) -> None:
     disk = node.disk if isinstance(node.disk, SlowDisk) else None
     for _ in range(2000):
         node.step()
-        busy = memory_of(node).copies or (disk is not None and disk.orders) or node.scheduler.connector.copying
+        busy = memory_of(node).copies or (disk is not None and disk.orders) or node.scheduler.connector.tiers.copying
         num_quiet = 0 if busy or not node.engine.idle else num_quiet + 1
         if num_quiet == 2:
             return

@@ -24,13 +24,14 @@ from engine.engine import Engine
 from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.kv_cache.block_pool import Use
-from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
-from engine.kv_cache.disk_tier import DiskTier
-from engine.kv_cache.host_tier import HostTier
-from engine.kv_cache.tier import Tier
+from engine.kv_cache.cache_parts import CacheParts
+from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
+from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.drafting import DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.scheduler import ConnectorFactory, Scheduler
+from engine.scheduler.scheduler import Scheduler
+from engine.tiers.disk_tier import DiskTier
+from engine.tiers.host_tier import HostTier
 from pdserve.host_copies import HostRoom
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import (
@@ -183,23 +184,22 @@ class Node:
 
     @staticmethod
     def _connector_factory(checksum: bool, host: HostRoom | None, state_slots: int, disk: bool) -> ConnectorFactory:
-        def make(*args: Any) -> KVConnectorScheduler:
-            peers = PeerConnectorScheduler(*args, checksum=checksum)
+        def make(parts: CacheParts) -> KVConnectorScheduler:
+            peers = ConnectedPeers(parts, checksum=checksum)
             if host is None:
-                return peers
+                return KVConnectorScheduler(parts, peers)
             slot_blocks = 2.0 if state_slots else 0.0
-            tier = HostTier(peers, host, checksum=checksum, store_blocks=5, slot_blocks=slot_blocks)
-            return DiskTier(tier, write_blocks=5, slot_blocks=slot_blocks) if disk else tier
+            tier = HostTier(parts, host, checksum=checksum, store_blocks=5, slot_blocks=slot_blocks)
+            if disk:
+                DiskTier(parts, tier, write_blocks=5, slot_blocks=slot_blocks)
+            return KVConnectorScheduler(parts, peers, tier)
 
         return make
 
     @property
-    def peers(self) -> PeerConnectorScheduler:
-        """The scheduler side of its connector, behind its tiers."""
-        found = self.scheduler.connector
-        while isinstance(found, Tier):
-            found = found._behind
-        assert isinstance(found, PeerConnectorScheduler)
+    def peers(self) -> ConnectedPeers:
+        found = self.scheduler.connector.peers
+        assert isinstance(found, ConnectedPeers)
         return found
 
     def submit(

@@ -12,13 +12,14 @@ from lies import Lie, lies
 
 from connector.planning.rank_mapping import LocalRank
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
+from engine.kv_cache.cache_parts import CacheParts
+from engine.peers.connected_peers import ConnectedPeers
 from pdserve.errors import ConfigError, PeerError
 from pdserve.ipc.messages import Batch
 from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
 from pdserve.kv_groups import KVCacheGroups
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import Peer, RankKV
+from pdserve.records import NO_ORDERS, Peer, RankKV
 from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.protobuf import layout_from_pb, rank_from_pb, rank_to_pb
 from pdserve.state import GatedDeltaSpec, RankStates, StateLayout, StateShare
@@ -61,12 +62,11 @@ def connect(name: str, told: list[Lie], other_drafts: bool) -> list[str]:
     except (PeerError, ConfigError) as exc:
         return [str(exc)]
     events = Batch()
-    scheduler = PeerConnectorScheduler(
-        BlockPool(8), events, 16, num_layers=local.shares[0].total_layers if local.shares else 6
-    )
-    scheduler.connect(peer)
+    num_layers = local.shares[0].total_layers if local.shares else 6
+    peers = ConnectedPeers(CacheParts(BlockPool(8), events, 16), num_layers=num_layers)
+    peers.connect(peer)
     refused = [reason for _, reason in events.failed_peers]
-    for ordered in scheduler.take_orders().connect:
+    for ordered in peers.add_orders(NO_ORDERS).connect:
         try:
             local.source_ranks(honest.layout, ordered)
         except PeerError as exc:
@@ -118,10 +118,10 @@ def test_a_layout_of_nothing_is_a_failed_peer_and_no_exception_of_the_engine(fie
     message = rank_to_pb(rank(PLAIN))
     setattr(message.layout, field, 0)
     events = Batch()
-    scheduler = PeerConnectorScheduler(BlockPool(8), events, 16)
-    scheduler.connect(Peer("p", "e1", (rank_from_pb(message),)))
+    peers = ConnectedPeers(CacheParts(BlockPool(8), events, 16))
+    peers.connect(Peer("p", "e1", (rank_from_pb(message),)))
     assert [epoch for epoch, _ in events.failed_peers] == ["e1"]
-    assert not scheduler.has_orders
+    assert not peers.has_orders
 
 
 def test_a_rank_that_only_drafts_is_of_no_use_to_a_node_with_other_drafts() -> None:

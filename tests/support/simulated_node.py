@@ -20,7 +20,8 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
+from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from node.reports import PromptShare
@@ -232,7 +233,7 @@ class SimulatedNode:
             max_waiting=1 << 30,
             itl_target=target,
             idle_step=card.idle_step,
-            connector=PeerConnectorScheduler,
+            connector=lambda parts: KVConnectorScheduler(parts, ConnectedPeers(parts)),
             clock=lambda: events.now,
         )
         self._jobs: dict[int, Job] = {}  # that decode here, by rid
@@ -334,7 +335,7 @@ class SimulatedNode:
             case Submit():
                 scheduler.submit(command)
             case StartRead():
-                scheduler.connector.start_read(command)
+                scheduler.connector.peers.start_read(command)
             case HandoffEnds(rid, seconds):
                 scheduler.loads.ends_in(rid, seconds)
             case LeaseCached():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, islice
 
-from engine.kv_cache.disk_index import DiskIndex
-from engine.kv_cache.host_pool import HostEntry, HostWatcher
-from engine.kv_cache.tier_areas import Area
+from engine.tiers.areas import Area
+from engine.tiers.disk_index import DiskIndex
+from engine.tiers.host_pool import HostEntry, HostWatcher
 from pdserve.disk_kv import BlockName, DiskOrder, DiskResult, DiskWork, Outcome
 from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.messages import Totals
@@ -20,7 +19,7 @@ _HELD_SHARE = 1 / 8  # of host memory, at most, for a write in flight: its block
 class DiskArea(HostWatcher):
     """Blocks of the KV cache, or slots of recurrent state: on disk, and in host memory to be written."""
 
-    def __init__(self, area: Area, index: DiskIndex, batch: int, slot: bool, totals: Callable[[], Totals]) -> None:
+    def __init__(self, area: Area, index: DiskIndex, batch: int, slot: bool, totals: Totals) -> None:
         """``batch``: blocks of a write, at most."""
         self.area = area
         self.index = index
@@ -46,7 +45,7 @@ class DiskArea(HostWatcher):
 
     def dropped(self, entry: HostEntry) -> None:
         if self._waiting.pop(entry.key, None) is not None:
-            self._totals().disk_kv_missed_blocks += 1
+            self._totals.disk_kv_missed_blocks += 1
 
     def found_faulty(self, entry: HostEntry) -> None:
         assert entry.digest is not None

@@ -23,21 +23,18 @@ Nothing that was read is trusted: the device digests it when it is fetched, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-import msgspec
-
-from engine.kv_cache.connector_scheduler import FindPace
-from engine.kv_cache.disk_index import DiskIndex
-from engine.kv_cache.disk_writes import DiskArea, DiskWrites
-from engine.kv_cache.host_pool import HostEntry
-from engine.kv_cache.host_tier import HostTier
-from engine.kv_cache.tier import Tier
-from engine.kv_cache.tier_areas import Area
+from engine.kv_cache.cache_parts import CacheParts
 from engine.request import Sequence
-from engine.step_cost_meter import LineFit, StepCostMeter
+from engine.step_cost_meter import LineFit
+from engine.tiers.areas import Area
+from engine.tiers.disk_index import DiskIndex
+from engine.tiers.disk_writes import DiskArea, DiskWrites
+from engine.tiers.host_pool import HostEntry
+from engine.tiers.host_tier import HostTier
+from engine.tiers.source import Source
 from pdserve.disk_kv import (
     AnyDiskOrder,
     BlockName,
@@ -50,8 +47,8 @@ from pdserve.disk_kv import (
     Outcome,
 )
 from pdserve.ipc.cache_changes import BlockKey, Medium
-from pdserve.ipc.messages import Fetched, Mode, Totals
-from pdserve.records import KVConnectorOrders, ModelRunnerOutput
+from pdserve.ipc.messages import Fetched, Mode
+from pdserve.records import ModelRunnerOutput
 from pdserve.request_cost import LinearCost, LoadPlan, Pace, plan_split
 
 _log = logging.getLogger(__name__)
@@ -82,33 +79,39 @@ class _Read:
     forgotten: bool = False  # the weights have changed meanwhile
 
 
-class DiskTier(Tier):
-    """Files of a node, before its host memory."""
+class DiskTier(Source):
+    """Files of a node, behind its host memory."""
 
-    def __init__(self, behind: HostTier, *, write_blocks: int, slot_blocks: float = 0.0) -> None:
-        """A write has up to ``write_blocks`` blocks. ``slot_blocks``: bytes of a slot of recurrent state, in blocks."""
-        super().__init__(behind)
-        self._host = behind
-        areas = behind.areas
+    def __init__(self, parts: CacheParts, host: HostTier, *, write_blocks: int, slot_blocks: float = 0.0) -> None:
+        """Become the source of ``host``.
+
+        A write has up to ``write_blocks`` blocks. ``slot_blocks``: bytes of a slot of recurrent state, in blocks.
+        """
+        self._events = parts.events
+        self._block_size = parts.block_size
+        self._groups = parts.pool.groups
+        self._totals = parts.totals
+        self._clock = parts.clock
+        self._pace = parts.pace
+        self._host = host
+        host.source = self
+        areas = host.areas
 
         def changed(key: BlockKey, added: bool) -> None:
-            self._pool.recorder.tier_changed(Medium.DISK, key, added=added)
-            behind.below_changed(key, added)
+            areas.kv.pool.recorder.tier_changed(Medium.DISK, key, added=added)
+            host.below_changed(key, added)
 
         index = DiskIndex(changed)
-        self._parts = {areas.kv: DiskArea(areas.kv, index, write_blocks, False, lambda: self._totals)}
+        self._parts = {areas.kv: DiskArea(areas.kv, index, write_blocks, False, self._totals)}
         if areas.slots is not None:
             per_write = max(1, int(write_blocks / max(slot_blocks, 1.0)))
             slots = areas.slots
             index = DiskIndex(lambda key, added: slots.pool.recorder.tier_changed(Medium.DISK, key, added=added))
-            self._parts[slots] = DiskArea(slots, index, per_write, True, lambda: self._totals)
+            self._parts[slots] = DiskArea(slots, index, per_write, True, self._totals)
         self._slot_blocks = slot_blocks
         self._numbers = count(1)  # of transfers
         self._writes = DiskWrites(list(self._parts.values()), self._numbers)
-        self._totals = Totals()
-        self._clock: Callable[[], float] = lambda: 0.0
-        self._pace: FindPace = lambda sequence: Pace()
-        self._may_split = self._states is None and self._groups.windows == (None,)
+        self._may_split = parts.states is None and self._groups.windows == (None,)
         self._cost = LineFit(_KEEP)  # seconds of a read, by blocks
         self._measured_at = 0.0
         self._version = ""  # of the weights; empty: not known yet
@@ -120,73 +123,53 @@ class DiskTier(Tier):
         self._late: set[int] = set()  # reads
         self._considered: set[int] = set()  # sequences
 
-    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float], pace: FindPace) -> None:
-        super().attach(meter, totals, clock, pace)
-        self._totals = totals
-        self._clock = clock
-        self._pace = pace
-
     def use_weights(self, version: str) -> None:
         self._open(version)
-        super().use_weights(version)
 
-    def forget_stored(self) -> None:
+    def forget(self) -> None:
         self._open("")
         for part in self._parts.values():
             part.forget()
         self._writes.forget()
         for read in self._reads.values():
             read.forgotten = True
-        super().forget_stored()
 
     def _open(self, version: str) -> None:
         self._version = version
         self._orders.append(OpenDisk(version))
 
     @property
-    def disk_blocks(self) -> int:
+    def num_blocks(self) -> int:
         return len(self._parts[self._host.areas.kv].index)
 
     # ------------------------------------------------------------ reads
 
     def considered(self, sequence: Sequence) -> bool:
-        if sequence.seq in self._waiting:
-            return True
-        return sequence.seq in self._considered and super().considered(sequence)
+        return sequence.seq in self._considered
 
-    def fetching(self, sequence: Sequence) -> bool:
-        return sequence.seq in self._waiting or super().fetching(sequence)
+    def reading(self, sequence: Sequence) -> bool:
+        return sequence.seq in self._waiting
 
-    def fetch(self, sequence: Sequence) -> bool:
-        if sequence.seq in self._waiting:
-            return True
-        if sequence.seq not in self._considered:
-            self._considered.add(sequence.seq)
-            if self._begin_read(sequence):
-                return True
-        waits = super().fetch(sequence)
-        self._let_go(sequence)
-        return waits
+    def read(self, sequence: Sequence) -> bool:
+        if sequence.seq in self._considered or sequence.seq in self._waiting:
+            return sequence.seq in self._waiting
+        self._considered.add(sequence.seq)
+        return self._begin_read(sequence)
 
-    def end_fetch(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence) -> None:
         self._considered.discard(sequence.seq)
         self._waiting.pop(sequence.seq, None)
-        self._let_go(sequence)
-        super().end_fetch(sequence)
+        self.let_go(sequence)
 
-    def abandon_load(self, sequence: Sequence) -> Collection[int]:
-        self.end_fetch(sequence)
-        return super().abandon_load(sequence)
-
-    def _let_go(self, sequence: Sequence) -> None:
-        """Allow the eviction of what was read for a sequence, unless it still computes the first part of a split."""
+    def let_go(self, sequence: Sequence) -> None:
+        """What was read for a sequence is kept while it still computes the first part of a split."""
         computes = sequence.split is not None and not sequence.ended
         if not computes and (read := self._unfetched.pop(sequence.seq, None)) is not None:
             self._drop_kept(read)
 
     def _begin_read(self, sequence: Sequence) -> bool:
         """Order what a sequence lacks in host memory, if that is worth its time. Return whether it waits for it."""
-        if not self.disk_blocks or self._late:
+        if not self.num_blocks or self._late:
             return False
         whole = self._find(sequence)
         if whole is None:
@@ -234,7 +217,7 @@ class DiskTier(Tier):
 
         It reads no block before block ``behind``.
         """
-        areas, with_state = self._host.areas, not self.loadable(sequence)
+        areas, with_state = self._host.areas, not sequence.request.mode.loads
 
         def hashes(end: int | None) -> islice[bytes]:
             return islice(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable), end)
@@ -402,19 +385,15 @@ class DiskTier(Tier):
 
     @property
     def has_orders(self) -> bool:
-        return bool(self._orders) or super().has_orders or (bool(self._version) and self._writes.due)
+        return bool(self._orders) or (bool(self._version) and self._writes.due)
 
-    def take_orders(self) -> KVConnectorOrders:
-        orders = super().take_orders()
+    def take_orders(self) -> tuple[AnyDiskOrder, ...]:
         if self._version:
             self._orders += self._writes.order()
-        if not self._orders:
-            return orders
-        disk, self._orders = tuple(self._orders), []
-        return msgspec.structs.replace(orders, disk=disk)
+        orders, self._orders = tuple(self._orders), []
+        return orders
 
     def update(self, output: ModelRunnerOutput) -> None:
-        super().update(output)
         for event in output.connector.disk:
             match event:
                 case DiskResult():

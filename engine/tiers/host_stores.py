@@ -14,7 +14,7 @@ from itertools import count
 
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.digest_orders import TakeDigests
-from engine.kv_cache.tier_areas import Area, Areas
+from engine.tiers.areas import Area, Areas
 from pdserve.host_copies import CopyResult, HostCopy
 from pdserve.ipc.cache_changes import BlockKey
 

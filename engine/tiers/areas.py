@@ -7,14 +7,14 @@ below    a tier behind host memory       ─┘
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, CacheWatcher, Use, longest_prefix
-from engine.kv_cache.host_pool import HostPool
+from engine.tiers.host_pool import HostPool
 from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Totals
@@ -133,9 +133,7 @@ class AreaWatcher(CacheWatcher):
     Those of groups with a window only then: what the window has passed is hardly of use to other prompts.
     """
 
-    def __init__(
-        self, area: Area, windows: Windows, totals: Callable[[], Totals], changes: KVEvents[bytes] | None = None
-    ) -> None:
+    def __init__(self, area: Area, windows: Windows, totals: Totals, changes: KVEvents[bytes] | None = None) -> None:
         """``changes`` are those of the first group, in all places together."""
         self._area = area
         self._windows = windows
@@ -170,7 +168,7 @@ class AreaWatcher(CacheWatcher):
     def left(self, keys: Collection[BlockKey]) -> None:
         waiting = self._area.waiting
         if waiting:
-            self._totals().host_kv_missed_blocks += sum(waiting.pop(key, None) is not None for key in keys)
+            self._totals.host_kv_missed_blocks += sum(waiting.pop(key, None) is not None for key in keys)
         for key in keys:
             self._record(key, added=False)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine.kv_cache.host_pool import HostEntry
-from engine.kv_cache.tier_areas import Area
 from engine.request import Sequence
+from engine.tiers.areas import Area
+from engine.tiers.host_pool import HostEntry
 from pdserve.host_copies import HostCopy
-from pdserve.ipc.messages import LeaseCached
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +41,7 @@ class Fetch:
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     generation: int = 0  # of the weights
     awaited: bool = True  # by its sequence, or for a pull
-    pull: LeaseCached | None = None  # that is answered at the end
+    answer: Callable[[], None] | None = None  # of the pull that it is for, at the end
     ended: bool = False
 
     @property

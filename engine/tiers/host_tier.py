@@ -19,28 +19,27 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 
-import msgspec
-
 from engine.kv_cache.block_pool import Use
-from engine.kv_cache.connector_scheduler import FindPace, KVConnectorScheduler
+from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.digest_orders import TakeDigests
-from engine.kv_cache.host_fetch import Fetch, Part
-from engine.kv_cache.host_pool import HostEntry, HostPool, HostWatcher
-from engine.kv_cache.host_stores import HostStores
-from engine.kv_cache.tier import Tier
-from engine.kv_cache.tier_areas import Area, Areas, AreaWatcher
+from engine.kv_cache.tiers import Tiers
 from engine.request import Request, Sequence
-from engine.step_cost_meter import LineFit, StepCostMeter
+from engine.step_cost_meter import LineFit
+from engine.tiers.areas import Area, Areas, AreaWatcher
+from engine.tiers.host_fetch import Fetch, Part
+from engine.tiers.host_pool import HostEntry, HostPool, HostWatcher
+from engine.tiers.host_stores import HostStores
+from engine.tiers.source import Source
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium
+from pdserve.ipc.cache_changes import BlockKey, Medium
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Fetched, LeaseCached, Mode, Totals
-from pdserve.records import KVConnectorOrders, ModelRunnerOutput
+from pdserve.records import NO_ORDERS, KVConnectorOrders, ModelRunnerOutput
 from pdserve.request_cost import LinearCost
 from pdserve.sampling_params import SamplingParams
 
@@ -62,7 +61,7 @@ def _sequence_of(message: LeaseCached, block_size: int) -> Sequence:
 class _Presence(HostWatcher):
     """Tells routers what host memory has, and the device has not. Counts blocks that leave."""
 
-    def __init__(self, area: Area, totals: Callable[[], Totals], changes: KVEvents[bytes]) -> None:
+    def __init__(self, area: Area, totals: Totals, changes: KVEvents[bytes]) -> None:
         self._area = area
         self._totals = totals
         self._changes = changes
@@ -72,7 +71,7 @@ class _Presence(HostWatcher):
             self._changes.add(entry.key[1])
 
     def dropped(self, entry: HostEntry) -> None:
-        self._totals().host_kv_evicted_blocks += 1
+        self._totals.host_kv_evicted_blocks += 1
         if self._nowhere_else(entry):
             self._changes.remove(entry.key[1])
 
@@ -94,12 +93,12 @@ class _Recorded(HostWatcher):
         self._area.pool.recorder.tier_changed(Medium.HOST, entry.key, added=False)
 
 
-class HostTier(Tier):
-    """Host memory of a node, before ``behind``."""
+class HostTier(Tiers):
+    """Host memory of a node."""
 
     def __init__(
         self,
-        behind: KVConnectorScheduler,
+        parts: CacheParts,
         room: HostRoom,
         *,
         checksum: bool,
@@ -110,26 +109,33 @@ class HostTier(Tier):
 
         ``slot_blocks``: bytes of a slot of recurrent state, in blocks.
         """
-        super().__init__(behind)
+        self._pool = parts.pool
+        self._events = parts.events
+        self._block_size = parts.block_size
+        self._states = parts.states
+        self._groups = parts.pool.groups
+        self._digests = parts.digests
+        self._meter = parts.meter
+        self._totals = parts.totals
+        self._clock = parts.clock
+        self.source = Source()
         self._checksum = checksum
         self._slot_blocks = slot_blocks
         self._changes = KVEvents[bytes]()  # of the first group, in all places together
+        parts.report.anywhere = self._changes
         most = max(1, self._pool.total // 4)
         kv = Area(self._pool, HostPool(room.num_blocks), min(store_blocks, most))
-        kv.host.watchers.append(_Presence(kv, lambda: self._totals, self._changes))
-        self._watchers = [AreaWatcher(kv, self._groups.windows, lambda: self._totals, self._changes)]
+        kv.host.watchers.append(_Presence(kv, self._totals, self._changes))
+        self._watchers = [AreaWatcher(kv, self._groups.windows, self._totals, self._changes)]
         slots = None
         if self._states is not None:
             per_store = max(1, int(store_blocks / max(slot_blocks, 1.0)))
             slots = Area(self._states.pool, HostPool(room.num_slots), per_store)
-            self._watchers.append(AreaWatcher(slots, (None,), lambda: self._totals))
+            self._watchers.append(AreaWatcher(slots, (None,), self._totals))
         self.areas = Areas(kv, slots, self._groups, self._block_size)
         for area, watcher in zip(self.areas, self._watchers, strict=True):
             area.pool.watcher = watcher
             area.host.watchers.append(_Recorded(area))
-        self._meter = StepCostMeter()
-        self._totals = Totals()
-        self._clock: Callable[[], float] = lambda: 0.0
         self._cost = LineFit(_KEEP)  # seconds of a fetch, by blocks
         self._measured_at = 0.0
         self._allocated = False  # ordered
@@ -142,12 +148,6 @@ class HostTier(Tier):
         self._pulls: dict[int, Fetch] = {}  # by rid
         self._generation = 0  # of the weights
 
-    def attach(self, meter: StepCostMeter, totals: Totals, clock: Callable[[], float], pace: FindPace) -> None:
-        super().attach(meter, totals, clock, pace)
-        self._meter = meter
-        self._totals = totals
-        self._clock = clock
-
     # ------------------------------------------------------------ fetches
 
     @property
@@ -155,34 +155,41 @@ class HostTier(Tier):
         return True
 
     def considered(self, sequence: Sequence) -> bool:
-        return sequence.seq in self._considered
+        if self.source.reading(sequence):
+            return True
+        return self.source.considered(sequence) and sequence.seq in self._considered
 
     def fetching(self, sequence: Sequence) -> bool:
+        return self.source.reading(sequence) or self._copied(sequence)
+
+    def fetch(self, sequence: Sequence) -> bool:
+        if self.source.read(sequence):
+            return True
+        if sequence.seq not in self._considered:
+            self._considered.add(sequence.seq)
+            self._begin_fetch(sequence)
+        self.source.let_go(sequence)
+        return self._copied(sequence)
+
+    def _begin_fetch(self, sequence: Sequence) -> None:
+        fetch = self._find(sequence)
+        if fetch is not None and self._worthwhile(fetch) and self._take_blocks(fetch):
+            self._fetches[sequence.seq] = fetch
+            self._order_load(fetch)
+
+    def _copied(self, sequence: Sequence) -> bool:
+        """Whether blocks are being copied to the device for a waiting sequence."""
         fetch = self._fetches.get(sequence.seq)
         return fetch is not None and not fetch.ended
 
-    def fetch(self, sequence: Sequence) -> bool:
-        if sequence.seq in self._considered:
-            return self.fetching(sequence)
-        self._considered.add(sequence.seq)
-        fetch = self._find(sequence)
-        if fetch is None or not self._worthwhile(fetch) or not self._take_blocks(fetch):
-            return False
-        self._fetches[sequence.seq] = fetch
-        self._order_load(fetch)
-        return True
-
     def end_fetch(self, sequence: Sequence) -> None:
+        self.source.end(sequence)
         self._considered.discard(sequence.seq)
         fetch = self._fetches.pop(sequence.seq, None)
         if fetch is not None:
             fetch.awaited = False
             if fetch.ended:
                 self._drop_kept(fetch)
-
-    def abandon_load(self, sequence: Sequence) -> Collection[int]:
-        self.end_fetch(sequence)
-        return super().abandon_load(sequence)
 
     def give_way(self) -> bool:
         kept = [fetch for fetch in self._fetches.values() if fetch.ended and fetch.kept]
@@ -194,12 +201,16 @@ class HostTier(Tier):
     def copying(self) -> bool:
         return bool(self._loads) or self._stores.any_unheld
 
-    def forget_stored(self) -> None:
+    def forget(self) -> None:
+        self.source.forget()
         self._generation += 1
         self._stores.forget()
         for area in self.areas:
             area.waiting.clear()
             area.host.clear()
+
+    def use_weights(self, version: str) -> None:
+        self.source.use_weights(version)
 
     def below_changed(self, key: BlockKey, added: bool) -> None:
         """A tier behind host memory has a block of the KV cache now, or has lost it."""
@@ -212,9 +223,13 @@ class HostTier(Tier):
         host = self.areas.kv.host
         return host.num_free, host.num_stored
 
+    @property
+    def disk_blocks(self) -> int:
+        return self.source.num_blocks
+
     def _find(self, sequence: Sequence) -> Fetch | None:
         """Return what a fetch of a sequence would load, without ordering it; None if it brings nothing."""
-        with_state = not self.loadable(sequence)  # a load brings the state
+        with_state = not sequence.request.mode.loads  # a load brings the state
         hashes = sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable)
         chain = self.areas.longest(hashes, with_state)
         on_device = len(self._pool.match(chain)) // self._groups.num_groups
@@ -343,8 +358,9 @@ class HostTier(Tier):
                     self._cache(fetch.sequence, part.area, place, entry.key, block)
             fetch.kept.append((part.area, part.blocks))
         fetch.ended = True
-        if fetch.awaited and fetch.pull is not None:
-            self._end_pull(fetch.pull)
+        if fetch.awaited and fetch.answer is not None:
+            del self._pulls[fetch.sequence.rid]
+            fetch.answer()
             fetch.awaited = False
         if all(right) and valid:
             self._totals.host_kv_hit_tokens += fetch.num_tokens
@@ -375,46 +391,37 @@ class HostTier(Tier):
 
     # ------------------------------------------------------------ pulls
 
-    def lease_cached(self, message: LeaseCached) -> None:
-        """Fetch what a peer pulls, unless that takes blocks that requests of this node may need soon, then lease it."""
+    def fetch_for_peer(self, message: LeaseCached, answer: Callable[[], None]) -> bool:
+        """Requests of this node may need blocks soon: fetch nothing that takes more than half of the free ones."""
         fetch = self._find(_sequence_of(message, self._block_size))
         fits = fetch is not None and 2 * fetch.size <= self._pool.count(Use.FREE)
         if fetch is None or not (fits and self._worthwhile(fetch) and self._take_blocks(fetch)):
-            super().lease_cached(message)
-            return
-        fetch.pull = message
+            return False
+        fetch.answer = answer
         self._pulls[message.rid] = fetch
         self._order_load(fetch)
+        return True
 
-    def free_lease(self, rid: int) -> None:
+    def end_pull(self, rid: int) -> None:
         if (fetch := self._pulls.pop(rid, None)) is not None:
             fetch.awaited = False
-        super().free_lease(rid)
-
-    def _end_pull(self, message: LeaseCached) -> None:
-        del self._pulls[message.rid]
-        super().lease_cached(message)
 
     # ------------------------------------------------------------ orders and results
 
     @property
     def has_orders(self) -> bool:
-        if self._copies or not self._allocated or super().has_orders:
-            return True
-        return self._stores.due
+        return bool(self._copies) or not self._allocated or self.source.has_orders or self._stores.due
 
     def take_orders(self) -> KVConnectorOrders:
         self._copies += self._stores.order()
-        orders = super().take_orders()
-        if self._allocated and not self._copies:
-            return orders
+        disk = self.source.take_orders()
+        if self._allocated and not (self._copies or disk):
+            return NO_ORDERS
         copies, self._copies = tuple(self._copies), []
-        orders = msgspec.structs.replace(orders, copies=copies, allocate_host_memory=not self._allocated)
-        self._allocated = True
-        return orders
+        allocate, self._allocated = not self._allocated, True
+        return KVConnectorOrders(copies=copies, allocate_host_memory=allocate, disk=disk)
 
     def update(self, output: ModelRunnerOutput) -> None:
-        super().update(output)
         for room in output.connector.host_room:
             for area, num_items in zip(self.areas, (room.num_blocks, room.num_slots), strict=False):
                 area.host.grow(num_items)
@@ -425,11 +432,7 @@ class HostTier(Tier):
                 self._totals.host_kv_store_bytes += result.num_bytes
                 self._events.status_changed = True
                 self._stores.copied(result)
-
-    def take_events(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
-        """A block counts as cached while it is on the device, in host memory or below."""
-        _, _, changes = super().take_events()
-        return *self._changes.take(), changes
+        self.source.update(output)
 
     def _order_digests(self, area: Area, blocks: list[int], groups: tuple[int, ...], take: TakeDigests) -> None:
         """Order digests of full blocks, or of slots."""

@@ -1,0 +1,52 @@
+"""A source of host memory: blocks that are brought there before a fetch copies them to the device, as from a disk."""
+
+from __future__ import annotations
+
+from engine.request import Sequence
+from pdserve.disk_kv import AnyDiskOrder
+from pdserve.records import ModelRunnerOutput
+
+
+class Source:
+    """The interface, and host memory without a source."""
+
+    def considered(self, sequence: Sequence) -> bool:
+        """Whether ``read`` has decided about a waiting sequence."""
+        return True
+
+    def read(self, sequence: Sequence) -> bool:
+        """Begin to read what a waiting sequence lacks in host memory, if that is faster than to compute it.
+
+        The first call decides. Return whether the sequence waits for a read now.
+        """
+        return False
+
+    def reading(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits for a read."""
+        return False
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Host memory has decided about the fetch of a sequence: what was read for it may be evicted."""
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence has got its blocks, or does not wait for them any more."""
+
+    def forget(self) -> None:
+        """Use nothing of what is there or being read, as the weights change."""
+
+    def use_weights(self, version: str) -> None:
+        """See ``Tiers.use_weights``."""
+
+    @property
+    def num_blocks(self) -> int:
+        return 0
+
+    @property
+    def has_orders(self) -> bool:
+        return False
+
+    def take_orders(self) -> tuple[AnyDiskOrder, ...]:
+        return ()
+
+    def update(self, output: ModelRunnerOutput) -> None:
+        """Take in the ends of reads and writes."""
