@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_report import CacheReport
 from engine.kv_cache.digest_orders import DigestOrders
-from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.states import States
 from engine.request import Sequence
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, Totals
@@ -21,12 +21,12 @@ def _at_once(sequence: Sequence) -> Pace:
 
 @dataclass(slots=True, eq=False)
 class CacheParts:
-    """One node's objects. ``states`` is None without recurrent layers."""
+    """One node's objects."""
 
     pool: BlockPool
     events: Batch
     block_size: int  # tokens
-    states: StateSlots | None = None
+    states: States = field(default_factory=States)
     meter: StepCostMeter = field(default_factory=StepCostMeter)
     totals: Totals = field(default_factory=Totals)
     clock: Callable[[], float] = lambda: 0.0  # seconds

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_recorder import CacheRecorder, StateRecorder
-from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.states import States
 from pdserve.ipc.cache_changes import CacheChanges
 from pdserve.ipc.kv_events import KVEvents
 
 
 class CacheReport:
-    def __init__(self, pool: BlockPool, states: StateSlots | None) -> None:
+    def __init__(self, pool: BlockPool, states: States) -> None:
         self._pool = pool
         self._states = states
         #: With tiers, hashes that appeared on the device or in a tier, and hashes that are in neither any more.
@@ -19,8 +19,7 @@ class CacheReport:
     def record(self, recorder: CacheRecorder) -> None:
         """Record all further changes of the prefix cache; snapshots of states are in a group of their own."""
         self._pool.recorder = recorder
-        if self._states is not None:
-            self._states.pool.recorder = StateRecorder(recorder, self._pool.groups.num_groups)
+        self._states.pool.recorder = StateRecorder(recorder, self._pool.groups.num_groups)
 
     def take(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
         """Return the hashes of blocks that became available and that were evicted since the last call.

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
-from engine.kv_cache.revocation import NO_SHORTAGE, Lacking, Shortage
-from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.revocation import Lacking, Shortage
+from engine.kv_cache.states import States
 from engine.request import Sequence
 from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
-from pdserve.state import NO_SLOT, StateOrders, handoff_position
+from pdserve.state import NO_SLOT, StateOrders
 
 
 class _Found(NamedTuple):
@@ -46,9 +46,9 @@ class KVCacheManager:
         connector: KVConnectorScheduler,
         block_size: int,
         max_batch_tokens: int,
-        states: StateSlots | None = None,
+        states: States,
     ) -> None:
-        assert states is None or not pool.groups.has_windows, "no model has recurrent layers and windows"
+        assert not (states.recurrent and pool.groups.has_windows), "no model has recurrent layers and windows"
         self._pool = pool
         self._states = states
         self._connector = connector
@@ -96,8 +96,7 @@ class KVCacheManager:
         fresh = self._pool.take(found.num_fresh, after=held[-1] if held else None)
         assert fresh is not None
         num_cached = len(cached) // self._num_groups * self._block_size
-        if self._states is not None:
-            self._states.allocate(sequence, found.state_from, num_cached, found.num_matched * self._block_size)
+        self._states.allocate(sequence, found.state_from, num_cached, found.num_matched * self._block_size)
         if not self._windows:
             sequence.hold(cached + fresh, num_cached, self._block_size)
             self._connector.tiers.end_fetch(sequence)
@@ -119,9 +118,7 @@ class KVCacheManager:
     def lacking_to_allocate(self, sequence: Sequence) -> Lacking:
         """Return what ``allocate`` lacks."""
         found = self._needed(sequence)
-        slots = NO_SHORTAGE
-        if self._states is not None:
-            slots = Shortage(self._states.num_lacking(sequence, found.state_from), self._slots_of(found.state_from))
+        slots = Shortage(self._states.num_lacking(sequence, found.state_from), self._slots_of(found.state_from))
         return Lacking(self._shortage(found), slots)
 
     def lacking_to_grow(self, sequences: Iterable[Sequence]) -> Lacking:
@@ -155,9 +152,8 @@ class KVCacheManager:
         """Record how much of a waiting prompt is cached. Its hashes are kept."""
         most = min(sequence.prompt_len - 1, sequence.reusable)
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most))
-        num_cached = len(cached) // self._num_groups
-        if self._states is not None:
-            num_cached, _ = self._states.find(sequence.hashes.upto(sequence.token_ids, num_cached * self._block_size))
+        num_matched = len(cached) // self._num_groups
+        num_cached, _ = self._states.find(sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size))
         sequence.looked_up(num_cached * self._block_size)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
@@ -171,51 +167,37 @@ class KVCacheManager:
         if self._windows:
             self._free_behind_windows(sequence)
         sequence.cached((len(hashes) + 1) * self._block_size)
-        if self._states is not None:
-            self._states.settle(sequence)
+        self._states.settle(sequence)
 
     def decoded(self, sequences: Iterable[Sequence]) -> None:
         """A step that is planned decodes these sequences: order snapshots of their recurrent states."""
-        if self._states is not None:
-            for sequence in sequences:
-                self._states.decoded(sequence)
+        self._states.decoded(sequences)
 
     def launched(self, sequence: Sequence, num_tokens: int) -> None:
         """A step that is planned computes ``num_tokens`` more of a prompt: order copies of its recurrent state."""
-        if self._states is not None:
-            self._states.launched(sequence, num_tokens)
+        self._states.launched(sequence, num_tokens)
 
     def take_state_orders(self, step: int) -> StateOrders:
         """Return what ``step``, which has been planned, stores and copies of recurrent states."""
-        if self._states is None:
-            return StateOrders()
-        return StateOrders(self._states.take_snapshots(), self._states.take_copies(step))
+        return self._states.take_orders(step)
 
     def applied(self, step: int) -> None:
         """``step`` has ended."""
-        if self._states is not None:
-            self._states.applied(step)
+        self._states.applied(step)
 
     def forget_cached(self) -> None:
         """Empty the prefix cache, and the tiers behind it."""
         self._connector.tiers.forget()
-        if self._states is not None:
-            self._states.pool.forget_cached()
+        self._states.pool.forget_cached()
         self._pool.forget_cached()  # last: KV events say that the whole cache is empty
 
     def received(self, sequence: Sequence, num_tokens: int) -> None:
-        """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens.
-
-        A recurrent state came with it, of all these tokens, or if several choices continue, at the last block boundary.
-        """
+        """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens."""
         if self._windows:
             end = self._logical(num_tokens)
             sequence.cover(end * self._block_size, end * self._num_groups)
             self._pool.drop(sequence.drop_spare(), Use.HELD)
-        if self._states is not None:
-            num_tokens = handoff_position(num_tokens, sequence.num_loading_choices, self._block_size)
-            self._states.received(sequence, num_tokens)
-        sequence.loaded(num_tokens)
+        sequence.loaded(self._states.received(sequence, num_tokens))
         self.cache_full_blocks(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
@@ -230,21 +212,19 @@ class KVCacheManager:
         blocks = _blocks_of(sequence.blocks) + sequence.spare if self._windows else sequence.blocks
         self._pool.drop([block for block in blocks if block not in quarantined], Use.HELD)
         sequence.drop_blocks()
-        if self._states is not None:
-            self._states.free(sequence)
+        self._states.free(sequence)
 
     def _find(self, sequence: Sequence) -> _Found | None:
         """Return what a sequence gets; None if too few blocks or slots are free."""
         found = self._needed(sequence)
-        if self._states is not None and not self._states.has_room(sequence, found.state_from):
-            return None
-        return None if self._shortage(found).missing > 0 else found
+        lacks_slots = self._states.num_lacking(sequence, found.state_from) > 0
+        return None if lacks_slots or self._shortage(found).missing > 0 else found
 
     def _needed(self, sequence: Sequence) -> _Found:
         """Return what a sequence needs, whether it is free or not."""
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable))
         num_matched, state_from = len(cached) // self._num_groups, NO_SLOT
-        if self._states is not None and not self._connector.peers.loadable(sequence):  # a load brings the state
+        if not self._connector.peers.loadable(sequence):  # a load brings the state
             hashes = sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size)
             num_cached, state_from = self._states.find(hashes)
             cached = cached[: num_cached * self._num_groups]

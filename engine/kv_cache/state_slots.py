@@ -26,22 +26,26 @@ wait for steps to be applied: so a slot that is copied from stays held until the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
-from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.block_pool import Use
+from engine.kv_cache.states import States
 from engine.request import Sequence
 from engine.sequence_state import SequenceState
-from pdserve.state import LEAST_SLOTS, NO_SLOT, StateSnapshot, handoff_position
+from pdserve.state import LEAST_SLOTS, NO_SLOT, StateOrders, StateSnapshot, handoff_position
 
 DISTANCE = 8192  # tokens between snapshots of a long prompt, at least: they bound what is computed again
 DECODE_DISTANCE = 256  # tokens between snapshots of a sequence that decodes
 
 
-class StateSlots:
-    """The slots of one node. All ranks use the same numbers. Single-threaded."""
+class StateSlots(States):
+    """The slots of one node. All ranks use the same numbers."""
+
+    recurrent = True
 
     def __init__(self, num_slots: int, block_size: int) -> None:
         assert num_slots >= LEAST_SLOTS
-        self.pool = BlockPool(num_slots)
+        super().__init__(num_slots)
         self._block_size = block_size
         self._distance = max(1, DISTANCE // block_size) * block_size
         self._decode_distance = max(1, DECODE_DISTANCE // block_size) * block_size
@@ -51,32 +55,17 @@ class StateSlots:
         self._in_flight: deque[tuple[int, list[int]]] = deque()  # the same, of steps in flight
 
     def find(self, hashes: list[bytes]) -> tuple[int, int]:
-        """Return the blocks of the longest prefix with a snapshot, and its slot; 0 and NO_SLOT if there is none.
-
-        ``hashes`` are those of the cached blocks.
-        """
         for index in range(len(hashes) - 1, -1, -1):
             if (slot := self.pool.find(hashes[index])) is not None:
                 return index + 1, slot
         return 0, NO_SLOT
 
-    def has_room(self, sequence: Sequence, source: int) -> bool:
-        """Whether ``allocate`` would succeed now."""
-        return self.num_lacking(sequence, source) <= 0
-
     def num_lacking(self, sequence: Sequence, source: int) -> int:
-        """Return how many slots ``allocate`` lacks at most; 0 or less: none.
-
-        A prompt for a peer that begins with the very state that the peer needs takes no spare slot.
-        """
+        """A prompt for a peer that begins with the very state that the peer needs takes no spare slot."""
         kept = source != NO_SLOT and self.pool.count_free((source,))
         return 1 + sequence.for_peer + kept - self.pool.count(Use.FREE)
 
     def allocate(self, sequence: Sequence, source: int, num_cached: int, num_matched: int) -> None:
-        """Give a sequence a slot, and choose where to take snapshots.
-
-        ``source`` has the state after ``num_cached`` tokens. KV was cached up to ``num_matched`` tokens.
-        """
         lease_at = handoff_position(sequence.prompt_len, sequence.request.sampling.n, self._block_size)
         leases_source = sequence.for_peer and source != NO_SLOT and num_cached == lease_at
         if source != NO_SLOT:
@@ -103,7 +92,6 @@ class StateSlots:
         )
 
     def launched(self, sequence: Sequence, num_tokens: int) -> None:
-        """Order the snapshot amid a step that computes ``num_tokens`` more of a prompt, and the copies behind it."""
         state = sequence.state
         assert state is not None
         begin = sequence.num_launched - num_tokens
@@ -115,16 +103,17 @@ class StateSlots:
         if state.spare != NO_SLOT and sequence.num_launched == state.lease_at:
             self._copies.append((state.slot, state.take_spare()))
 
-    def received(self, sequence: Sequence, num_tokens: int) -> None:
-        """A load has brought the state after ``num_tokens`` tokens: make a snapshot of it, if a slot is free.
+    def received(self, sequence: Sequence, num_tokens: int) -> int:
+        """The state came with the KV, of all tokens, or if several choices continue, at the last block boundary."""
+        num_tokens = handoff_position(num_tokens, sequence.num_loading_choices, self._block_size)
+        assert sequence.state is not None
+        sequence.state.passed(num_tokens)
+        if num_tokens % self._block_size == 0:
+            self._keep_received(sequence, sequence.state, num_tokens)
+        return num_tokens
 
-        A peer that needs this very state reads the snapshot.
-        """
-        state = sequence.state
-        assert state is not None
-        state.passed(num_tokens)
-        if num_tokens % self._block_size:
-            return
+    def _keep_received(self, sequence: Sequence, state: SequenceState, num_tokens: int) -> None:
+        """Make a snapshot of a received state, if a slot is free. A peer that needs this very state reads it."""
         if state.spare != NO_SLOT and num_tokens == state.lease_at:
             self.pool.hold((state.slot,))  # for the lease, and as a source
             state.lease_received()
@@ -135,31 +124,25 @@ class StateSlots:
             self._cache(sequence, num_tokens, state.slot)
             state.start_from(state.slot, slots[0])
 
-    def decoded(self, sequence: Sequence) -> None:
-        """Order a snapshot behind a step that decodes, if the last one is far away."""
-        if sequence.num_launched % self._decode_distance == 0:
-            self._take_snapshot(sequence)
+    def decoded(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.num_launched % self._decode_distance == 0:
+                self._take_snapshot(sequence)
 
-    def take_snapshots(self) -> tuple[StateSnapshot, ...]:
-        """Return the snapshots amid the step that has been planned."""
-        snapshots, self._snapshots = tuple(self._snapshots), []
-        return snapshots
-
-    def take_copies(self, step: int) -> tuple[tuple[int, int], ...]:
-        """Return the copies behind ``step``, which has been planned."""
-        copies, self._copies = tuple(self._copies), []
+    def take_orders(self, step: int) -> StateOrders:
+        orders = StateOrders(tuple(self._snapshots), tuple(self._copies))
+        self._snapshots.clear()
+        self._copies.clear()
         if self._sources:
             self._in_flight.append((step, self._sources.copy()))
             self._sources.clear()
-        return copies
+        return orders
 
     def applied(self, step: int) -> None:
-        """``step`` has ended, so what it copied from may be overwritten."""
         while self._in_flight and self._in_flight[0][0] <= step:
             self.pool.drop(self._in_flight.popleft()[1], Use.HELD)
 
     def settle(self, sequence: Sequence) -> None:
-        """Let prefix hits find the snapshots that have been copied by now."""
         state = sequence.state
         assert state is not None
         while state.pending and state.pending[0][0] <= sequence.num_computed:
@@ -171,10 +154,6 @@ class StateSlots:
                 state.decode_hash = block_hash
 
     def take_lease(self, sequence: Sequence) -> int:
-        """Make a lease of the state that the peer needs, beyond the end of the sequence; return its slot.
-
-        NO_SLOT: no step has written it, so the peer refuses the lease and computes the prompt.
-        """
         state = sequence.state
         assert state is not None
         slot, state.lease_slot = state.lease_slot, NO_SLOT
@@ -183,7 +162,6 @@ class StateSlots:
         return slot
 
     def free(self, sequence: Sequence) -> None:
-        """Free the slots of a sequence. No step may be in flight."""
         state = sequence.drop_state()
         if state is not None:
             self.pool.drop(state.slots, Use.HELD)

@@ -228,7 +228,6 @@ class ConnectedPeers(PeerKV):
             self._pool.move(read.order.local_blocks, Use.HELD, Use.QUARANTINED)
             quarantined.update(read.order.local_blocks)
             if read.order.local_state != NO_SLOT:
-                assert self._states is not None
                 assert sequence.state is not None
                 self._states.pool.move((read.order.local_state,), Use.HELD, Use.QUARANTINED)
                 sequence.state.slot = NO_SLOT
@@ -269,7 +268,7 @@ class ConnectedPeers(PeerKV):
         if sum(self._groups.windows[group] is not None for _, group in pairs) > len(sequence.spare):
             return "the peer named blocks of windows after those of a pull that ends earlier"
         has_state = message.remote_state != NO_SLOT
-        if has_state if self._states is None else num_tokens == load_len and not has_state:
+        if (num_tokens == load_len and not has_state) if self._states.recurrent else has_state:
             return f"the peer named {'a' if has_state else 'no'} recurrent state up to token {num_tokens} of {load_len}"
         if len(message.digests) != (num_blocks + has_state if self._checksum else 0):
             return f"the peer named {num_blocks} blocks with {len(message.digests)} digests"
@@ -304,7 +303,7 @@ class ConnectedPeers(PeerKV):
                 self._cost.add(read.num_blocks * self._block_size, result.seconds)
             if read.load is None:
                 self._pool.drop(blocks, Use.QUARANTINED)
-                if self._states is not None and read.order.local_state != NO_SLOT:
+                if read.order.local_state != NO_SLOT:
                     self._states.pool.drop((read.order.local_state,), Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
@@ -378,7 +377,7 @@ class ConnectedPeers(PeerKV):
         lease.num_announced = end
         lease.blocks += blocks
         last = num_tokens == sequence.prompt_len
-        if last and self._states is not None:
+        if last:
             lease.state_slot = self._states.take_lease(sequence)
         num_digests = len(blocks) + (lease.state_slot != NO_SLOT)
         digests, lease.digests[:num_digests] = tuple(lease.digests[:num_digests]), ()
@@ -390,14 +389,12 @@ class ConnectedPeers(PeerKV):
         hashes = BlockHashes(self._block_size, root_hash(message.cache_salt))
         cached = self._pool.match(hashes.one_by_one(token_ids, len(token_ids)))
         skipped, end = message.skip_tokens // self._block_size, len(cached) // self._groups.num_groups
-        state_slot = NO_SLOT
-        if self._states is not None:
-            end, state_slot = self._states.find(hashes.upto(token_ids, end * self._block_size))
+        end, state_slot = self._states.find(hashes.upto(token_ids, end * self._block_size))
         num_tokens = end * self._block_size
         pairs = self._pairs(skipped, end, num_tokens)
         lease = self._leases[message.rid] = _Lease(end, end, blocks=self._entries(cached, pairs))
         self._pool.lease(lease.blocks)
-        if self._states is not None and lease.blocks:
+        if lease.blocks and state_slot != NO_SLOT:
             lease.state_slot = state_slot
             self._states.pool.lease((state_slot,))
         if lease.blocks:
@@ -422,10 +419,8 @@ class ConnectedPeers(PeerKV):
             youngest_first = [*reversed(self._revocable.items())]
             blocks, slots = lacking()
             chosen = blocks.chosen(self._pool, ((rid, lease.blocks) for rid, lease in youngest_first))
-            with_slots: list[int] | None = []
-            if self._states is not None:
-                leased = ((rid, self._states_of(lease.state_slot)) for rid, lease in youngest_first)
-                with_slots = slots.chosen(self._states.pool, leased)
+            leased = ((rid, self._states_of(lease.state_slot)) for rid, lease in youngest_first)
+            with_slots = slots.chosen(self._states.pool, leased)
             if chosen is not None and with_slots is not None:
                 self._revoking.update(chosen, with_slots)
                 self._events.revoke += self._revoking
@@ -443,7 +438,7 @@ class ConnectedPeers(PeerKV):
         lease = self._leases.pop(rid, None)
         if lease is not None:
             self._pool.drop(lease.blocks, Use.LEASED)
-            if self._states is not None and lease.state_slot != NO_SLOT:
+            if lease.state_slot != NO_SLOT:
                 self._states.pool.drop((lease.state_slot,), Use.LEASED)
 
     def _common_layers(self, of_peer: int) -> int:

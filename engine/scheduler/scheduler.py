@@ -32,6 +32,7 @@ from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.states import States
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import NO_DRAFTS, Drafting, DraftOptions
@@ -94,7 +95,7 @@ class Scheduler:
         self.events = Batch()
         self.totals = Totals(accepted_per_position=[0] * drafts.most)
         self.meter = StepCostMeter()
-        self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
+        self.states = StateSlots(num_state_slots, block_size) if num_state_slots else States()
         parts = CacheParts(self.pool, self.events, block_size, self.states, self.meter, self.totals, clock)
         parts.pace = lambda each: self._itl_target.pace(each, self._live)
         self.connector = connector(parts)
@@ -286,7 +287,7 @@ class Scheduler:
             itl_target=self._itl_target.seconds,
             host_blocks=self.connector.tiers.host_blocks,
             disk_blocks=self.connector.tiers.disk_blocks,
-            state_slots=(0, 0, 0, 0) if self.states is None else self.states.pool.counts,
+            state_slots=self.states.pool.counts,
         )
 
     @property

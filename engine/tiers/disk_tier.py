@@ -111,7 +111,7 @@ class DiskTier(Source):
         self._slot_blocks = slot_blocks
         self._numbers = count(1)  # of transfers
         self._writes = DiskWrites(list(self._parts.values()), self._numbers)
-        self._may_split = parts.states is None and self._groups.windows == (None,)
+        self._may_split = not parts.states.recurrent and self._groups.windows == (None,)
         self._cost = LineFit(_KEEP)  # seconds of a read, by blocks
         self._measured_at = 0.0
         self._version = ""  # of the weights; empty: not known yet

@@ -128,7 +128,7 @@ class HostTier(Tiers):
         kv.host.watchers.append(_Presence(kv, self._totals, self._changes))
         self._watchers = [AreaWatcher(kv, self._groups.windows, self._totals, self._changes)]
         slots = None
-        if self._states is not None:
+        if self._states.recurrent:
             per_store = max(1, int(store_blocks / max(slot_blocks, 1.0)))
             slots = Area(self._states.pool, HostPool(room.num_slots), per_store)
             self._watchers.append(AreaWatcher(slots, (None,), self._totals))
@@ -233,7 +233,7 @@ class HostTier(Tiers):
         hashes = sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable)
         chain = self.areas.longest(hashes, with_state)
         on_device = len(self._pool.match(chain)) // self._groups.num_groups
-        if self._states is not None and with_state:
+        if with_state:
             on_device, _ = self._states.find(chain[:on_device])
         if len(chain) <= on_device:
             return None

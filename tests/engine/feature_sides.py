@@ -15,6 +15,7 @@ from slow_host_memory import SlowHostMemory
 from toy import ToyRunner
 from toy_node import BLOCK, Node
 
+from engine.kv_cache.state_slots import StateSlots
 from engine.request import Sequence
 from node.leasing.leases import Lease, LeaseId
 from pdserve.ipc.cache_changes import Medium
@@ -126,7 +127,8 @@ class Side:
         self.connector.runner = self.node.runner
         self.prompts = Prompts(self.node)
         self.reads = self.prompts.reads = Reads(self.node, world)
-        if (states := self.node.scheduler.states) is not None:  # else there is no snapshot amid so short an answer
+        states = self.node.scheduler.states
+        if isinstance(states, StateSlots):  # else there is no snapshot amid so short an answer
             states._distance, states._decode_distance = 3 * BLOCK, 2 * BLOCK
         room, preempt = self.node.scheduler.room, self.node.scheduler.room.preempt
 

@@ -363,7 +363,7 @@ class DecodeSide:
             tokens = prompt[index * size : min(leased.num_tokens, (index + 1) * size)]
             found = self.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
             assert found == tokens, f"block {block} is leased to a peer without its KV"
-        if leased.last and self.node.scheduler.states is not None:
+        if leased.last and self.node.scheduler.states.recurrent:
             end = handoff_position(len(prompt), self.jobs[leased.rid].sampling.n, size)
             state = self.node.runner.state_in(leased.state_slot)
             assert state == state_after(prompt[:end]), "a state of other tokens is leased to a peer"
@@ -383,7 +383,7 @@ class DecodeSide:
             self.node.obey(PrefillLocally(rid))
             return
         meeting, scheduler = cached + BLOCK * job.beside, self.node.scheduler
-        plain = scheduler.states is None and not scheduler.pool.groups.has_windows
+        plain = not scheduler.states.recurrent and not scheduler.pool.groups.has_windows
         if job.pull and plain and cached < meeting < len(job.handoff_tokens):
             self.node.obey(ComputeBeside(rid, meeting))
             cached = meeting

@@ -19,6 +19,7 @@ from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.states import States
 from engine.request import Request, Sequence
 from node.frontend_flags import FrontendOptions, KVEventOptions
 from node.kv_events.event_log import EventLog, GroupKind, short_hash
@@ -43,7 +44,8 @@ class Operations:
         self.recorder = NetChanges()
         self.pool = BlockPool(40, BLOCK, KVCacheGroups(windows, tuple(range(len(windows)))))
         self.pool.recorder = self.recorder
-        self._kv = KVCacheManager(self.pool, KVConnectorScheduler(CacheParts(self.pool, Batch(), BLOCK)), BLOCK, 16)
+        connector = KVConnectorScheduler(CacheParts(self.pool, Batch(), BLOCK))
+        self._kv = KVCacheManager(self.pool, connector, BLOCK, 16, States())
         self._random = random.Random(seed)
         self._live: list[Sequence] = []
 
@@ -150,7 +152,6 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
     node, chance, recorder = Node(60, *depth, state_slots=9), random.Random(5), NetChanges()
     node.scheduler.connector.report.record(recorder)
     states = node.scheduler.states
-    assert states is not None
     log, copy = EventLog([FULL, SNAPSHOT], BLOCK), CacheCopy()
     most = 0
     for rid in range(1, 40):

@@ -166,7 +166,6 @@ def test_stream_holds_one_slot_behind_a_load(pull: bool) -> None:
     world = ScriptedWorld((2, 1), (96, 72), [job], state_slots=(20, 20))
     answer(world, 3)
     states, held = world.d.node.scheduler.states, []
-    assert states is not None
     for _ in range(5):
         world._step()
         held.append(states.pool.count(Use.HELD))

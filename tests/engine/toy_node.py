@@ -277,7 +277,7 @@ class Node:
         status = self.scheduler.status()
         assert (status.free, status.waiting, status.reading, status.running) == (status.total, 0, 0, 0)
         states = self.scheduler.states
-        assert states is None or states.pool.count(Use.FREE) == states.pool.total
+        assert states.pool.count(Use.FREE) == states.pool.total
 
     def kv_of(self, parts: Sequence[Leased]) -> list[int]:
         """Return the tokens in the blocks of a lease, which have one KV cache group."""
