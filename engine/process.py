@@ -38,6 +38,7 @@ from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from engine.tiers.build import build_tiers
 from pdserve.config.node_config import NodeConfig
@@ -141,21 +142,23 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
     return Scheduler(
-        num_blocks=layout.num_blocks,
-        block_size=layout.block_size,
-        num_state_slots=0 if ranks.state_layout is None else ranks.state_layout.num_slots,
-        groups=layout.groups,
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        full_step=FULL_STEP[config.device.kind],
-        tile=TILE[config.device.kind],
-        drafts=_draft_options(config),
-        max_waiting=config.max_waiting,
-        itl_target=config.itl_target,
-        idle_step=measure_idle_step(ranks) if measures else 0.0,
-        stages=config.parallel.pp,
-        vocab_size=config.model.vocab_size,
-        eos_token_ids=config.model.eos_token_ids,
+        SchedulerConfig(
+            num_blocks=layout.num_blocks,
+            block_size=layout.block_size,
+            num_state_slots=0 if ranks.state_layout is None else ranks.state_layout.num_slots,
+            groups=layout.groups,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            full_step=FULL_STEP[config.device.kind],
+            tile=TILE[config.device.kind],
+            drafts=_draft_options(config),
+            max_waiting=config.max_waiting,
+            itl_target=config.itl_target,
+            idle_step=measure_idle_step(ranks) if measures else 0.0,
+            stages=config.parallel.pp,
+            vocab_size=config.model.vocab_size,
+            eos_token_ids=config.model.eos_token_ids,
+        ),
         connector=_connector_factory(config, ranks, agent),
         grammars=grammars,
         clock=time.monotonic,

@@ -27,7 +27,7 @@ from math import isfinite
 
 import msgspec
 
-from engine.kv_cache.block_pool import ONE_GROUP, BlockPool
+from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -35,7 +35,7 @@ from engine.kv_cache.state_slots import StateSlots
 from engine.kv_cache.states import States
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
-from engine.scheduler.drafting import NO_DRAFTS, Drafting, DraftOptions
+from engine.scheduler.drafting import Drafting
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -46,11 +46,11 @@ from engine.scheduler.loads import Loads
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
 from engine.scheduler.room import Room
+from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import Emit, StepResults, no_emit
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, LastChunk, Refused, Status, Submit, Totals
-from pdserve.kv_groups import KVCacheGroups
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
@@ -59,66 +59,55 @@ _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache 
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step`` and ``tile``,
-    microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds.
+    Steps are applied in the order in which they were planned. ``clock`` returns seconds.
     """
 
     def __init__(
         self,
+        config: SchedulerConfig,
         *,
-        num_blocks: int,
-        block_size: int,
-        num_state_slots: int = 0,
-        groups: KVCacheGroups = ONE_GROUP,
-        max_num_seqs: int,
-        max_batch_tokens: int,
-        full_step: int,
-        tile: int = 1,
-        drafts: DraftOptions = NO_DRAFTS,
-        max_waiting: int,
-        stages: int = 1,
-        itl_target: float | None = 0.0,
-        idle_step: float = 0.0,
-        vocab_size: int = 0,
-        eos_token_ids: Collection[int] = (),
         connector: ConnectorFactory = KVConnectorScheduler,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        assert max_num_seqs * (1 + drafts.most) <= max_batch_tokens, "a step must have room for every running sequence"
-        self._max_batch_tokens = max_batch_tokens
-        self._full_step = full_step
-        self._tile = tile
-        self._max_waiting = max_waiting
+        decode = 1 + config.drafts.most  # tokens
+        assert config.max_num_seqs * decode <= config.max_batch_tokens, "a step must have room for every sequence"
+        self._config = config
         self._clock = clock
-        self.pool = BlockPool(num_blocks, block_size, groups)
+        self.pool = BlockPool(config.num_blocks, config.block_size, config.groups)
         self.events = Batch()
-        self.totals = Totals(accepted_per_position=[0] * drafts.most)
+        self.totals = Totals(accepted_per_position=[0] * config.drafts.most)
         self.meter = StepCostMeter()
-        self.states = StateSlots(num_state_slots, block_size) if num_state_slots else States()
-        parts = CacheParts(self.pool, self.events, block_size, self.states, self.meter, self.totals, clock)
+        self.states = StateSlots(config.num_state_slots, config.block_size) if config.num_state_slots else States()
+        parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
         parts.pace = lambda each: self._itl_target.pace(each, self._live)
         self.connector = connector(parts)
-        self._kv = KVCacheManager(self.pool, self.connector, block_size, max_batch_tokens, self.states)
-        self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
-        self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
+        self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
+        self._constraints = GrammarConstraints(grammars, config.vocab_size, config.eos_token_ids)
+        self._choices = ChoiceManager(config.block_size, config.eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
-        self._drafting = Drafting(drafts, self._kv, self.meter, self.totals, stages)
+        self._drafting = Drafting(config.drafts, self._kv, self.meter, self.totals, config.stages)
         self._constraints.propose = self._drafting.propose
         self.room = Room(
-            self._live, self._kv, self.connector, self.events, self.totals, max_num_seqs=max_num_seqs, clock=clock
+            self._live,
+            self._kv,
+            self.connector,
+            self.events,
+            self.totals,
+            max_num_seqs=config.max_num_seqs,
+            clock=clock,
         )
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
         self._fair_share = FairShare(self._live)
         self._joining = JoiningStreams(self.connector.peers, clock)
-        self._in_flight = StepsInFlight(stages)
+        self._in_flight = StepsInFlight(config.stages)
         self._itl_target = ItlTarget(
             self.meter,
-            itl_target,
-            stages=stages,
-            block_size=block_size,
-            first_chunk=max(1, int(full_step * CROWDING_FRACTION)),
-            idle_step=idle_step,
+            config.itl_target,
+            stages=config.stages,
+            block_size=config.block_size,
+            first_chunk=max(1, int(config.full_step * CROWDING_FRACTION)),
+            idle_step=config.idle_step,
         )
         self._results = StepResults(
             in_flight=self._in_flight,
@@ -151,7 +140,7 @@ class Scheduler:
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
             self.events.refused.append(Refused(request.rid, "RequestTooLong", text))
-        elif not branches and self._num_waiting >= self._max_waiting and not self._refuse_for(request):
+        elif not branches and self._num_waiting >= self._config.max_waiting and not self._refuse_for(request):
             self._refuse_overload(request.rid)
         elif not self._constraints.holds(request):
             self._live.queue(self._choices.lead_sequence(request))
@@ -165,7 +154,7 @@ class Scheduler:
         return True
 
     def _refuse_overload(self, rid: int) -> None:
-        text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
+        text = f"{self._num_waiting} requests are waiting, the limit is {self._config.max_waiting}; come back later"
         self.events.refused.append(Refused(rid, "Overloaded", text))
 
     def cancel(self, rid: int) -> None:
@@ -221,9 +210,9 @@ class Scheduler:
         self._num_plans += 1
         builder = StepBuilder(
             self._num_plans,
-            self._max_batch_tokens,
-            self._full_step,
-            tile=self._tile,
+            self._config.max_batch_tokens,
+            self._config.full_step,
+            tile=self._config.tile,
             crowding=self._fair_share.crowding,
         )
         if self._make_room() and self._add_running(builder):

@@ -14,6 +14,7 @@ from engine.kv_cache.peer_kv import PeerKV
 from engine.peers.connected_peers import ConnectedPeers
 from engine.request import Request, Sequence
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, Mode, StartRead, Submit
 from pdserve.records import NO_ORDERS, KVConnectorOutput, ModelRunnerOutput, Peer, ReadResult, StepOutput
@@ -34,7 +35,9 @@ def test_with_and_without_a_connector_nothing_is_ordered_at_first() -> None:
 
 def test_without_a_connector_a_handoff_request_is_prefilled_locally() -> None:
     scheduler = Scheduler(
-        num_blocks=8, block_size=BLOCK, max_num_seqs=2, max_batch_tokens=32, full_step=16, max_waiting=2
+        SchedulerConfig(
+            num_blocks=8, block_size=BLOCK, max_num_seqs=2, max_batch_tokens=32, full_step=16, max_waiting=2
+        ),
     )
     prompt = array("I", range(10)).tobytes()
     scheduler.submit(Submit(1, prompt, SamplingParams(max_tokens=1), Mode.HANDOFF))

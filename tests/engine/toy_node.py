@@ -30,6 +30,7 @@ from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.drafting import DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.tiers.disk_tier import DiskTier
 from engine.tiers.host_tier import HostTier
 from pdserve.host_copies import HostRoom
@@ -145,19 +146,21 @@ class Node:
         self._frames: Frames[FromEngine] = Frames(FromEngine)
         self._channel = Channel(theirs)
         self.scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=BLOCK,
-            num_state_slots=state_slots,
-            groups=KVCacheGroups(windows, tuple(range(len(windows)))),
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=batch_tokens,
-            full_step=full_step,
-            tile=tile,
-            drafts=DraftOptions(max_drafts, ErringSource if planned_drafts else None, always_draft),
-            max_waiting=100,
-            stages=stages,
-            itl_target=itl_target,
-            vocab_size=VOCAB,
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=BLOCK,
+                num_state_slots=state_slots,
+                groups=KVCacheGroups(windows, tuple(range(len(windows)))),
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=batch_tokens,
+                full_step=full_step,
+                tile=tile,
+                drafts=DraftOptions(max_drafts, ErringSource if planned_drafts else None, always_draft),
+                max_waiting=100,
+                stages=stages,
+                itl_target=itl_target,
+                vocab_size=VOCAB,
+            ),
             connector=self._connector_factory(kv_checksum, host, state_slots, disk is not None),
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )

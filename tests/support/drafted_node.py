@@ -22,6 +22,7 @@ from engine.executor.step_pipeline import Result, StepPipeline
 from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.ipc.messages import Mode, Submit
 from pdserve.records import FinishReason, StepOutput, StepPlan, TokenLogprobs
@@ -72,17 +73,19 @@ class DraftedNode:
         self._woken = threading.Event()
         self._grammars = GrammarWorkers(config.model_dir, config.model, self._woken.set)
         self.scheduler = Scheduler(
-            num_blocks=config.kv_layout.num_blocks,
-            block_size=config.kv_layout.block_size,
-            groups=config.kv_layout.groups,
-            num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            full_step=config.max_batch_tokens,
-            drafts=DraftOptions(max_drafts, source, always, synthetic) if max_drafts else NO_DRAFTS,
-            max_waiting=1000,
-            vocab_size=config.model.vocab_size,
-            eos_token_ids=config.model.eos_token_ids,
+            SchedulerConfig(
+                num_blocks=config.kv_layout.num_blocks,
+                block_size=config.kv_layout.block_size,
+                groups=config.kv_layout.groups,
+                num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
+                max_num_seqs=config.max_num_seqs,
+                max_batch_tokens=config.max_batch_tokens,
+                full_step=config.max_batch_tokens,
+                drafts=DraftOptions(max_drafts, source, always, synthetic) if max_drafts else NO_DRAFTS,
+                max_waiting=1000,
+                vocab_size=config.model.vocab_size,
+                eos_token_ids=config.model.eos_token_ids,
+            ),
             grammars=self._grammars,
         )
         self._rank = Rank(self._runner, NullConnector(ConnectorSetup("drafted")))

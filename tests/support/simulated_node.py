@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from node.reports import PromptShare
 from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
@@ -224,15 +225,17 @@ class SimulatedNode:
         self._costs = card.costs
         self._delays = delays
         self.scheduler = Scheduler(
-            num_blocks=card.kv_tokens // BLOCK,
-            block_size=BLOCK,
-            max_num_seqs=MAX_SEQS,
-            max_batch_tokens=MAX_BATCH_TOKENS,
-            full_step=FULL_STEP[device],
-            tile=TILE[device],
-            max_waiting=1 << 30,
-            itl_target=target,
-            idle_step=card.idle_step,
+            SchedulerConfig(
+                num_blocks=card.kv_tokens // BLOCK,
+                block_size=BLOCK,
+                max_num_seqs=MAX_SEQS,
+                max_batch_tokens=MAX_BATCH_TOKENS,
+                full_step=FULL_STEP[device],
+                tile=TILE[device],
+                max_waiting=1 << 30,
+                itl_target=target,
+                idle_step=card.idle_step,
+            ),
             connector=lambda parts: KVConnectorScheduler(parts, ConnectedPeers(parts)),
             clock=lambda: events.now,
         )

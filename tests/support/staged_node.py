@@ -29,6 +29,7 @@ import runner
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import FULL_STEP
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
@@ -69,15 +70,17 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
     The first ``at_once`` requests are submitted at the start, one more with each step.
     """
     scheduler = Scheduler(
-        num_blocks=config.kv_layout.num_blocks,
-        block_size=config.kv_layout.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        full_step=FULL_STEP["cpu"],
-        max_waiting=100,
-        stages=config.parallel.pp,
-        eos_token_ids=config.model.eos_token_ids,
-        num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
+        SchedulerConfig(
+            num_blocks=config.kv_layout.num_blocks,
+            block_size=config.kv_layout.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            full_step=FULL_STEP["cpu"],
+            max_waiting=100,
+            stages=config.parallel.pp,
+            eos_token_ids=config.model.eos_token_ids,
+            num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
+        ),
     )
     pipeline = StepPipeline(rank)
     waiting = list(enumerate(requests))
