@@ -12,11 +12,11 @@ _HASH_BYTES, _DIGEST_BYTES = 16, 8
 class BlockName(msgspec.Struct, frozen=True, array_like=True):
     """The name of a block's file: two blocks with one name have the same bytes.
 
-    The hash stands for the tokens up to the end of the block. ``digest`` is that of the whole block, of all ranks: so
-    the parts of several ranks belong together, and no part has been computed by another node than the others.
+    The hash stands for the tokens up to the end of the block. ``digest`` covers the whole block, on all ranks: so
+    the parts of all ranks belong together, and one node has computed all of them.
     """
 
-    slot: bool  # of recurrent state
+    slot: bool  # a slot of recurrent state, not a KV block
     group: int  # KV cache group
     block_hash: bytes  # [16]
     digest: int  # int64
@@ -28,7 +28,7 @@ class BlockName(msgspec.Struct, frozen=True, array_like=True):
 
 
 def parse_name(text: str) -> BlockName | None:
-    """Return the block of a file's name; None if it is none."""
+    """Return the block of a file's name; None if the name is not a block's."""
     try:
         block_hash, digest, kind = text.split("-")
         raw = bytes.fromhex(digest)
@@ -50,12 +50,12 @@ class Outcome(IntEnum):
     """The outcome of an order for a block: the worst of all ranks."""
 
     DONE = 0
-    MISSING = 1  # its file is gone, or has another size
+    MISSING = 1  # the file is gone, or has another size
     FAILED = 2  # not moved: the disk fails, or lacks room
 
 
 class OpenDisk(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Use the files of a version of the weights in the orders that follow; empty: of none."""
+    """Use the files of this version of the weights in the orders that follow; empty: no files."""
 
     version: str
 
@@ -66,7 +66,7 @@ class DiskOrder(msgspec.Struct, frozen=True, array_like=True, tag=True):
     order_id: int  # unique in this engine
     work: DiskWork
     names: tuple[BlockName, ...]
-    places: tuple[int, ...]  # of each block; without meaning for removals
+    places: tuple[int, ...]  # place of each block in host memory; ignored for removals
     patience: float = 0.0  # seconds after which the ranks report a read as late; 0: never
 
 
@@ -77,11 +77,11 @@ class DiskResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A transfer that has ended: it reads and writes no host memory any more."""
 
     order_id: int
-    outcomes: tuple[int, ...]  # of its blocks
-    num_bytes: int = 0  # moved
+    outcomes: tuple[int, ...]  # ``Outcome`` of each block
+    num_bytes: int = 0  # bytes moved
     seconds: float = 0.0
     num_failed: int = 0  # operations that ended with an error
-    num_evicted: int = 0  # files evicted for a write: of any rank of any node
+    num_evicted: int = 0  # files of any rank and node, evicted for a write
 
 
 class DiskLate(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -93,7 +93,7 @@ class DiskLate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class DiskListing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Blocks of rank 0 that a scan of its directory has found. After the last part, all others are gone."""
 
-    version: str  # of the weights that they belong to
+    version: str  # version of the weights that computed the blocks
     names: tuple[BlockName, ...]
     begins: bool = False
     ends: bool = False

@@ -34,7 +34,7 @@ class _Level(Generic[ClientT, T]):
 class _Turn(NamedTuple, Generic[ClientT, T]):
     level: _Level[ClientT, T]
     client: ClientT
-    rounds: int  # that pass before
+    rounds: int  # rounds that pass before
 
     @property
     def requests(self) -> deque[T]:
@@ -48,7 +48,7 @@ class FairQueue(Generic[ClientT, T]):
         """``quantum``: cost that each client is granted per round, and the least cost of a request."""
         self._quantum = quantum
         self._granted = 0  # cost per client since the start
-        self._spent: dict[ClientT, int] = {}  # likewise; a client that is absent has a balance of ``quantum``
+        self._spent: dict[ClientT, int] = {}  # cost since the start; an absent client has a balance of ``quantum``
         self._levels: dict[int, _Level[ClientT, T]] = {}  # none is empty
         self._order: list[int] = []  # priorities of the levels, sorted
         self._length = 0

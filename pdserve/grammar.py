@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-MAX_BYTES = 128 * 1024  # of a grammar
+MAX_BYTES = 128 * 1024  # longest grammar
 STACK_BYTES = 256 * 1024 * 1024  # reserved, not used: the deepest recursion of MAX_BYTES took 90 MB
 
 SLOW_MASK = 1e-3  # seconds of CPU; usual masks take 30 – 400 µs, with a vocabulary of 150,000 tokens
-MAX_MASK = 10e-3  # on average; longer ones would keep an output waiting for most of the time
-_SURE_SECONDS = 1.0  # of masks, before a grammar that compiled is refused for its average
+MAX_MASK = 10e-3  # seconds of CPU, on average; with slower masks an output waits most of the time
+_SURE_SECONDS = 1.0  # CPU time of masks before a compiled grammar's average is checked
 
 _MAX_ADDED_TOKEN = 256  # bytes of the text of an added token
 _MAX_PROBLEM = 300  # characters of an llguidance message
@@ -93,7 +93,7 @@ def from_ebnf(text: str) -> str:
     check_size(text)
     try:
         return str(gbnf_to_lark(text))
-    except Exception as exc:  # its parser raises many kinds
+    except Exception as exc:  # gbnf_to_lark raises many kinds
         raise RequestError(_one_line(str(exc)) or "it is nested too deeply", "grammar") from exc
 
 
@@ -149,7 +149,7 @@ class Grammar:
         self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
         self.vocabulary = vocabulary
         self._num_masks = 0
-        self._mask_seconds = 0.0  # of CPU, of all masks
+        self._mask_seconds = 0.0  # CPU time of all masks
         self.first_mask = self.matcher().mask()
         if self._mask_seconds > MAX_MASK:
             self._mask_seconds = 0.0  # the first time, memory was cold
@@ -194,9 +194,9 @@ class Matcher:
     def _compute_mask(self) -> bytes:
         """Return llguidance's mask, in the length of TokenMask.
 
-        Where the text is forced, it allows the first token of that text alone. If the text begins with that of an added
-        token, this is the added token, which the matcher does not take for its text: the text's own tokens replace it.
-        So they do for a token without weights.
+        Where the text is forced, it allows the first token of that text alone. If the text begins with the text of an
+        added token, the mask allows this token, which the matcher does not accept for its text. The text's ordinary
+        tokens replace it, and also a token without weights.
         """
         vocabulary, bits = self._grammar.vocabulary, self._matcher.compute_bitmask()
         token_id = _only_token(bits)

@@ -8,7 +8,7 @@ import msgspec
 class HostCopy(msgspec.Struct, frozen=True):
     """Copy ``blocks[i]`` of the device to ``host_blocks[i]`` in host memory, for all i; with ``load`` back.
 
-    Slots of recurrent state likewise.
+    ``slots[i]`` and ``host_slots[i]`` are slots of recurrent state, copied in the same direction.
     """
 
     copy_id: int  # unique in this engine

@@ -23,7 +23,7 @@ from pdserve.errors import ConfigError
 from pdserve.kv_groups import KVCacheGroups
 
 MAX_BLOCK_SIZE = 1 << 16  # tokens
-MAX_BLOCKS = 1 << 24  # of a KV cache: a hostile config has blocks of a few bytes, and each costs memory on the host
+MAX_BLOCKS = 1 << 24  # most blocks of a KV cache: each costs host memory, and a hostile config has tiny ones
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_E4M3 = "fp8_e4m3"
 KV_DTYPE_BYTES = DTYPE_BYTES | {FP8_E4M3: 1}
@@ -46,7 +46,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     transfer plan, digests, the compatibility hash, and the messages between nodes, which hold its fields by name.
     """
 
-    num_kv_heads: int  # of the model, or in a layout those of a rank
+    num_kv_heads: int  # the model's; in a layout, the rank's
     head_dim: int  # elements
     dtype: str  # a key of KV_DTYPE_BYTES; may differ from the dtype that the model computes in
 
@@ -73,7 +73,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 
     @property
     def compat_fields(self) -> dict[str, str]:
-        """Name and value of what must be equal on both sides of a handoff, if the heads are those of the model."""
+        """Name and value of what must be equal on both sides of a handoff; heads are the model's."""
         fields = msgspec.structs.asdict(self)
         return {"kv_cache": self.kind, "kv_dtype": fields.pop("dtype")} | {name: str(fields[name]) for name in fields}
 
@@ -113,9 +113,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int  # tokens
     kernel_block_size: int  # tokens
-    num_layers: int  # of a block: those of the rank, or with groups the most that one of them has there
+    num_layers: int  # layers per block: the rank's; with groups, those of the rank's largest group
     spec: AnyKVCacheSpec
-    groups: KVCacheGroups = KVCacheGroups()  # of the whole model
+    groups: KVCacheGroups = KVCacheGroups()  # the whole model's
 
     def __post_init__(self) -> None:
         if self.kernel_block_size < 1 or self.block_size % self.kernel_block_size:
@@ -183,7 +183,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.groups.blocks_for(num_tokens, self.block_size, step_tokens)
 
     def longest(self, step_tokens: int, limit: int) -> int:
-        """Return the tokens of the longest sequence that all blocks hold; at most ``limit`` if windows let it be any.
+        """Return the tokens of the longest sequence that all blocks hold; ``limit`` if windows make it unlimited.
 
         Steps compute up to ``step_tokens``.
         """
@@ -222,9 +222,9 @@ class KVShare(msgspec.Struct, frozen=True):
     num_layers: int
     first_head: int
     num_heads: int
-    total_layers: int  # of the model
-    total_heads: int  # KV heads of the model
-    draft_layers: int = 0  # of ``total_layers``, the last ones, whose KV only drafts need: a peer may lack them
+    total_layers: int  # the model's
+    total_heads: int  # the model's KV heads
+    draft_layers: int = 0  # number of last layers, whose KV only drafts need: a peer may lack them
 
     def __post_init__(self) -> None:
         layers = ("layers", self.first_layer, self.num_layers, self.total_layers)
@@ -251,7 +251,7 @@ class KVShare(msgspec.Struct, frozen=True):
         return self.total_layers - self.draft_layers
 
     def usable(self, other_drafts: bool) -> KVShare | None:
-        """Return the part that a node can use whose drafts are, or are not, made by another layer than here.
+        """Return the part that a node can use. ``other_drafts``: another layer or head makes that node's drafts.
 
         None: this part has only layers that make drafts.
         """

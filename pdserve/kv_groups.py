@@ -144,8 +144,7 @@ def cut_into_groups(windows: Sequence[int | None]) -> KVCacheGroups:
     """Return the groups of a model whose layers have these windows.
 
     All groups have the same size, so some layers may be padding; the chosen size costs least in padding and groups. The
-    layers of a kind are dealt to its groups in turn, so that each pipeline stage has about as many layers of every
-    group.
+    layers of a kind go to its groups round-robin, so that each pipeline stage has about as many layers of every group.
     """
     kinds = sorted(Counter(windows).items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
     if len(kinds) <= 1:

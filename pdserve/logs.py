@@ -101,15 +101,15 @@ def set_process_fields(**fields: str) -> None:
 
 
 class LimitedWarnings(logging.Filter):
-    """For warnings that others can cause without end: each text passes once per 10 s, with the number of those before.
+    """Limit warnings that clients or peers can cause without end: each text passes once per 10 s, with a count.
 
-    A text is that of the code, without arguments. Other levels pass.
+    The count is of suppressed warnings. The text is the format string, without arguments. Other levels pass.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._left_out: dict[object, int] = {}  # by text
-        self._pass_at: dict[object, float] = {}  # likewise
+        self._pass_at: dict[object, float] = {}  # time.monotonic() at which a text may pass again
 
     def filter(self, record: logging.LogRecord) -> bool:
         text, now = record.msg, time.monotonic()

@@ -104,7 +104,7 @@ class LabeledHistogram(Collector):
             yield family
 
 
-#: Labels of series under vLLM's names. A node is one engine, whatever its ranks.
+#: Labels of series under vLLM's names. A node is one engine with any number of ranks.
 MODEL_LABELS = ("model_name", "engine")
 
 

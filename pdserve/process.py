@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pdserve.errors import CapacityError, ConfigError, PdserveError
 from pdserve.logs import chosen_format, json_line
 
-EXIT_FAILED = 1  # it failed while running
-EXIT_REFUSED = 2  # it cannot run with this configuration, checkpoint, memory or port
+EXIT_FAILED = 1  # the process failed while running
+EXIT_REFUSED = 2  # the process cannot run with this configuration, checkpoint, memory or port
 EXIT_ORPHANED = 3  # the parent has exited
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE
@@ -125,7 +125,7 @@ def run_command(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has ended, such as ``head``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the flush at exit must not fail
         return EXIT_BROKEN_PIPE
     except Exception as exc:
         hint = "" if isinstance(exc, PdserveError) else " (set PDSERVE_TRACEBACK=1 for a traceback)"

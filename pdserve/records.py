@@ -92,7 +92,7 @@ class Peer(msgspec.Struct, frozen=True):
     node_id: str
     epoch: str
     ranks: tuple[RankKV, ...]
-    other_drafts: bool = False  # another layer or head makes its drafts: its KV of that is of no use here
+    other_drafts: bool = False  # another layer or head makes its drafts, whose KV is of no use here
 
 
 class KVRead(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class KVRead(msgspec.Struct, frozen=True):
     epoch: str
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
-    groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
+    groups: tuple[int, ...] = ()  # KV cache group of each block; empty: the model has one group
     local_state: int = NO_SLOT  # slot that receives the recurrent state of ``remote_state``
     remote_state: int = NO_SLOT
 
@@ -114,17 +114,17 @@ class ReadResult(msgspec.Struct, frozen=True):
     error: str = ""
     num_bytes: int = 0
     num_descriptors: int = 0
-    seconds: float = 0.0  # with reads in flight since the last one from this peer ended: overlapping ones add up
+    seconds: float = 0.0  # with reads in flight since this peer's last read ended; overlapping time counts once
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
     """Compute a digest of each block, then of each slot of recurrent state."""
 
     block_ids: tuple[int, ...]
-    num_tokens: int  # of a prompt up to the end of the last block of each group
-    groups: tuple[int, ...] = ()  # of each block; empty: the model has one group
+    num_tokens: int  # prompt tokens up to the end of the last block of each group
+    groups: tuple[int, ...] = ()  # KV cache group of each block; empty: the model has one group
     state_slots: tuple[int, ...] = ()
-    num_layers: int = 0  # the first ones, which the digests cover; 0: all
+    num_layers: int = 0  # leading layers that the digests cover; 0: all
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):
@@ -133,9 +133,9 @@ class KVConnectorOrders(msgspec.Struct, frozen=True):
     connect: tuple[Peer, ...] = ()
     disconnect: tuple[str, ...] = ()  # epochs
     reads: tuple[KVRead, ...] = ()
-    digests: tuple[tuple[int, DigestOrder], ...] = ()  # with an id that is unique in this engine
+    digests: tuple[tuple[int, DigestOrder], ...] = ()  # (id, order); the id is unique in this engine
     copies: tuple[HostCopy, ...] = ()
-    allocate_host_memory: bool = False  # begin to
+    allocate_host_memory: bool = False  # begin the allocation
     disk: tuple[AnyDiskOrder, ...] = ()
 
 
@@ -156,8 +156,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     choice: int = 0  # index among the n choices of its request
     num_scored: int = 1  # leading prompt tokens whose log-probabilities were reported already
-    state_slot: int = NO_SLOT  # of its recurrent state
-    state_from: int = NO_SLOT  # the slot that has the state after ``num_computed`` tokens; NO_SLOT: they are 0
+    state_slot: int = NO_SLOT  # slot of the recurrent state
+    state_from: int = NO_SLOT  # slot with the state after ``num_computed`` tokens; NO_SLOT: ``num_computed`` is 0
 
     @property
     def num_tokens(self) -> int:
@@ -195,12 +195,12 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 
 class Drafts(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts of a decode in this step, and what its last one yielded if that had some, for ranks that do not know."""
+    """Drafts of a decode, and the tokens that its last decode with drafts yielded, for ranks that lack either."""
 
     seq: int
     token_ids: tuple[int, ...] = ()  # one less than the decode's ``num_tokens``
     yielded: tuple[int, ...] = ()
-    accept: int | None = None  # so many drafts become tokens, whatever is sampled (--synthetic-acceptance)
+    accept: int | None = None  # number of drafts that become tokens without verification (--synthetic-acceptance)
 
 
 class NewBlocks(msgspec.Struct, frozen=True):
@@ -218,7 +218,7 @@ class TokenMask(msgspec.Struct, frozen=True, array_like=True):
 
     seq: int
     words: bytes  # num_bytes(vocab_size)
-    drafts_before: int = 0  # of the sequence's samples, those behind so many drafts
+    drafts_before: int = 0  # drafts of the step before the sampled position of this mask
 
     @staticmethod
     def num_bytes(vocab_size: int) -> int:
@@ -239,10 +239,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     scheduled: tuple[ScheduledSequence, ...] = ()
     num_decodes: int = 0
     new_blocks: tuple[NewBlocks, ...] = ()
-    digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
-    masks: tuple[TokenMask, ...] = ()  # of each masked sequence that samples in this step
-    drafts: tuple[Drafts, ...] = ()  # of decodes
-    drafts_ahead: int = 0  # that the model makes for the next step of each sequence that samples
+    digests: tuple[DigestOrder, ...] = ()  # computed on the blocks' content after this step
+    masks: tuple[TokenMask, ...] = ()  # for each masked sequence that samples in this step
+    drafts: tuple[Drafts, ...] = ()  # for decodes
+    drafts_ahead: int = 0  # drafts that the model makes for the next step of each sequence that samples
     state_snapshots: tuple[StateSnapshot, ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
 
@@ -256,7 +256,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def prompts(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that are no decodes: chunks of prompts, and tokens that a peer has sampled."""
+        """Scheduled sequences other than decodes: chunks of prompts, and tokens that a peer has sampled."""
         return self.scheduled[self.num_decodes :]
 
     @property
@@ -271,8 +271,8 @@ class StepPlan(msgspec.Struct, frozen=True):
 class StepOutput(msgspec.Struct, frozen=True):
     """Results of a step: tokens in the plan's order.
 
-    ``decode_counts`` has how many of them each decode yields; it is empty if none has drafts, so that each yields one.
-    Prompts yield their ``num_samples``. ``logprobs`` has those of some tokens, by index in ``token_ids``. ``digests``
+    ``decode_counts`` has the tokens that each decode yields; it is empty if no decode has drafts, so that each yields
+    one. Prompts yield their ``num_samples``. ``logprobs`` has an entry for some indices of ``token_ids``. ``digests``
     has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by sequence, the
     log-probabilities of the prompt tokens that follow the computed ones. ``pooled`` has the vectors of prompts that
     ended, little-endian float32, by sequence; the tokens of such a node mean nothing.

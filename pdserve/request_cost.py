@@ -1,7 +1,7 @@
-"""Predicts what a request costs on the nodes of a fleet. Pure. Routers choose nodes by it; docs/fleet.md explains it.
+"""Predict the cost of a request on the nodes of a fleet. Pure. Routers choose nodes by it; docs/fleet.md explains it.
 
 The objective, summed over requests, is TTFT / T_ttft + mean time per output token / T_itl. All costs are in seconds of
-TTFT. A second that a stream of L tokens waits between two of them adds 1 / L to its mean, so it costs
+TTFT. A second of delay between two tokens of a stream of L tokens adds 1 / L to its mean, so it costs
 T_ttft / (T_itl · L) = ``DELAY_WEIGHT`` seconds of TTFT. The costs are the same for nodes of all roles:
 
     prompt    its own wait  +  the streams that it delays  +  the later prompts that it delays
@@ -23,22 +23,22 @@ from pdserve.kv_groups import Windows, blocks_for
 TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
 ITL_OBJECTIVE = 0.02  # seconds: T_itl
 OUTPUT_TOKENS = 200  # assumed length of an answer: L
-PROMPT_TOKENS = 2000  # the same of a prompt
+PROMPT_TOKENS = 2000  # assumed length of a prompt
 DELAY_WEIGHT = TTFT_OBJECTIVE / (ITL_OBJECTIVE * OUTPUT_TOKENS)
 
-HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
-HANDOFF_SECONDS = 6e-3  # from P's first token to confirmed KV; measured on H100s: 5 to 8 ms
+HALF_LIFE = 10.0  # seconds until a measurement that is not repeated counts half
+HANDOFF_SECONDS = 6e-3  # seconds from P's first token to confirmed KV; measured on H100s: 5 to 8 ms
 CLEAR_WIN = 0.75  # a pull takes at most this share of the time that it saves, as predictions of both are inexact
 _SPLIT_WIN = 2 / 3  # a split takes at most this share of the time to load all, as it takes steps, too
 _STEP_TOKENS = 8192  # assumed size of a step of prompts
-_MOST_STEPS = 1e9  # of a prompt: years
-_SHORTEST_PULL = 0.25  # seconds: a pull is not late before, as one step of the source may take so long
+_MOST_STEPS = 1e9  # most predicted steps of a prompt, so that the number fits an integer: years
+_SHORTEST_PULL = 0.25  # seconds until a pull may be late: one step of the source may take so long
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
-_MOST_SHARE = 0.9  # of time, spent on prompts: a prediction of more would make costs infinite
+_MOST_SHARE = 0.9  # most time spent on prompts, as a fraction: more would make predicted costs infinite
 
 #: A step with prompts takes at most so many decode steps of one sequence. A prompt then takes 9 / 8 of its time alone.
 AUTO_ITL_STEPS = 9.0
-_LEAST_ITL_STEPS = 2.0  # the same in decode steps of all sequences: prompts get half of the time at least
+_LEAST_ITL_STEPS = 2.0  # least ITL target, in decode steps of all sequences: prompts get half of the time
 
 
 MOST_SECONDS = 1e6  # the range of measured seconds, costs and targets is 0 … eleven days
@@ -62,7 +62,7 @@ class LinearCost(msgspec.Struct, frozen=True, array_like=True):
         return self.base + self.slope * count
 
     def aged(self, seconds: float) -> LinearCost:
-        """The cost after so many seconds without a measurement: it decays, so that a slow path is tried again."""
+        """Return the cost after ``seconds`` without a measurement: it decays, so that a slow path is tried again."""
         share = 0.5 ** min(seconds / HALF_LIFE, 10.0)
         return LinearCost(self.base * share, self.slope * share)
 
@@ -80,18 +80,18 @@ TYPICAL = StepCosts(prompt=LinearCost(1e-3, 24.4e-6), decode=LinearCost(4.8e-3, 
 
 
 class RequestLoad(msgspec.Struct, frozen=True):
-    """Load of a node: its last report, and requests that were sent to it since."""
+    """Load of a node: its last report, and the requests sent to it since."""
 
     requests: int = 0  # running or waiting
-    waiting: int = 0  # for KV blocks
+    waiting: int = 0  # requests that wait for KV blocks
     backlog: int = 0  # uncached prompt tokens to compute
     free_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 16
-    windows: Windows = (None,)  # of KV cache groups
+    windows: Windows = (None,)  # sliding window of each KV cache group
     decoding: int = 0  # sequences that decode now
-    for_peers: int = 0  # of ``requests``, prompts that other nodes decode
-    prompt_share: float = 0.0  # of recent time, spent on prompts: 0 … 1
+    for_peers: int = 0  # ``requests`` that other nodes decode
+    prompt_share: float = 0.0  # fraction of recent time spent on prompts: 0 … 1
     itl_target: float = 0.0  # seconds of a step with decodes and prompts, 0 … MOST_SECONDS; 0: no limit
 
     @property
@@ -101,7 +101,7 @@ class RequestLoad(msgspec.Struct, frozen=True):
 
 
 class OutOfRange(NamedTuple):
-    """A number from which no cost follows."""
+    """A number of a node from which no cost follows."""
 
     name: str
     value: float
@@ -135,7 +135,7 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
     """Return whether a prompt goes to a prefill node, given the tokens whose KV is not on D.
 
     A handoff costs a round trip, a read and a confirmation at any length, and a short prompt hardly delays the decodes
-    in its step. ``min_tokens`` 0 hands off all that D lacks KV of. ``prompt_logprobs`` (-1: none) are computed on D.
+    in its step. ``min_tokens`` 0 hands off every prompt with uncached tokens. ``prompt_logprobs`` (-1: none) stay on D.
     """
     return prompt_logprobs < 0 and uncached_tokens >= max(min_tokens, 1)
 
@@ -143,8 +143,8 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
 class PromptTimes(NamedTuple):
     """The cost of a prompt on a node, and its wait, in seconds."""
 
-    first_token: float  # until its own first token
-    delays: float  # of streams there, weighted
+    first_token: float  # until the prompt's first token, with the wait that it adds to later prompts
+    delays: float  # delay of the node's streams, times DELAY_WEIGHT
 
     @property
     def cost(self) -> float:
@@ -154,9 +154,9 @@ class PromptTimes(NamedTuple):
 def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> PromptTimes:
     """Predict a prompt on a node: its own wait, and the delay of streams there.
 
-    Beside decodes, each step reads the weights anyway and computes some tokens meanwhile. That hides the seconds by
-    which the base of a decode step exceeds that of a step of prompts. Prompts that arrive while the queue drains take
-    ``prompt_share`` of that time, so as many seconds of them wait.
+    Beside decodes, each step reads the weights anyway and computes some prompt tokens meanwhile. This hides the base
+    of a decode step, less the base of a step of prompts. Prompts that arrive while the queue drains take
+    ``prompt_share`` of that time; their wait for this prompt counts as many seconds.
     """
     decodes, slope = load.decoding, costs.prompt.slope
     own, queued = slope * uncached_tokens, slope * load.backlog
@@ -194,8 +194,8 @@ def remote_prompt_times(load: RequestLoad, costs: StepCosts, prompt_tokens: int,
 def handoff_cost(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> float:
     """Cost of a handoff to D after P's first token, as if D read nothing while P computes.
 
-    The step in which the stream joins has few prompts, as it has waited for it. The prompts that wait on D, and those
-    that arrive until they are computed, wait for that step, too.
+    The step in which the stream joins has few prompts, as the scheduler keeps it short. Prompts that wait on D, and
+    prompts that arrive until then, wait for that step, too.
     """
     waiting = load.backlog / PROMPT_TOKENS / (1.0 - min(load.prompt_share, _MOST_SHARE))
     join = costs.decode.at(load.decoding) if load.decoding else 0.0
@@ -213,7 +213,7 @@ def answer_wait(load: RequestLoad, costs: StepCosts) -> float:
 
 
 def step_seconds(load: RequestLoad, costs: StepCosts) -> float:
-    """Seconds of the step that a node executes. Without streams there, prompts have no ITL target."""
+    """Seconds of the step that a node executes. Without streams on the node, prompts have no ITL target."""
     prompts = costs.prompt.slope * min(load.backlog, _STEP_TOKENS)
     if not load.decoding:
         return prompts
@@ -233,25 +233,25 @@ NO_PULL = LoadPlan(0, 0, 0.0)
 
 
 class Pace(NamedTuple):
-    """How a node would compute one more prompt now."""
+    """Predicted progress of one more prompt on a node."""
 
-    queued: float = 0.0  # seconds until it can begin
-    slower: float = 1.0  # then it takes so many times as long as alone
+    queued: float = 0.0  # seconds until the prompt can begin
+    slower: float = 1.0  # then its time, relative to the time alone
 
 
 AT_ONCE = Pace()
 
 
 def prompt_pace(load: RequestLoad, costs: StepCosts, queued_tokens: int, decodes: int) -> Pace:
-    """Return the pace of a prompt behind others of ``queued_tokens`` tokens, and beside ``decodes`` streams."""
+    """Return the pace of a prompt behind ``queued_tokens`` tokens of other prompts, beside ``decodes`` streams."""
     return Pace(costs.prompt.slope * queued_tokens, _slower_prompts(load, costs, decodes))
 
 
 def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace, block: int) -> LoadPlan | None:
-    """Return how to split a load of cached tokens, if that takes clearly less time than to load or compute all.
+    """Return the split of a load of cached tokens; None unless it takes clearly less time than to load or compute all.
 
     ``load``: seconds by tokens. ``compute``: seconds per token, alone. ``block``: tokens. Both parts of a split end
-    together: where the node loads as fast as it computes, after half of the time.
+    together: after half of the time, if the node loads as fast as it computes.
     """
     whole, slope = load.at(num_tokens), pace.slower * compute
     first = (whole - pace.queued) / (slope + load.slope)
@@ -270,7 +270,7 @@ def plan_pull(
     pace: Pace = AT_ONCE,
     split_block: int = 0,
 ) -> LoadPlan | None:
-    """Return how a node had better get the KV of tokens that a peer has, by its own costs; None: it computes them.
+    """Return the cheapest way to get the KV of tokens that a peer has, by the node's costs; None: compute them.
 
     Unmeasured costs are tried. ``wait``: seconds until the source answers. ``split_block``: tokens of a block if the
     node can compute some blocks meanwhile, else 0.
@@ -289,7 +289,7 @@ def plan_pull(
 def pull_deadline(costs: StepCosts, num_tokens: int, queued: float = 0.0) -> float:
     """Return the seconds after which a pull is given up: no fewer than the node needs to compute the tokens.
 
-    It can begin with them after ``queued`` seconds. A node that has not measured them waits.
+    The node can begin to compute them after ``queued`` seconds. Without measured costs, it waits without end.
     """
     return max(_SHORTEST_PULL, queued + costs.prompt.slope * num_tokens) if costs.prompt else math.inf
 
@@ -320,7 +320,7 @@ def time_per_token(decode: LinearCost, decodes: float, prompt_share: float) -> f
 
 
 def stream_life(decode: LinearCost, decodes: float) -> float:
-    """Return the seconds that a stream takes beside so many on its node, without prompts."""
+    """Return the seconds of a stream on a node with ``decodes`` streams and no prompts."""
     return OUTPUT_TOKENS * decode.at(max(1.0, decodes))
 
 
@@ -328,8 +328,8 @@ def settled_shares(prompt_work: float, streams: int, nodes: int, costs: StepCost
     """Return the share of prompts on each of ``nodes`` once requests have settled: the first nodes have most of them.
 
     ``prompt_work`` is the sum of the shares now. Either every node has the same share, or the first ones compute
-    prompts only, as far as they suffice: what costs a request less, by its wait and its time per token. Beside streams,
-    prompts get what the ITL target leaves, at most. If that is less than they need, every node has this share.
+    prompts only, as far as they suffice: whichever costs a request less, by its wait and its time per token. Beside
+    streams, prompts get at most the time that the ITL target leaves. If they need more, every node has this share.
     """
     prompt = _mean_prompt(prompt_work, streams, nodes, costs)
 
@@ -350,7 +350,7 @@ def settled_shares(prompt_work: float, streams: int, nodes: int, costs: StepCost
 
 
 def _mean_prompt(prompt_work: float, streams: int, nodes: int, costs: StepCosts) -> float:
-    """Return the mean seconds of a prompt. As many prompts come as streams end: ``streams`` in the life of one."""
+    """Return the mean seconds of a prompt. One prompt comes per ended stream: ``streams`` in a stream's life."""
     most = PROMPT_TOKENS * costs.prompt.slope
     return min(most, prompt_work * stream_life(costs.decode, streams / nodes) / streams) if streams else most
 
@@ -359,16 +359,16 @@ def _prompt_wait(prompt_work: float, nodes: int, prompt: float) -> float:
     """Return the mean wait of a prompt for one of ``nodes`` that share the work, in seconds; ``prompt``: its own.
 
     M/D/m by the approximation of H. Sakasegawa (Annals of the Institute of Statistical Mathematics 29, 1977). Other
-    nodes take over what would wait for longer than half of a prompt.
+    nodes take over prompts that would wait for longer than half of a prompt.
     """
     all_busy = math.pow(min(prompt_work / nodes, 1.0), math.sqrt(2.0 * (nodes + 1)) - 1.0)
     return all_busy * prompt / 2.0 / max(nodes - prompt_work, 1.0)
 
 
 def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
-    """Return how many times as long prompts take beside streams: 1 … 2.
+    """Return the time of prompts beside streams, relative to their time alone: 1 … 2.
 
-    A step with prompts takes the ITL target, and its decodes do their part of it, at most half.
+    A step with prompts takes the ITL target; its decodes take at most half of it.
     """
     step = costs.decode.at(decodes)
     longest = longest_step(load.itl_target, step)

@@ -23,7 +23,7 @@ TokenIds = tuple[int, ...]
 
 
 class BodyParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters that bodies of HTTP requests have, too, under the same names and with the same defaults."""
+    """Parameters that HTTP request bodies have under the same names and with the same defaults."""
 
     n: Annotated[int, Range(1, MAX_CHOICES), Meta(description="Choices per prompt.")] = 1
     min_tokens: Annotated[int, Range(0), Meta(description="No stop token before so many output tokens.")] = 0
@@ -40,8 +40,8 @@ class BodyParams(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
     """All parameters of a request. The router has filled in all defaults.
 
-    A request samples the same tokens whatever else is in the batch: noise depends on ``seed``, the choice, the position
-    and the token id only.
+    A request samples the same tokens in every batch: noise depends only on ``seed``, the choice, the position and the
+    token id.
     """
 
     max_tokens: Annotated[int, Range(1)]
@@ -54,15 +54,15 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
     logit_bias: Annotated[dict[int, float], Range(-100, 100)] = {}  # by token id
     stop_token_ids: TokenIds = ()
     logprobs: Annotated[int, Range(-1)] = -1  # alternatives to report per token; 0: the sampled one only; -1: none
-    prompt_logprobs: Annotated[int, Range(-1, MAX_PROMPT_LOGPROBS)] = -1  # the same for the prompt's tokens
+    prompt_logprobs: Annotated[int, Range(-1, MAX_PROMPT_LOGPROBS)] = -1  # per prompt token, as ``logprobs``
     #: Constrains the whole output, in llguidance's serialized form; "" is none. The position in it follows from the
     #: output so far, so another node can continue a choice without further state.
     grammar: str = ""
     allowed_token_ids: TokenIds = ()  # no other tokens; (): all
     bad_words: tuple[TokenIds, ...] = ()  # the output has none of these sequences
     logprob_token_ids: TokenIds = ()  # reported in place of the ``logprobs`` best tokens
-    #: Reasoning begins after ``thinking_start_ids`` in the output, or with it if there are none. It ends with
-    #: ``thinking_end_ids`` after at most so many tokens.
+    #: Most tokens of reasoning. It begins after ``thinking_start_ids`` in the output, or with the output if there are
+    #: none, and ends with ``thinking_end_ids``.
     thinking_token_budget: Annotated[int, Range(0)] = 0
     thinking_start_ids: TokenIds = ()
     thinking_end_ids: TokenIds = ()

@@ -6,8 +6,8 @@ recurrent layers of the rank:
     slot s   bytes s * slot_bytes … of the allocation
     layer l  bytes l * layer_bytes … of the slot: first the state of the delta rule, then that of the convolution
 
-Unlike KV it is overwritten by each step, so only the rank that computes a sequence writes to its slot, and what a peer
-reads, or a prefix hit copies, is a slot that no step writes to.
+Each step overwrites the state, unlike KV. So only the rank that computes a sequence writes to its slot, and a peer
+reads, or a prefix hit copies, a slot that no step writes to.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
     conv   [channels, conv_width - 1] of ``dtype``: the last inputs of the convolution, the oldest first
     """
 
-    key_heads: int  # of the model, or in a layout those of a rank
+    key_heads: int  # the model's; in a layout, the rank's
     value_heads: int
     key_dim: int  # elements of a head
     value_dim: int
     conv_width: int  # tokens that the convolution sees
-    dtype: str  # of the convolution's inputs; a key of DTYPE_BYTES
+    dtype: str  # dtype of the convolution's inputs; a key of DTYPE_BYTES
 
     @property
     def channels(self) -> int:
@@ -67,7 +67,7 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
 
     @property
     def compat_fields(self) -> dict[str, str]:
-        """Name and value of what must be equal on both sides of a handoff, if the heads are those of the model."""
+        """Name and value of what must be equal on both sides of a handoff; heads are the model's."""
         return {"state": "gated_delta"} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
 
     def split(self, shards: int) -> Self:
@@ -80,7 +80,7 @@ class StateLayout(msgspec.Struct, frozen=True):
     """Geometry of one rank's states."""
 
     num_slots: int
-    num_layers: int  # recurrent ones of the rank
+    num_layers: int  # recurrent layers of the rank
     spec: GatedDeltaSpec
 
     @property
@@ -95,10 +95,10 @@ class StateLayout(msgspec.Struct, frozen=True):
 class StateShare(msgspec.Struct, frozen=True):
     """The part of the model's recurrent state that a rank holds: consecutive recurrent layers, and some heads."""
 
-    first_layer: int  # among the recurrent ones
+    first_layer: int  # index among the recurrent layers
     num_layers: int
-    total_layers: int  # of the model
-    shard: int  # of ``num_shards`` that hold a part of the heads each
+    total_layers: int  # recurrent layers of the model
+    shard: int  # index; each of the ``num_shards`` shards holds a part of the heads
     num_shards: int
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class StateShare(msgspec.Struct, frozen=True):
 
 
 class RankStates(msgspec.Struct, frozen=True):
-    """The address and layout of one rank's recurrent states, and the part of the model's that they are."""
+    """The address and layout of one rank's recurrent states, and their share of the model's state."""
 
     region: KVRegion
     layout: StateLayout
@@ -119,18 +119,18 @@ class RankStates(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """An order to store the recurrent state amid a chunk of a prompt: after ``num_tokens`` of its tokens, not all."""
+    """Store the recurrent state amid a chunk of a prompt: after ``num_tokens`` tokens of the chunk, not all."""
 
     seq: int
     num_tokens: int
-    slot: int  # where it is stored; each sequence has one snapshot at most in a step
+    slot: int  # destination; a sequence has at most one snapshot per step
 
 
 class StateOrders(NamedTuple):
-    """The recurrent states that a step stores amid prompts, and copies behind itself."""
+    """Recurrent states that a step stores amid prompts, and copies after it."""
 
     snapshots: tuple[StateSnapshot, ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots, behind the step
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots, copied after the step
 
 
 def _aligned(num_bytes: int) -> int:

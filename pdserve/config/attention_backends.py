@@ -20,7 +20,7 @@ ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {
     "flashinfer": (16, 32, 64),
 }
 
-NO_BACKEND = "none"  # of a simulated node, whose pages may be of any size
+NO_BACKEND = "none"  # a simulated node: it computes no attention, so pages may have any size
 
 #: Pages that every backend can index. Nodes exchange KV only with equal pages, so each backend prefers these.
 COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKENDS.values() if sizes is not None))
@@ -38,11 +38,11 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
     has_triton: bool  # the package is installed
     has_flashinfer: bool  # the package is installed
     interpreted: bool = False  # Triton's interpreter is on, also on a GPU
-    triton_error: str = ""  # of a kernel that was tried here
+    triton_error: str = ""  # error of the trial kernel on this device; empty if it ran, or none was tried
 
     @property
     def triton_problem(self) -> str | None:
-        """Why no Triton kernel can run here; None where they can."""
+        """Why no Triton kernel can run here; None if they can."""
         if self.device != "cuda" and not self.interpreted:
             return "no NVIDIA GPU: this node runs on a CPU (for tests, TRITON_INTERPRET=1 interprets the kernels)"
         if not self.has_triton:
@@ -51,7 +51,7 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_platform(device: str, environ: Mapping[str, str]) -> Platform:
-    """The platform of this process. Packages are looked for, not imported."""
+    """Return the platform of this process. Packages are looked up, not imported."""
     return Platform(
         device=device,
         has_triton=importlib.util.find_spec("triton") is not None,
@@ -75,7 +75,7 @@ def problems(
 ) -> list[str]:
     """Return why a backend cannot serve layers of these specs, dtype and head size here; empty if it can.
 
-    With latents, their sizes count in place of ``head_dim``.
+    For a model with latents, the latents' sizes count in place of ``head_dim``.
     """
     if backend == "torch":
         return []

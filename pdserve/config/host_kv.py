@@ -16,13 +16,13 @@ from pdserve.state import StateLayout
 def host_room(config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> HostRoom:
     """Return the blocks and slots that ``config.host_kv_memory`` bytes hold, divided as the device's memory is.
 
-    ``layout`` and ``states`` are those of any rank, as allocated. Every rank has as many blocks and slots.
+    ``layout`` and ``states`` are a rank's, as allocated. All ranks have equal numbers of blocks and slots.
     """
     block = sum(layout.resized(share.layers, share.num_heads).block_bytes for share in config.shares)
     if states is None:
         return HostRoom(config.host_kv_memory // block)
     slot = states.spec.layer_bytes * sum(share.num_layers for share in config.parallel.state_shares(config.model))
-    unit = block * layout.num_blocks + slot * states.num_slots  # of the device's memory
+    unit = block * layout.num_blocks + slot * states.num_slots  # bytes of KV and states in device memory, on all ranks
     num_slots = config.host_kv_memory * states.num_slots // unit
     return HostRoom((config.host_kv_memory - num_slots * slot) // block, num_slots)
 

@@ -15,7 +15,7 @@ from pdserve.errors import ConfigError, shown
 from pdserve.kv import FP8_E4M3, UNSCALED, KVScales
 from pdserve.model.model_config import ModelConfig
 
-_LEAST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs that convert to and from E4M3
+_LEAST_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA GPUs that convert to and from E4M3
 #: The scheme of compressed-tensors that is an FP8 cache with static scales.
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 

@@ -9,7 +9,7 @@ from pdserve.errors import ConfigError
 from pdserve.flags.value_types import natural, positive_int, positive_seconds
 from pdserve.rpc.address import split_address
 
-RENDEZVOUS_SECONDS = 1800.0  # for machines to be provisioned, images to be pulled and weights to be digested
+RENDEZVOUS_SECONDS = 1800.0  # time to provision machines, pull images and digest weights
 
 
 class LocalRanks(NamedTuple):

@@ -27,7 +27,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a node for one of its ranks; ``for_rank`` returns that of another rank.
+    """The configuration of a node for one of its ranks; ``for_rank`` returns the one for another rank.
 
     ``rank``, ``device``, ``kv_layout`` and ``state_layout`` are the rank's; all other fields are equal on all ranks.
     """
@@ -44,11 +44,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     rank: int = 0
     kv_layout: KVLayout
-    state_layout: StateLayout | None = None  # of recurrent layers; None: the model has none
-    state_slots: int | None = None  # as the user chose; None: as many as ``choose_slots`` finds
-    kv_scales: tuple[KVScales, ...] = ()  # of all layers with a KV cache; empty unless the cache is FP8
+    state_layout: StateLayout | None = None  # recurrent states; None: the model has no recurrent layers
+    state_slots: int | None = None  # the user's choice; None: ``choose_slots`` decides
+    kv_scales: tuple[KVScales, ...] = ()  # one per layer with a KV cache; empty unless the cache is FP8
     kv_checksum: bool
-    kv_connector: str = "nixl"  # of connector/__init__.py: a name, or module:Class
+    kv_connector: str = "nixl"  # a name in connector/__init__.py, or module:Class
     host_kv_memory: int = 0  # bytes, of all ranks together; 0: evicted KV is not kept
     disk_kv: str = ""  # directory; empty: KV that leaves host memory is dropped
     disk_kv_size: int = 0  # bytes of all files in it
@@ -66,13 +66,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     costs: SimulatedCosts | None = None  # None unless simulated
     sim_crash_token: int | None = None
     synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: drafts are verified
-    speculate: str = "off"  # of node_options.SPECULATE, without a directory: where drafts come from
+    speculate: str = "off"  # source of drafts: one of node_options.SPECULATE, without its directory
     draft_dir: str = ""  # checkpoint of ``model.draft_head``
-    draft_digest: str = ""  # its weights' digest; empty before it is known
-    always_draft: bool = False  # also where drafts are not worth their time
-    max_drafts: int = 0  # of a decode in one step
+    draft_digest: str = ""  # digest of the draft head's weights; empty until known
+    always_draft: bool = False  # draft even if it costs more time than it saves
+    max_drafts: int = 0  # most drafts of a decode in one step
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
-    weight_files: FileStates = {}  # of this host, whose digests are in compat_fields; empty before they are known
+    weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
     pooling: PoolingConfig | None = None  # None: the node generates
     triton_problem: str = ""  # why this host runs no Triton kernels
@@ -116,7 +116,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def split_block(self) -> int:
         """Tokens of a block if a prompt may be computed while later blocks of it are pulled; else 0.
 
-        A recurrent state is that of all tokens before it, and a pull decides where windows lie.
+        A recurrent state depends on all earlier tokens, and a pull decides where windows lie.
         """
         layout = self.kv_layout
         return 0 if self.state_layout is not None or layout.groups.has_windows else layout.block_size

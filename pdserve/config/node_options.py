@@ -34,8 +34,8 @@ GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdser
 OFF, AUTO, LOOKUP, MTP, EAGLE3 = "off", "auto", "lookup", "mtp", "eagle3"
 ALWAYS = "always"
 SPECULATE = (OFF, AUTO, LOOKUP, MTP, f"{EAGLE3}:DIR")
-SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # of a model's name
-MAX_DRAFTS = 16  # of a sequence in one step
+SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # suffix of the model name in the API: the answers mean nothing
+MAX_DRAFTS = 16  # most drafts of a sequence in one step
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
 
 

@@ -279,7 +279,8 @@ def _head_parameters(model: ModelConfig, head: Eagle3Config, position: RankPosit
     """Count a rank's weights of the head that makes drafts, with a copy of the model's embedding where it needs one."""
     tp, size = position.parallel.tp, head.hidden_size
     embedding = model.vocab_size * size if head.has_embedding or not position.is_first else 0
-    attention = (3 * model.num_heads + 2 * 2 * max(model.num_kv_heads, tp)) * model.head_dim * size  # of pairs of rows
+    # Queries, keys and values take the embedding beside the hidden state: 2 * size inputs.
+    attention = (3 * model.num_heads + 2 * 2 * max(model.num_kv_heads, tp)) * model.head_dim * size
     split = attention + 3 * size * head.intermediate_size + embedding + head.draft_vocab_size * size
     return split // tp + len(head.layers) * model.hidden_size * size
 

@@ -1,4 +1,4 @@
-"""From flags to a frozen configuration: ``resolve(options, device)`` fills every "auto" once and says why."""
+"""Turn flags into a frozen configuration: ``resolve(options, device)`` decides every "auto" once and logs why."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def _choose_layouts(
     weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
     memory = _choose_kv_memory(options, device, weights, choices)
     blocks = [msgspec.structs.replace(one_block, num_layers=layers) for layers in stages[:: parallel.tp]]
-    rest = [memory] * parallel.pp  # of each stage, behind its states
+    rest = [memory] * parallel.pp  # bytes left for KV blocks, by stage
     if states is not None:
         counts = [share.num_layers for share in parallel.state_shares(model)[:: parallel.tp]]
         slots = [msgspec.structs.replace(states, num_layers=layers) for layers in counts]

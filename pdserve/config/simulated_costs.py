@@ -13,17 +13,17 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.records import StepPlan
 
-_HIDDEN_SHARE = 0.23  # of what prompts add to a step; measured beside decodes on an H100
-KV_TOKENS = 800_000  # default size of the KV cache in tokens: that of an 8B model on an H200
+_HIDDEN_SHARE = 0.23  # fraction of prompt time that the read of the weights hides; measured beside decodes on an H100
+KV_TOKENS = 800_000  # default size of the KV cache in tokens: an 8B model on an H200
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """The tokens of a step, and those that they attend to. Drafts count as prompt tokens."""
+    """Tokens of a step, and the context tokens that they attend to. Drafts count as prompt tokens."""
 
     decodes: int = 0
-    decode_context: int = 0  # tokens in the KV caches of the decoding sequences, added up
+    decode_context: int = 0  # tokens in the KV cache, summed over decoding sequences
     prompt_tokens: int = 0
-    prompt_context: float = 0.0  # tokens that the prompt tokens attend to, added up
+    prompt_context: float = 0.0  # tokens attended to, summed over prompt tokens
 
 
 class SimulatedCosts(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class SimulatedSteps:
 
     def __init__(self, costs: SimulatedCosts) -> None:
         self._costs = costs
-        self._tokens: dict[int, int] = {}  # with KV, by sequence
+        self._tokens: dict[int, int] = {}  # tokens with KV, by sequence
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the seconds of the next step."""
@@ -84,7 +84,7 @@ class SimulatedSteps:
         for new in plan.new:
             tokens[new.seq] = new.num_computed
         decode_context = 0
-        for item in plan.scheduled[:decodes]:  # as if no draft were accepted
+        for item in plan.scheduled[:decodes]:  # assume that no draft is accepted
             tokens[item.seq] = context = tokens.get(item.seq, 0) + 1
             decode_context += context
         prompt_tokens, prompt_context = plan.num_drafts, 0.0

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pdserve.kv import KVLayout
 from pdserve.state import LEAST_SLOTS, StateLayout
 
-TYPICAL_TOKENS = 4096  # of a sequence: memory is divided as if all had as many
-_SNAPSHOTS = 64  # beside two slots for each running sequence
+TYPICAL_TOKENS = 4096  # assumed tokens per sequence, to divide memory between KV and states
+_SNAPSHOTS = 64  # slots for snapshots, beside two for each running sequence
 
 
 def most_slots(max_num_seqs: int) -> int:
-    """Return the slots beyond which more serve nothing: two per running sequence, and snapshots of others."""
+    """Return the most slots that are of use: two per running sequence, and snapshots of others."""
     return 2 * max_num_seqs + _SNAPSHOTS
 
 
 def choose_slots(memory: int, layout: KVLayout, states: StateLayout, max_num_seqs: int) -> int:
     """Return the slots of a rank with ``memory`` bytes for KV and states together.
 
-    As many as sequences of ``TYPICAL_TOKENS`` fit, within ``LEAST_SLOTS`` and ``most_slots``. The number of blocks and
-    slots in the two layouts do not matter.
+    As many as sequences of ``TYPICAL_TOKENS`` fit, within ``LEAST_SLOTS`` and ``most_slots``. The numbers of blocks
+    and slots in the two layouts do not matter.
     """
     slots = memory // bytes_per_sequence(layout, states)
     return min(max(slots, LEAST_SLOTS), most_slots(max_num_seqs))

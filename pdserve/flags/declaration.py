@@ -23,7 +23,7 @@ from pdserve.errors import ConfigError
 from pdserve.flags.value_types import SIZE_UNITS, number, parse_size, whole_number
 
 Options = TypeVar("Options", bound=msgspec.Struct)
-#: Parsers of fields that name none, by the type of the field.
+#: Default parsers, by the type of the field.
 _PARSERS: Mapping[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
 
 
@@ -35,17 +35,17 @@ class Flag(msgspec.Struct, frozen=True):
 
     help: str  # without the default
     metavar: str | None = None
-    parse: Callable[[str], Any] | None = None  # of one value; None: by the type of the field
+    parse: Callable[[str], Any] | None = None  # parser of one value; None: chosen by the field's type
     choices: tuple[str, ...] | None = None
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
-    unset: str = ""  # what a default of None or "" means
-    alias: str | None = None  # another name: vLLM's
-    spelling: str | None = None  # the name, if it is not the field's
+    unset: str = ""  # meaning of a default of None or ""
+    alias: str | None = None  # vLLM's name for the flag
+    spelling: str | None = None  # the flag, if not named after the field
     shorthand: tuple[str, str] | None = None  # another flag without a value, and the value that it stands for
     repeatable: bool = False
-    group: str = ""  # its section in the help
+    group: str = ""  # section in the help
     excludes: str = ""  # flags with the same word here exclude each other
 
     def within(self, group: str) -> Flag:

@@ -1,4 +1,4 @@
-"""Flags that people know from vLLM, SGLang, TGI and llama.cpp, by what they mean here."""
+"""Flags of vLLM, SGLang, TGI and llama.cpp, and their meanings here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-#: Flags of other servers, and what does the same here: a flag, or words.
+#: Flags of other servers, with the equivalent here: a flag, or words.
 MEANINGS = {
     **dict.fromkeys(("--model", "--model-path", "--model-id"), "MODEL, as the first word after the command"),
     "--tp-size": "--tp",
@@ -53,7 +53,7 @@ MEANINGS = {
     "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
 }
 
-#: Flags of other servers that ask for what is so anyway: accepted, with a line that says why.
+#: Flags of other servers for behaviour that pdserve always has: accepted, with a line that says why.
 DEFAULTS = {
     "--enable-prefix-caching": "prefixes are always cached",
     "--enable-chunked-prefill": "long prompts are always computed in chunks; --itl-target bounds them",
@@ -65,7 +65,7 @@ DEFAULTS = {
     "--async-scheduling": "runner V2 always launches a step before it knows the last one's tokens",
 }
 
-#: The same, of flags with a value.
+#: Flags of other servers that take a value and have no effect here, with the reason.
 DEFAULTS_WITH_VALUE = {
     "--root-path": "pages and redirects are relative; have the proxy remove the prefix",
     "--distributed-executor-backend": "ranks are processes",
@@ -145,7 +145,7 @@ OF_ROUTERS = {
     "--tls-key",
 }
 
-_SIMILAR = 0.7  # of letters
+_SIMILAR = 0.7  # least similarity (difflib's ratio) of a flag to suggest
 
 
 def translated(
@@ -179,7 +179,7 @@ def translated(
 
 
 def with_our_values(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """Return a command line of our flags in our values. ``say`` gets a line for each value that is another's."""
+    """Return a command line of our flags in our values. ``say`` gets a line for each value that is translated."""
     found, left = [], list(words)
     while left:
         word = left.pop(0)
@@ -204,7 +204,7 @@ def _our_value(flag: str, value: str) -> str | None:
 
 
 def describe_unknown(flag: str, known: Collection[str], program: str) -> str:
-    """Return an error for a flag that is not ``known``, with what to do instead."""
+    """Return an error for a flag that is not ``known``, with the remedy."""
     flag = flag.replace("_", "-")
     if flag in REASONS:
         return f"{flag} is not supported: {REASONS[flag]}"

@@ -251,7 +251,7 @@ class BoundedConnection(UnreadWatch, HttpToolsProtocol):
     _shaking: socket.socket | None = None  # during the TLS handshake
     _arrival_timer: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None  # pipelined requests wait behind it
-    _header_bytes = 0  # of this request, delivered by the parser
+    _header_bytes = 0  # bytes of the request's headers that the parser has delivered
     _buffered_bytes = 0  # received without a parser event, so the parser may buffer them
     _progressed = False
     _half_closed = False  # the client has shut its sending side

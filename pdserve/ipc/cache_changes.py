@@ -16,7 +16,7 @@ class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
     block_hash: bytes
     parent: bytes  # hash of the block before it; empty for the first block of a prompt
     token_ids: bytes  # little-endian uint32
-    cache_salt: str  # of the request; its root hash depends on it
+    cache_salt: str  # the request's; its chain of block hashes begins with it (pdserve/hashing.py)
 
     @property
     def key(self) -> BlockKey:
@@ -31,7 +31,7 @@ class Medium(StrEnum):
 
 
 class TierChanges(msgspec.Struct, frozen=True, array_like=True):
-    """Net changes of such a tier. No key is in both lists."""
+    """Net changes of one tier behind the prefix cache. No key is in both lists."""
 
     medium: Medium
     removed: list[BlockKey]
@@ -39,7 +39,7 @@ class TierChanges(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheChanges(msgspec.Struct, frozen=True, array_like=True):
-    """They apply in the order of the fields. No key is in both lists."""
+    """Net changes of cache and tiers, applied in the order of the fields. No key is in both lists."""
 
     cleared: bool  # the cache was emptied, with all tiers
     removed: list[BlockKey]

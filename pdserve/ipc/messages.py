@@ -84,9 +84,9 @@ class Mode(StrEnum):
 class RankPlacement(msgspec.Struct, frozen=True):
     """Devices of the ranks on this host, and where ranks on other hosts connect."""
 
-    devices: tuple[DeviceInfo, ...]  # of the first ranks
+    devices: tuple[DeviceInfo, ...]  # devices of this host's ranks, rank 0 first
     listen: str = ""  # host:port; empty without ranks on other hosts
-    rendezvous_timeout: float = 0.0  # seconds to wait for them
+    rendezvous_timeout: float = 0.0  # seconds to wait for ranks on other hosts
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +95,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     config: NodeConfig
     agent: str
     placement: RankPlacement
-    peer: WeightPeer | None = None  # has the weights of this checkpoint in memory
+    peer: WeightPeer | None = None  # a node with the weights of this checkpoint in memory
     kv_events: bool = False  # batches have ``cache_changes``
 
 
@@ -134,10 +134,10 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     rid: int
     epoch: str
     remote_blocks: tuple[int, ...]
-    num_tokens: int  # of the prompt, up to the end of these blocks
-    digests: tuple[int, ...] = ()  # of these blocks, then of the state, as announced by P; empty without checksums
+    num_tokens: int  # prompt tokens up to the end of these blocks
+    digests: tuple[int, ...] = ()  # one per block, then the state's, as announced by P; empty without checksums
     remote_state: int = NO_SLOT  # P's slot with the recurrent state after ``handoff_position`` tokens
-    pull: bool = False  # of cached blocks, which may end before the prompt does
+    pull: bool = False  # the blocks come from P's cache, and may end before the prompt
 
 
 class ComputeBeside(msgspec.Struct, frozen=True, tag=True):
@@ -154,7 +154,7 @@ class HandoffEnds(msgspec.Struct, frozen=True, tag=True):
     """P has launched the last chunk of the prompt, so the request will decode here soon. Unknown rids are ignored."""
 
     rid: int
-    seconds: float  # until that chunk ends
+    seconds: float  # until the chunk ends
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
@@ -163,7 +163,7 @@ class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
     rid: int
     num_tokens: int  # leading tokens with KV: all that a handoff brings, fewer after a pull; 0: P had nothing to pull
     outputs: Outputs  # empty after a pull: P has sampled nothing
-    waited: float = 0.0  # seconds since the last of them came, or since the request without one
+    waited: float = 0.0  # seconds since P's last token came; without tokens, since the request
 
 
 class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
@@ -220,7 +220,7 @@ class UseWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """No order: an engine that takes no command, not even this one, hangs."""
+    """No order: an engine that does not take even this command hangs."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -264,8 +264,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[RankKV, ...]  # empty without connector
     decision: Decision  # the configuration's, unless ranks on other hosts lack something
     weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
-    loaded_files: tuple[FileStates, ...] = ()  # of each rank on this host
-    digests: tuple[HostDigests, ...] = ()  # of other hosts
+    loaded_files: tuple[FileStates, ...] = ()  # by rank on this host
+    digests: tuple[HostDigests, ...] = ()  # from other hosts
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -319,7 +319,7 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """A prompt has been computed here; its first tokens are in the same batch. Sent once per request."""
 
     rid: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
+    cached_tokens: int  # prompt tokens found in the prefix cache
     queued: float  # seconds that the request waited for its first step
 
 
@@ -352,7 +352,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pooled(msgspec.Struct, frozen=True, array_like=True):
-    """The vector of a prompt on a node that pools. Its only output token, in the same batch, means nothing."""
+    """The vector of a prompt on a node that pools. Ignore the only output token, in the same batch."""
 
     rid: int
     vector: bytes  # little-endian float32
@@ -364,15 +364,15 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True):
-    """Cached blocks of a request that waits for them have come from a tier behind the prefix cache, or have not."""
+    """End of a fetch: a tier behind the prefix cache has brought a waiting request's cached blocks, or failed to."""
 
     rid: int
     medium: Medium
-    num_tokens: int  # that need not be computed; 0: it failed, or was given up
-    seconds: float  # that it took
-    expected: float  # seconds, as predicted; 0: unknown
-    computing: float  # seconds to compute as many tokens, as predicted; 0: unknown
-    computed_tokens: int = 0  # that its sequence computes meanwhile; 0: it waits
+    num_tokens: int  # prompt tokens that need no computation; 0: the fetch failed or was given up
+    seconds: float  # duration of the fetch
+    expected: float  # predicted seconds of the fetch; 0: unknown
+    computing: float  # predicted seconds to compute the tokens instead; 0: unknown
+    computed_tokens: int = 0  # tokens that the request computes meanwhile; 0: it waits
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
@@ -387,15 +387,15 @@ class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
     """The read of one part of a prompt has ended. The request may have ended before."""
 
     rid: int
-    epoch: str  # of the peer
+    epoch: str  # the peer's
     result: ReadResult  # as the connector reports it
 
 
 class ReadChecked(msgspec.Struct, frozen=True, array_like=True):
-    """The digests of a read that has ended well were compared with those that P announced."""
+    """The digests of a successful read were compared with P's announced digests."""
 
     rid: int
-    epoch: str  # of the peer
+    epoch: str  # the peer's
     num_corrupt: int  # blocks whose digests differ
     error: str  # empty: none differs
 
@@ -404,11 +404,11 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     """More leased blocks of a prompt; none if a pull finds no more than the peer has."""
 
     rid: int
-    block_ids: tuple[int, ...]  # after the skipped tokens and those leased before
-    num_tokens: int  # of the prompt, up to the end of these blocks
-    last: bool  # no more follow
-    digests: tuple[int, ...] = ()  # of these blocks, then of the state, with checksums
-    state_slot: int = NO_SLOT  # of the recurrent state after ``handoff_position`` tokens, with the last ones
+    block_ids: tuple[int, ...]  # the next blocks after skipped and previously leased ones
+    num_tokens: int  # prompt tokens up to the end of these blocks
+    last: bool  # no more blocks follow
+    digests: tuple[int, ...] = ()  # one per block, then the state's; empty without checksums
+    state_slot: int = NO_SLOT  # with the last blocks: slot of the recurrent state after ``handoff_position`` tokens
 
 
 class Counters(msgspec.Struct, array_like=True):
@@ -506,15 +506,15 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     reading: int = 0
     running: int = 0
     totals: Totals = msgspec.field(default_factory=Totals)
-    backlog: int = 0  # prompt tokens to compute here, without cached ones
+    backlog: int = 0  # uncached prompt tokens to compute here
     costs: StepCosts = StepCosts()
     paused: int = 0
-    decoding: int = 0  # of ``running``, without prompts
-    for_peers: int = 0  # of ``waiting`` and ``running``, prompts that other nodes decode
+    decoding: int = 0  # ``running`` sequences that decode; the others compute prompts
+    for_peers: int = 0  # prompts in ``waiting`` and ``running`` that other nodes decode
     itl_target: float = 0.0  # seconds between tokens that steps with prompts keep (engine/scheduler/itl_target.py)
-    state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # of recurrent state, in the order of the fields for blocks
-    host_blocks: tuple[int, int] = (0, 0)  # of host memory: free, and with cached KV
-    disk_blocks: int = 0  # that this node knows of
+    state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # slots of recurrent state: free, held, leased, quarantined
+    host_blocks: tuple[int, int] = (0, 0)  # blocks in host memory: free, and with cached KV
+    disk_blocks: int = 0  # blocks on disk that this node knows
 
 
 class Batch(msgspec.Struct, tag=True):
@@ -525,9 +525,9 @@ class Batch(msgspec.Struct, tag=True):
 
     status: Status = Status()
     scored: list[Scored] = []  # applies before the outputs
-    pooled: list[Pooled] = []  # likewise
-    prefilled: list[Prefilled] = []  # likewise
-    drafted: list[Drafted] = []  # likewise
+    pooled: list[Pooled] = []  # applies before the outputs
+    prefilled: list[Prefilled] = []  # applies before the outputs
+    drafted: list[Drafted] = []  # applies before the outputs
     outputs: OutputTokens = msgspec.field(default_factory=OutputTokens)
     last_chunks: list[LastChunk] = []
     decode_ahead_ended: list[DecodeAheadEnded] = []  # applies after the outputs
@@ -537,13 +537,13 @@ class Batch(msgspec.Struct, tag=True):
     reads: list[ReadEnded] = []
     checked: list[ReadChecked] = []
     leased: list[Leased] = []
-    revoke: list[int] = []  # rids of pulls whose leases must end, as requests of this node lack their blocks
+    revoke: list[int] = []  # rids of pulls whose leases must end, as requests on this node need the blocks
     connected: list[Connected] = []
     failed_peers: list[tuple[str, str]] = []  # (epoch, reason)
     status_changed: bool = False  # blocks were freed, or a request was paused or resumed
     cached: list[bytes] = []  # hashes of blocks that entered the prefix cache
     evicted: list[bytes] = []  # hashes of blocks that left it
-    cache_changes: list[CacheChanges] = []  # the same with tokens, for all KV cache groups: of a node with KV events
+    cache_changes: list[CacheChanges] = []  # with KV events: net changes with tokens, for all KV cache groups
 
     def __bool__(self) -> bool:
         return bool(self.outputs.rids) or any(getattr(self, name) for name in _EVENTS)
@@ -572,7 +572,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     iteration: float  # duration of the current step loop iteration; 0.0 between iterations
     silent_ranks: str = ""  # ranks without heartbeat, in words
     waiting_for: str = ""  # ranks that the step loop or a read waits for, in words
-    expected: float = 0.0  # of ``iteration``, by the steps measured so far; inf if none is like it
+    expected: float = 0.0  # duration of ``iteration`` predicted from measured steps; inf if unknown
     num_taken: int = 0  # messages that the step loop has taken from the frontend
 
 
@@ -581,7 +581,7 @@ class WeightsAnswer(msgspec.Struct, frozen=True, tag=True):
 
     kind: str
     message: str
-    has_weights: bool  # the new ones, or after an error the old ones; without weights, no request can be served
+    has_weights: bool  # the new weights, or after an error the old ones, are in use; False: no request can be served
 
 
 FromEngine = Progress | Ready | Failed | Crashed | Batch | Heartbeat | WeightsAnswer

@@ -35,7 +35,7 @@ _CHANNEL: Options = (
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address share neither connections nor back-off
 )
 _SERVER: Options = (
-    ("grpc.max_concurrent_streams", 128),  # of a connection; a router has about ten
+    ("grpc.max_concurrent_streams", 128),  # per connection; a router has about ten
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),

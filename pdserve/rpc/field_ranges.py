@@ -5,8 +5,8 @@
     node   ◄──Generate, PrefillRequest, …──── peer    the node refuses the request
 
 A new numeric field needs an entry (tests/nodes/test_field_ranges.py). Ranges are absolute: they bound what a number may
-cost its reader, and keep NaN and infinity out of its arithmetic. A reader compares with its own request, model and
-layout what depends on these. No range may become narrower: an older release would be refused.
+cost its reader, and keep NaN and infinity out of its arithmetic. A reader compares numbers that depend on its own
+request, model or layout with these. No range may become narrower: an older release would be refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOKENS = Range(1, 2**31 - 1)
 _MOST_LAYERS = 4096
 _LAYERS = Range(0, _MOST_LAYERS)
 _HEADS = Range(0, 2**16)
-_SIZE = Range(1, 2**16)  # of a dimension
+_SIZE = Range(1, 2**16)  # elements of a dimension
 # A base or slope in seconds. Earlier releases fit lines whose base may be below zero by a rounding error.
 _SECONDS = Range(-1e-6, MOST_SECONDS)
 _LOGPROB = Range(-inf, 1.0)  # a token's probability may be 0; the sum of all may be above 1 by rounding
@@ -50,7 +50,7 @@ def _each(allowed: Range, names: str) -> Fields:
     return dict.fromkeys(names.split(), allowed)
 
 
-#: By message, then by field. That of a list or map is of its values; a list of messages has the ``most`` entries.
+#: By message, then by field. A list's or map's range is for its values; for a list of messages, ``most`` counts.
 RANGES: Mapping[str, Fields] = {
     "KVLayout": {
         "num_blocks": _BLOCKS,  # 0 while the node loads
@@ -149,14 +149,14 @@ def violation(message: Message) -> str:
 
 
 class _Check(NamedTuple):
-    """A field that may be wrong: numbers, or messages that have some."""
+    """A field that may be wrong: numbers, or messages with numbers."""
 
     name: str
-    may_be_absent: bool  # a message
+    may_be_absent: bool  # a single message
     repeated: bool
     is_map: bool
-    inner: tuple[_Check, ...]  # of messages
-    allowed: Range  # of numbers, and of the number of entries
+    inner: tuple[_Check, ...]  # checks of the message's fields; empty: the field has numbers
+    allowed: Range  # range of the numbers; ``most`` limits the entries
 
 
 def _violation(message: Any, checks: Iterable[_Check]) -> str:

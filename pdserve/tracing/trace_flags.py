@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pdserve.flags.declaration import Flag
 from pdserve.tracing.spans import NO_TRACER, Tracer
 
-_PATH = "/v1/traces"  # of OTLP over HTTP
+_PATH = "/v1/traces"  # default path of OTLP over HTTP
 
 
 def make_tracer(url: str, role: str, instance: str, share: float = 1.0) -> Tracer:

@@ -17,7 +17,7 @@ class FileState(msgspec.Struct, frozen=True):
     ctime_ns: int
 
 
-FileStates = dict[str, FileState]  # of a checkpoint's files, by name in its directory
+FileStates = dict[str, FileState]  # state of a checkpoint's files, by name in its directory
 
 
 class HostDigests(msgspec.Struct, frozen=True):
@@ -33,6 +33,6 @@ class WeightChange(msgspec.Struct, frozen=True):
     """A checkpoint or a patch that replaces weights in memory. One path is set, on the host of each rank."""
 
     model_dir: str = ""  # another checkpoint of the same architecture and shape
-    weights_hash: str = ""  # what each rank must find in it (pdserve/config/compatibility.py); empty: not compared
-    weight_files: FileStates = {}  # on the host of rank 0: those whose digests will be announced; {}: not compared
-    patch: str = ""  # a file of new values for some tensors (pdserve/checkpoint/weight_patch.py)
+    weights_hash: str = ""  # each rank's checkpoint must have it (pdserve/config/compatibility.py); empty: not compared
+    weight_files: FileStates = {}  # files on rank 0's host whose digests will be announced; {}: not compared
+    patch: str = ""  # file with new values of some tensors (pdserve/checkpoint/weight_patch.py)

@@ -57,7 +57,7 @@ class RankWeights(msgspec.Struct, frozen=True):
 class WeightPeer(msgspec.Struct, frozen=True):
     """A node that offers the checkpoint of this node."""
 
-    name: str  # its address, for logs
+    name: str  # address, for logs
     ranks: tuple[RankWeights, ...]
 
 
