@@ -38,11 +38,11 @@ from pdserve.transports import Connected
 from pdserve.weights.change import WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
-_SLEEP_SECONDS = 10.0  # for all ranks to free their devices
+_SLEEP_SECONDS = 10.0  # time for all ranks to free their devices
 
 
 class EngineClient:
-    """One engine process at a time. No method but ``start``, ``shutdown`` and those of weights waits."""
+    """One engine process at a time. Only ``start``, ``sleep``, ``shutdown`` and the methods for weights wait."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class EngineClient:
     ) -> None:
         """``launched`` is the process of the first start.
 
-        With ``kv_events``, batches have the changes of the prefix cache with tokens.
+        With ``kv_events``, batches have the prefix cache's changes with tokens.
         """
         self._kv_events = kv_events
         self._launched: LaunchedEngine | None = launched
@@ -69,18 +69,18 @@ class EngineClient:
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self.status = Status()
         self.monitor = HeartbeatMonitor(config.peer_timing.answer_timeout)
-        self.kv_layout = config.kv_layout  # an estimate until the engine is ready, where memory is measured
-        self.decision = config.decision  # likewise until ranks on other hosts have joined
+        self.kv_layout = config.kv_layout  # an estimate until the engine is ready, if it measures memory
+        self.decision = config.decision  # provisional until ranks on other hosts have joined
         self.ranks: tuple[RankKV, ...] = ()
         self.weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
         self.has_weights = True
-        self._suspects: frozenset[int] | None = None  # of the engine's end; None: unknown
+        self._suspects: frozenset[int] | None = None  # rids that may have caused the engine's end; None: unknown
         self._unreported: list[Batch] = []
         self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.on_batch: Callable[[Batch], None] = lambda batch: None  # load and cache; soon after the others
+        self.on_batch: Callable[[Batch], None] = lambda batch: None  # load and cache; called after the other callbacks
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
-        self.on_read_checked: Callable[[ReadChecked], None] = lambda checked: None  # likewise
+        self.on_read_checked: Callable[[ReadChecked], None] = lambda checked: None  # called for every checked read
         self.on_connected: Callable[[Connected], None] = lambda connection: None
         self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
         self.on_revoke: Callable[[int], None] = lambda rid: None
@@ -165,7 +165,7 @@ class EngineClient:
 
     @property
     def stalled(self) -> bool:
-        """Whether the engine's step takes so long that requests had better run elsewhere."""
+        """Whether the engine's step takes so long that routers should send requests elsewhere."""
         return self.monitor.stalled
 
     def send(self, message: ToEngine) -> None:
@@ -186,7 +186,7 @@ class EngineClient:
         self._events.refuse_all(lambda rid: error)
 
     def fail_all(self, died: EngineDied, name: str) -> None:
-        """Fail all open requests, as the engine of node ``name`` has died: with EngineCrashed what may be the cause."""
+        """Fail all open requests, as the engine of node ``name`` has died: EngineCrashed for suspects."""
         suspects, killed = self._suspects, self._process.killed_from_outside
         lost, crashed = EngineDied(f"{name}: {died}"), EngineCrashed(f"{name}: {died}")
 
@@ -230,7 +230,7 @@ class EngineClient:
         for rid in batch.revoke:
             self.on_revoke(rid)
         if not self._unreported:
-            asyncio.get_running_loop().call_soon(self._report)  # behind the tasks that these events have woken
+            asyncio.get_running_loop().call_soon(self._report)  # after the tasks that these events have woken
         self._unreported.append(batch)
 
     def _report(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine's process as its frontend has it: messages from and to it, its output and its end.
+"""The engine's process as its frontend has it: messages in both directions, output and end.
 
     frontend (asyncio, gRPC)                       engine process (step loop)
       EngineProcess ─── Unix socket pair, messages of pdserve/ipc/messages.py ──── Channel
@@ -26,7 +26,7 @@ from pdserve.ipc.messages import FromEngine, Shutdown, ToEngine
 from pdserve.logs import chosen_format, message_of, relayed_line
 from pdserve.process import describe_exit, killed_from_outside
 
-_LAST_LINES = 20  # of the engine's stderr, kept for the error when it exits
+_LAST_LINES = 20  # last lines of the engine's stderr, kept for the error when it exits
 _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
 
 
@@ -36,7 +36,7 @@ class EngineProcess:
     def __init__(self, on_message: Callable[[FromEngine], None], on_exit: Callable[[EngineDied], None]) -> None:
         self._on_message = on_message
         self._on_exit = on_exit
-        self.killed_from_outside = False  # valid once it has ended
+        self.killed_from_outside = False  # valid once the process has ended
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -45,7 +45,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """None before it is taken over."""
+        """Process id; None before ``take_over``."""
         return None if self._process is None else self._process.pid
 
     async def take_over(self, launched: LaunchedEngine) -> None:
@@ -102,7 +102,7 @@ def _end_soon(process: subprocess.Popen[bytes]) -> None:
     """Kill an engine that has closed its socket, unless it exits."""
 
     def kill() -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just exited
+        with contextlib.suppress(ProcessLookupError):  # the process has just exited
             process.kill()
 
     if process.poll() is None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of every node, whatever its role. Names, units and meanings: docs/metrics.md."""
+"""Prometheus metrics of nodes of every role. Names, units and meanings: docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve.ipc.messages import Counters, Heartbeat, Status
 from pdserve.metrics import MetricSet, Reading
 from pdserve.request_cost import TYPICAL
 
-#: Names of vLLM for counters of an engine, by ours.
+#: vLLM's names of engine counters, by ours.
 _VLLM_COUNTERS = {
     "preemptions": ["vllm:num_preemptions"],
     "admitted_prompt_tokens": ["vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"],
@@ -26,7 +26,7 @@ _VLLM_COUNTERS = {
     "spec_decode_num_draft_tokens": ["vllm:spec_decode_num_draft_tokens"],
     "spec_decode_num_accepted_tokens": ["vllm:spec_decode_num_accepted_tokens"],
 }
-_USES = ("free", "held", "leased", "quarantined")  # of blocks and slots
+_USES = ("free", "held", "leased", "quarantined")  # uses of blocks and slots
 _IDENTITY = ("node_id", "role", "model", "runner", "version", "compat_hash", "weights")
 
 

@@ -1,10 +1,10 @@
-"""The life cycle of a node's frontend process, whatever its role: load, connect, serve, drain, exit.
+"""The life cycle of a frontend process, for every role: load, connect, serve, drain, exit.
 
                                                           stuck  (the engine hangs; heartbeat_monitor.py)
                                                             ▲▼
     loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0   (drain.py)
                                                             ▲▼
-                                                          new weights, asleep               (weight_changes.py)
+                                                          new weights, asleep               (weights/changes.py)
        └────────────┴───────────── engine or start failed ─────┴──► one line on stderr, exit 1 or 2
 
 The node answers ``Describe`` and health checks while it loads.
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Of each role: the flag of routers for such a node, and what else serves HTTP.
+#: By role: the router's flag for such a node, and the alternative that serves HTTP.
 _OF_ROUTERS = {
     "prefill": ("--prefill", " with --decode nodes"),
     "decode": ("--decode", ", or --http PORT of this command"),
     "both": ("--node", ", or --http PORT of this command"),
 }
-_REPORT_SECONDS = 1.0  # for peers to learn which requests a dead engine leaves
+_REPORT_SECONDS = 1.0  # time for peers to learn which requests a dead engine leaves
 _STOP_GRACE = 0.5  # seconds for last messages on open calls when the node exits
 
 
@@ -70,7 +70,7 @@ class Node:
         weights_root: str = "",
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """``address`` is the server's, for others.
+        """``address`` is the server's, as other processes reach it.
 
         ``weights_root`` is the directory of ``--allow-weight-changes``; empty: no changes.
         """
@@ -104,7 +104,7 @@ class Node:
         try:
             await self._run(signals, drain_timeout)
         except Exception as exc:
-            self._status.failed(exc)  # first of all: the parent knows the cause before routers lose this node
+            self._status.failed(exc)  # first: the parent knows the cause before routers lose this node
             if isinstance(exc, EngineDied):
                 await self._report_death(exc)
             raise
@@ -118,7 +118,7 @@ class Node:
         self._status.ready(layout.num_tokens)
         name = self._context.config.served_model_name
         _log.info("ready for gRPC on %s: %s, %s", self._address, name, self._describe_cache())
-        if not self._status.has_reader:  # a user started it, perhaps one who tries curl next
+        if not self._status.has_reader:  # a user started the node, and may try curl next
             _log.info("%s", self._describe_http())
         await self._unless(signals.stop, self._serve(drain_timeout))
         await self._enter(State.DRAINING)
@@ -127,7 +127,7 @@ class Node:
             self._drainable.hand_over(Draining("the node shuts down at once; send the request again"))
 
     async def _report_death(self, died: EngineDied) -> None:
-        """Return the requests to peers that the dead engine leaves, before the streams end: suspects know from it."""
+        """Fail the dead engine's requests before their streams end, so that readers learn the suspects."""
         await self._enter(State.DRAINING)
         self._engine.fail_all(died, self._context.name)
         self._role.drop_peers("the engine of this node has died")
@@ -159,7 +159,7 @@ class Node:
                 self._kv_events.publish(changes)
 
     def _begin_engine(self) -> None:
-        """An engine starts, or has ended."""
+        """Reset reports and KV events, as an engine starts or has ended."""
         self._reports.begin_engine()
         if self._kv_events is not None:
             self._kv_events.clear()
@@ -209,7 +209,7 @@ class Node:
         try:
             await asyncio.wait([watching, ordered], return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
-                watching.result()  # raises: it never returns
+                watching.result()  # raises: the watch never returns
             return ordered.result()
         finally:
             watching.cancel()
@@ -226,7 +226,7 @@ class Node:
         await (self._sleep(order) if sleeps else self._change_weights(order))
 
     async def _sleep(self, order: WeightOrder) -> None:
-        """End the engine, whose memory is then free, and its handoffs before that."""
+        """Drop the peers, then end the engine to free its memory."""
         await self._enter(State.ASLEEP)
         self._role.drop_peers("this node is asleep")
         await self._engine.sleep()
@@ -315,7 +315,7 @@ class Node:
             await asyncio.wait([job, stopping])
 
     def _describe_http(self) -> str:
-        """Say where clients get the OpenAI protocol, which no node speaks by itself."""
+        """Return how clients get the OpenAI protocol, which nodes do not speak."""
         flag, also = _OF_ROUTERS[self._context.role]
         router = f"`pdserve router {self._context.config.model_dir} {flag} {self._address}`"
         return f"HTTP clients need a router: {router}{also}"

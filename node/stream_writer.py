@@ -13,7 +13,7 @@ from pdserve.rpc.message_limits import BATCH_LIMIT, ENTRY_BYTES
 
 M = TypeVar("M")
 
-_MOST_UNSENT = 4096  # entries; beyond, no messages are read that would produce more
+_MOST_UNSENT = 4096  # entries; beyond it, messages that would produce more are not read
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,7 +28,7 @@ class StreamWriter(Generic[M]):
         self._kind = kind
         self._messages = deque([kind()])  # unsent, oldest first; entries are added to the last one
         self._size = 0  # entries
-        self._bytes = 0  # of the last message, at most
+        self._bytes = 0  # upper bound of the last message's size
         self._wake = asyncio.Event()
         self._sent = asyncio.Event()
 
@@ -37,7 +37,7 @@ class StreamWriter(Generic[M]):
         return not self._size
 
     def put(self, num_bytes: int = 0) -> M:
-        """Return the last unsent message, to add one entry to at once; ``num_bytes`` are those of its long fields."""
+        """Return the last unsent message, to add one entry to at once; ``num_bytes``: size of its long fields."""
         self._size += 1
         self._wake.set()
         self._bytes += ENTRY_BYTES + num_bytes

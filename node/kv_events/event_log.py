@@ -19,11 +19,11 @@ DEVICE = "GPU"
 
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
-_BATCH_BYTES = 64 << 10  # at most, so that each bound on the number of batches is one on their bytes
-_EVENT_BLOCKS, _EVENT_TOKENS = 64, 8192  # at most, so that a batch has room for any event
-_MOST_BEHIND = 1 << 18  # blocks that only tiers have, of which tokens are kept: some 400 bytes each
+_BATCH_BYTES = 64 << 10  # most bytes of a batch, so that a bound on the number of batches bounds their bytes
+_EVENT_BLOCKS, _EVENT_TOKENS = 64, 8192  # most blocks and tokens of an event, so that any event fits into a batch
+_MOST_BEHIND = 1 << 18  # most blocks on tiers only whose tokens are kept: some 400 bytes each
 
-Batch = tuple[int, bytes]  # its number and payload
+Batch = tuple[int, bytes]  # (number, payload)
 
 
 class GroupKind(NamedTuple):
@@ -34,7 +34,7 @@ class GroupKind(NamedTuple):
 
 
 def group_kinds(layout: KVLayout, has_states: bool) -> list[GroupKind]:
-    """Return the kinds of the KV cache groups; the last group is that of snapshots, if layers have recurrent states."""
+    """Return the kinds of the KV cache groups; the last group holds snapshots, if layers have recurrent states."""
     full = "mla_attention" if isinstance(layout.spec, LatentSpec) else "full_attention"
     kinds = [GroupKind("sliding_window" if window else full, window) for window in layout.groups.windows]
     return [*kinds, GroupKind("mamba", None)] if has_states else kinds
@@ -46,7 +46,7 @@ def short_hash(block_hash: bytes) -> int:
 
 
 class _Event:
-    """The events, as maps or arrays. The order of fields is that of vLLM's arrays."""
+    """Makes the events, as maps or arrays. Fields are in the order of vLLM's arrays."""
 
     def __init__(self, kinds: Sequence[GroupKind], block_size: int, as_maps: bool) -> None:
         self._kinds = kinds
@@ -60,7 +60,7 @@ class _Event:
         return self._event("BlockRemoved", {"block_hashes": block_hashes, "medium": medium, "group_idx": group})
 
     def stored(self, blocks: Sequence[StoredBlock], medium: str = DEVICE) -> Any:
-        """Consecutive blocks of one prompt and group. A salt is a key of its first block, as later ones follow it."""
+        """Consecutive blocks of one prompt and group. A salt is a key of the prompt's first block only."""
         first, tokens = blocks[0], array("I")
         for block in blocks:
             tokens.frombytes(block.token_ids)
@@ -75,7 +75,7 @@ class _Event:
         )
 
     def stored_in(self, medium: str, group: int, block_hashes: list[int]) -> Any:
-        """Blocks of a tier behind the prefix cache. Readers know their tokens from an event before, or not at all."""
+        """Blocks of a tier behind the prefix cache. Readers know their tokens from an earlier event, or not at all."""
         return self._stored(group, block_hashes, medium=medium)
 
     def _stored(
@@ -135,15 +135,15 @@ class EventLog:
         self._most_behind = most_behind
         self._encoder = msgspec.msgpack.Encoder()
         self._stored: dict[BlockKey, StoredBlock] = {}  # on the device, oldest first
-        self._behind: dict[BlockKey, StoredBlock] = {}  # likewise, of tiers only
+        self._behind: dict[BlockKey, StoredBlock] = {}  # on tiers only, oldest first
         self._tiers: dict[Medium, dict[BlockKey, None]] = {medium: {} for medium in Medium}  # also unknown blocks
         self._kept: deque[bytes] = deque()
-        self._num_bytes = 0  # of the kept batches
+        self._num_bytes = 0  # bytes of the kept batches
         self._snapshot: Batch | None = None  # the latest one, if all batches after it are kept
         self.next_number = 0
 
     def add(self, changes: CacheChanges) -> list[Batch]:
-        """Return the batches that tell these changes; none if readers need not know of them."""
+        """Return the batches for these changes; none if readers need no event."""
         payloads = list(self._batches(self._events_of(changes)))
         batches = list(enumerate(payloads, self.next_number))
         self.next_number += len(payloads)
@@ -156,9 +156,9 @@ class EventLog:
         return batches
 
     def replay(self, first: int) -> Iterator[Batch]:
-        """Yield the batches that lead a reader that has those before ``first`` to the present.
+        """Yield the batches from ``first`` to the present, for a reader that has the earlier ones.
 
-        The log may grow between two of them: what is no longer kept then is in a snapshot.
+        The log may grow between two batches: a snapshot replaces batches that are no longer kept.
         """
         end = self.next_number
         wanted = first if first <= end else -1  # larger: a number of an earlier start of the node
@@ -182,7 +182,7 @@ class EventLog:
         return self._snapshot
 
     def _events_of(self, changes: CacheChanges) -> Iterator[Any]:
-        """Apply changes, and yield the events that tell them."""
+        """Apply changes, and yield the events for them."""
         if changes.cleared:
             self._clear()
             yield self._event.cleared()
@@ -215,7 +215,7 @@ class EventLog:
             keys.clear()
 
     def _add(self, changes: CacheChanges) -> dict[Medium, list[BlockKey]]:
-        """Add stored blocks. Return those to tell of each tier: they are new there, or their tokens are."""
+        """Add stored blocks. Return the blocks to announce for each tier: new there, or with newly known tokens."""
         new = [block.key for block in changes.stored if block.key not in self._behind]
         told = {medium: [key for key in new if key in keys] for medium, keys in self._tiers.items()}
         for block in changes.stored:
@@ -248,7 +248,7 @@ class EventLog:
         return [*[DEVICE] * (key in self._stored), *(medium for medium, keys in self._tiers.items() if key in keys)]
 
     def _present(self) -> Iterator[Any]:
-        """Yield the events that tell a new reader all. That of a block's nearest medium has its tokens."""
+        """Yield the events that tell a new reader all. A block's tokens are in the event of its nearest medium."""
         yield self._event.cleared()
         blocks = _parents_first({**self._behind, **self._stored})
         for nearest, there in groupby(blocks, lambda block: self._media_of(block.key)[0]):

@@ -20,9 +20,9 @@ from pdserve.process import log_failure
 
 _log = logging.getLogger(__name__)
 
-_UNSENT_BATCHES = 1_000  # per subscriber, 64 MiB; further ones are lost to it until it asks for a replay
-_MESSAGE_BYTES = 4096  # of each frame from outside: a subscription, or a request for a replay
-_REQUESTS = 16  # of a connection that were not read yet
+_UNSENT_BATCHES = 1_000  # per subscriber, 64 MiB; it loses further batches until it asks for a replay
+_MESSAGE_BYTES = 4096  # largest frame from a client: a subscription, or a request for a replay
+_REQUESTS = 16  # unread requests per connection
 
 
 class KVEventPublisher:

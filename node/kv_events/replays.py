@@ -1,7 +1,7 @@
 """Replays of KV events at a ROUTER socket, each as fast as its reader reads.
 
-A connection has one replay at a time, and up to a window of it unsent. So a reader that does not read, or asks again
-and again, costs one window. ZeroMQ tells when the last message of a window has left.
+A connection has one replay at a time, and up to a window of it unsent. So a reader that does not read, or asks
+repeatedly, costs one window. ZeroMQ tells when the last message of a window has left.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _log.addFilter(LimitedWarnings())  # any program may connect
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _WINDOW_BYTES = 1 << 20
-_UNSENT_BYTES = 64 << 20  # of all windows together; one batch may exceed it
-_MESSAGE_BYTES = 512  # of memory that a message takes, beside its payload
+_UNSENT_BYTES = 64 << 20  # most unsent bytes of all windows together; one batch may exceed it
+_MESSAGE_BYTES = 512  # memory of a message, beside its payload
 _REQUESTS_AT_ONCE = 100
-_MOST_FRAMES = 8  # of a request: proxies add some
+_MOST_FRAMES = 8  # most frames of a request: proxies add some
 _MOST_READERS = 1_000
 _FIRST_PAUSE, _LONGEST_PAUSE = 1, 500  # milliseconds between looks at windows
 
@@ -39,7 +39,7 @@ class _Replay:
 
     envelope: list[bytes]  # begins each answer
     batches: Iterator[Batch]  # not sent yet
-    over: bool = False  # its end was sent
+    over: bool = False  # the end marker was sent
     num_unsent: int = 0  # bytes of the latest window
     window: zmq.MessageTracker = field(default_factory=zmq.MessageTracker)  # done once the window has left
 
@@ -86,7 +86,7 @@ class Replays:
         return sum(replay.num_unsent for replay in self._replays.values())
 
     def _take(self, connection: bytes, *request: bytes) -> None:
-        """Begin a replay. A reader that asks again gets the new one in place of what is left of the former."""
+        """Begin a replay. A reader that asks again gets the new replay in place of the rest of the old one."""
         *envelope, wanted = connection, *request
         if not request or len(envelope) > _MOST_FRAMES or len(wanted) != _NUMBER_BYTES:
             text = "a request for a replay of KV events is ignored: %d bytes after %d frames, not %d after %d at most"

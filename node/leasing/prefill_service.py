@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 class PrefillService(pb_grpc.PrefillNodeServicer):
     def __init__(self, node: NodeContext, prompts: LeasedPrompts, start_prefill: StartPrefill | None) -> None:
-        """Without ``start_prefill``, only what is cached is leased."""
+        """Without ``start_prefill``, only cached blocks are leased."""
         self._node = node
         self._prompts = prompts
         self._start_prefill = start_prefill
         self._streams: ServedStreams[ReaderStream] = ServedStreams(node.violations)
-        self._numbers = count(1)  # of streams
+        self._numbers = count(1)  # stream numbers
         self.release_timeout = prompts.table.seconds + prompts.table.guard
         prompts.on_change = self._streams.changed
 

@@ -13,8 +13,8 @@ D computes no token from a read before P has confirmed that the lease stood. Wit
 digests of what it read meanwhile, and no token comes from a read before that, either.
 
 In a pull, P computes and samples nothing: its last part may end before the last tokens, and Finished follows. If there
-was no part, nothing has to be confirmed. A pull may be ``due``: D gives up what would take longer than to compute it.
-P may take the lease of a pull back at any time before it has confirmed it. What was read is void then.
+was no part, nothing has to be confirmed. A pull may be ``due``: D gives up a pull that takes longer than computation.
+P may revoke the lease of a pull at any time before it confirms the lease. Then D drops what it read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.timeouts import PeerTiming
 from pdserve.state import NO_SLOT
 
-_MARGIN_SHARE = 0.1  # of a lease: reading stops so long before its end
+_MARGIN_SHARE = 0.1  # fraction of a lease at its end in which nothing is read
 _MARGIN_MAX = 1.0  # seconds, the longest margin
-_EXTEND_SHARE = 1 / 3  # extend after this share of the time left, or at once if less than this share of a lease is left
-_ANSWER_SHARE = 0.2  # of a lease: no read begins with less left
-_ANSWER_MAX = 0.1  # seconds, the most that must be left
+_EXTEND_SHARE = 1 / 3  # extend after this fraction of the time left, or at once if less than it is left of a lease
+_ANSWER_SHARE = 0.2  # fraction of a lease that must be left when a read begins
+_ANSWER_MAX = 0.1  # seconds, upper bound of that time
 _MAX_STALL = 3  # lengths of a lease without a read that begins or ends, after which D stops extending
 
 
@@ -94,7 +94,7 @@ class Handoff:
         self._rid = rid
         self._peer = peer
         self._timing = timing
-        self._num_tokens = num_tokens  # that P announces; a pull ends with fewer if P has no more
+        self._num_tokens = num_tokens  # prompt tokens that P will announce; fewer in a pull if P has no more
         self._pull = pull
         self._due = due
         self._refused = False  # P failed the prompt before its first part, or revoked the lease: it holds nothing
@@ -107,7 +107,7 @@ class Handoff:
         self._num_extends = 0
         self._extend_sent_at = 0.0  # latest
         self._extend_at = inf  # next
-        self._answer_due = inf  # of the Extend or Release in flight
+        self._answer_due = inf  # time by which P must answer the Extend or Release in flight; inf: none
 
     @property
     def active(self) -> bool:

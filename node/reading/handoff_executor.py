@@ -15,12 +15,12 @@ from pdserve.ipc.messages import KVConfirmed, StartRead
 
 
 class HandoffExecutor(ABC):
-    """The base of what drives a handoff. Every action is taken in the callback that brings its reason."""
+    """Base of handoff drivers. The callback that brings the reason for an action takes the action."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._handoff: Handoff | None = None
-        self._stream: PeerStream | None = None  # of the handoff
+        self._stream: PeerStream | None = None  # the handoff's stream to the peer
         self._timer: asyncio.TimerHandle | None = None
 
     @abstractmethod
@@ -53,11 +53,11 @@ class HandoffExecutor(ABC):
 
     @abstractmethod
     def _confirm(self, confirmed: KVConfirmed) -> None:
-        """Have the engine use what it has read."""
+        """Have the engine use the KV that it has read."""
 
     @property
     def _seconds(self) -> float:
-        """Seconds since the prompt was sent to the peer; 0: it was not."""
+        """Seconds since the prompt was sent to the peer; 0 before that."""
         return 0.0 if self._handoff is None else time.monotonic() - self._handoff.sent_at
 
     def _wake_at(self, when: float) -> None:

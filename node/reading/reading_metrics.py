@@ -36,9 +36,9 @@ class PeerMetrics:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.epoch = ""  # newest
-        self.is_own = False  # the address is that of this node: no peer
-        self.transport = ""  # of the connection; empty without one
+        self.epoch = ""  # the newest epoch
+        self.is_own = False  # the address is this node's own: not a peer
+        self.transport = ""  # the connection's; empty without a connection
         self.counters = PeerCounters()
 
     def count(self, read: ReadResult) -> None:
@@ -92,7 +92,7 @@ class ReadingMetrics:
     def count_pull(self, num_tokens: int, costs: StepCosts, seconds: float, *, computed: int = 0) -> None:
         """Count a pull that brought the KV of ``num_tokens`` tokens after ``seconds``; 0 or less: it found nothing.
 
-        Meanwhile this node has ``computed`` tokens before them, at its ``costs``.
+        Meanwhile this node computed ``computed`` tokens before them, at its ``costs``.
         """
         num_tokens = max(0, num_tokens)
         self.pulled_tokens.inc(num_tokens)

@@ -38,14 +38,14 @@ WEIGHTS_SERVICE = "pdserve.v1.Weights"
 
 _log = logging.getLogger(__name__)
 
-_TENSORS = 4096  # in a message: about 400 KB
-_MAX_TENSORS = 1 << 20  # of all ranks of a peer; 300 MB here
-_MAX_RANKS = 1024  # of a peer
-_MAX_OFFER = 256 << 20  # bytes of a peer's messages
+_TENSORS = 4096  # tensors in a message: about 400 KB
+_MAX_TENSORS = 1 << 20  # most tensors of a peer, on all ranks; they take 300 MB here
+_MAX_RANKS = 1024  # most ranks of a peer
+_MAX_OFFER = 256 << 20  # most bytes of a peer's messages
 _ASKED = 8  # peers at a time
-_SOURCE_SECONDS = 2.0  # for the first answer of a source
+_SOURCE_SECONDS = 2.0  # time for the first answer of a source
 _OFFER_SECONDS = 10.0
-_WAIT_SECONDS, _PAUSE_SECONDS = 120.0, 1.0  # with --load-from peer
+_WAIT_SECONDS, _PAUSE_SECONDS = 120.0, 1.0  # time to wait and between rounds, with --load-from peer
 
 
 # ---------------------------------------------------------------- the peer
@@ -134,7 +134,7 @@ class _Search:
     """Asks the peers of all sources for weights with this hash."""
 
     def __init__(self, node: NodeContext, weights: str, sizes: Mapping[str, StoredSize]) -> None:
-        self.reasons = ""  # of the refusals of the last round
+        self.reasons = ""  # refusals in the last round
         self._node = node
         self._weights = weights
         self._sizes = sizes
@@ -173,7 +173,7 @@ class _Search:
 
 
 class ReceivedOffer:
-    """Collects a peer's messages, none of which it has to believe: their number, bytes and places are checked."""
+    """Collects a peer's messages, which are not trusted: their number, bytes and places are checked."""
 
     def __init__(self, address: str, sizes: Mapping[str, StoredSize]) -> None:
         self._address = address
@@ -183,7 +183,7 @@ class ReceivedOffer:
         self._num_bytes = self._num_tensors = 0
 
     def add(self, message: pb.OfferedWeights) -> None:
-        """Raises PeerError for what cannot be part of an offer of this checkpoint."""
+        """Add a message. Raises PeerError if it cannot be part of an offer of this checkpoint."""
         check_answer(message, self._address)
         self._num_bytes += message.ByteSize()
         self._num_tensors += len(message.tensors)
