@@ -1,4 +1,4 @@
-"""Metrics that only nodes that decode have; docs/metrics.md describes them."""
+"""Metrics of nodes that decode; docs/metrics.md describes them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from prometheus_client.metrics_core import Metric
 
 from pdserve.metrics import MetricSet
 
-TTFT_PARTS = ("reserve", "queue", "prefill", "lost")  # of the time to first token; docs/traces.md
+TTFT_PARTS = ("reserve", "queue", "prefill", "lost")  # parts of the time to first token; docs/traces.md
 _BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)  # seconds
 
 
 class DecodeMetrics:
-    """``exposed`` is observed once per handoff that succeeds, and ``first_step`` when the engine's first token follows
-    it.
-    """
+    """``exposed`` is observed once per successful handoff, ``first_step`` at the engine's first token after it."""
 
     def __init__(self, model: str) -> None:
         self._metrics = metrics = MetricSet(model)

@@ -35,8 +35,8 @@ from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb, sampling
 from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import Span
 
-_LOGPROBS_BYTES = 512 << 10  # of a prompt's log-probabilities in an output
-_TOP_BYTES = 10  # of one of the most likely tokens in an output
+_LOGPROBS_BYTES = 512 << 10  # most bytes of a prompt's log-probabilities in one output
+_TOP_BYTES = 10  # bytes of one of the most likely tokens in an output
 
 HandoffEvent = Reserved | ReadEnded | ReadChecked
 
@@ -56,7 +56,7 @@ class NodeGeneration:
         trace: RequestTrace,
         on_end: Callable[[NodeGeneration], None],
     ) -> None:
-        """``token_ids``, ``sampling`` and ``resume`` are those of the message. Outputs go to ``writer``."""
+        """``token_ids``, ``sampling`` and ``resume`` come from the message. Outputs go to ``writer``."""
         self.message = message
         self.number = message.request  # the router's
         self.trace = trace
@@ -64,7 +64,7 @@ class NodeGeneration:
         self.handoff_tokens = _handoff_tokens(token_ids, resume, message.pull)
         self.sampling = sampling
         self.resume = dict(resume)
-        self.waits_since = time.monotonic()  # for the token after those that P has sampled
+        self.waits_since = time.monotonic()  # when the wait for the token after P's tokens began
         self.error: PdserveError | None = None
         self.rid = engine.open(self)
         self._engine = engine
@@ -72,11 +72,11 @@ class NodeGeneration:
         self._on_end = on_end
         self._on_handoff_event: Callable[[HandoffEvent], None] = _ignore
         self._abandon_handoff: Callable[[], None] = _ignore
-        self._has_output = False  # of the engine
+        self._has_output = False  # the engine has produced a token
         self._accepted_drafts = 0  # since the last output
         self._rejected_drafts = 0
         self._prefilled = Prefilled(self.rid, 0, 0.0)  # zeros unless the engine computes the prompt
-        self._choices = set(self.resume or range(sampling.n))  # unfinished
+        self._choices = set(self.resume or range(sampling.n))  # unfinished choices
         self._timeout = message.timeout_ms / 1000
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._timeout, self._on_deadline) if self._timeout else None
@@ -88,7 +88,7 @@ class NodeGeneration:
 
     @property
     def prefill_sampling(self) -> SamplingParams:
-        """Sampling parameters for P. A resumed request has its tokens, and drops those that P must sample."""
+        """Sampling parameters for P. A resumed request already has its tokens, and drops P's samples."""
         return self.sampling.for_kv(max(1, len(self.resume))) if self.resume or self.message.pull else self.sampling
 
     @property
@@ -115,7 +115,7 @@ class NodeGeneration:
         self._submit(Mode.HANDOFF)
 
     def prefill_request(self, cached_tokens: int, span: Span, kv_layers: int) -> pb.PrefillRequest:
-        """Return the message that has P compute the KV after the first ``cached_tokens`` tokens, for so many layers."""
+        """Return the message that has P compute the KV after ``cached_tokens`` tokens, for ``kv_layers`` layers."""
         request, remaining = self.message, self.remaining
         return pb.PrefillRequest(
             request_id=request.request_id,
@@ -212,7 +212,7 @@ class NodeGeneration:
         self._engine.send(submit)
 
     def _output(self, num_bytes: int = 0) -> pb.Output:
-        """Append an output, to be filled in at once; ``num_bytes`` are those of its long fields."""
+        """Append an output, to be filled in at once; ``num_bytes``: size of its long fields."""
         output = self._writer.put(num_bytes).outputs.add()
         output.request = self.number
         return output
@@ -267,8 +267,8 @@ class NodeGeneration:
 def _handoff_tokens(token_ids: bytes, resume: Mapping[int, bytes], pull: bool) -> bytes:
     """Return the tokens whose KV comes from P: the prompt, or all but the last one of a single resumed choice.
 
-    As ``Sequence.load_len`` in engine/request.py. In a pull of a new prompt, D samples the first token, so it computes
-    the last one of the prompt.
+    Matches ``Sequence.load_len`` in engine/request.py. In a pull of a new prompt, D samples the first token, so it
+    computes the last one of the prompt.
     """
     if len(resume) != 1:
         return token_ids[:-TOKEN_BYTES] if pull and not resume else token_ids

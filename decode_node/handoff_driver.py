@@ -93,7 +93,7 @@ class HandoffDriver(HandoffExecutor):
         self._generation = generation
         self._peer = peer
         self._uncached_tokens = 0  # tokens of the handoff whose KV is not on D
-        self._plan = NO_PULL  # of a pull of a known number of tokens
+        self._plan = NO_PULL  # plan of a pull with a known number of tokens
         self._ended = False
 
     def on_engine_event(self, event: HandoffEvent) -> None:
@@ -145,7 +145,7 @@ class HandoffDriver(HandoffExecutor):
         self._prefill_at(self._peer)
 
     def _is_worthwhile(self, cached_tokens: int) -> bool:
-        """Whether to hand off what is not cached here, or to pull what the router expects the peer to have."""
+        """Whether to hand off uncached tokens, or to pull the tokens that the router expects the peer to have."""
         request, policy = self._generation.message, self._handoffs.policy
         if request.pull and request.prefix_tokens:
             expected = min(request.prefix_tokens, self._generation.num_handoff_tokens)
@@ -234,7 +234,7 @@ class HandoffDriver(HandoffExecutor):
         handoffs, generation = self._handoffs, self._generation
         generation.trace.on_handoff_failed(error)
         begun = self._handoff is not None and (self._handoff.announced or self._handoff.outputs)
-        pull = generation.message.pull  # another P has nothing of it
+        pull = generation.message.pull  # another P does not have these blocks
         if isinstance(error, Draining) and not (begun or pull) and (other := handoffs.peers.other()) is not None:
             generation.trace.restart()
             self._guard(self._prefill_at, other)

@@ -45,7 +45,7 @@ class TraceStage(StrEnum):
 
 
 class RequestTrace:
-    """Spans, metrics and the log line of one request. Spans that begin here also end here, whatever happens."""
+    """Spans, metrics and the log line of one request. Every span that begins here also ends here."""
 
     def __init__(self, request_id: str, span: Span, metrics: DecodeMetrics, resumed: bool, log: bool) -> None:
         """``log`` writes a log line at the end. A ``resumed`` request had its first token on another node."""
@@ -56,7 +56,7 @@ class RequestTrace:
         self._log = log
         self._stage = TraceStage.PROMPT
         self._started_at = time.monotonic()
-        self._since = self._started_at  # of the stage
+        self._since = self._started_at  # when the stage began
         self._parts: dict[str, float] = {}  # seconds
         self._handoff = NO_SPAN
         self._transfer = NO_SPAN
@@ -69,7 +69,7 @@ class RequestTrace:
         return request_fields(self.request_id, self.span.trace_id)
 
     def on_fetched(self, fetched: Fetched) -> None:
-        """Cached blocks have come from host memory or disk, or have not."""
+        """Record a fetch of cached blocks from host memory or disk, whether it succeeded or not."""
         record_fetch(self.span, fetched)
 
     def on_reserve(self) -> None:
@@ -87,7 +87,7 @@ class RequestTrace:
         return self._handoff
 
     def on_first_tokens(self, queued: float) -> None:
-        """P's first tokens have come. ``queued`` is the prompt's wait at P in seconds, by P's clock."""
+        """Record that P's first tokens have come. ``queued`` is the prompt's wait at P in seconds, by P's clock."""
         now = time.monotonic()
         waited = now - self._since
         queued = min(queued, waited)
@@ -107,11 +107,11 @@ class RequestTrace:
         self._read_descriptors += read.num_descriptors
 
     def on_pulled(self, num_tokens: int) -> None:
-        """The KV of ``num_tokens`` tokens was pulled; 0 or less: of none."""
+        """Record that the KV of ``num_tokens`` tokens was pulled; 0 or less: none."""
         self._handoff.set({"pdserve.pull.tokens": max(0, num_tokens)})
 
     def on_confirmed(self) -> None:
-        """All of P's KV has been read and confirmed."""
+        """Record that all of P's KV has been read and confirmed."""
         now = time.monotonic()
         exposed = self._parts["transfer"] = now - self._since
         self._metrics.exposed.observe(exposed)
@@ -125,7 +125,7 @@ class RequestTrace:
         self._end_handoff(time.monotonic())
 
     def restart(self) -> None:
-        """The prompt is computed again, on this node or at another P."""
+        """Record that the prompt is computed again, on this node or at another P."""
         if self._stage is TraceStage.REMOTE:
             now = time.monotonic()
             self._parts["lost"] = self._parts.get("lost", 0.0) + now - self._since
@@ -133,9 +133,9 @@ class RequestTrace:
         self._stage = TraceStage.RECOMPUTE if self._stage is TraceStage.TRANSFER else TraceStage.PROMPT
 
     def on_output(self, queued: float, computed: Attributes) -> None:
-        """The engine's first output has come.
+        """Record the engine's first output.
 
-        ``queued`` is the wait in seconds of a prompt that it computed; ``computed`` says for a trace how long it was.
+        ``queued``: seconds that a prompt computed here waited. ``computed``: its span's attributes, with its length.
         """
         if self._stage is TraceStage.PROMPT:
             self._end_part("queue", min(self._since + queued, time.monotonic()))
@@ -160,7 +160,7 @@ class RequestTrace:
             self._write_log(outcome)
 
     def _end_part(self, part: str, at: float | None = None, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """End a part at a time, default now, where the next one begins."""
+        """End a part at ``at`` (default: now), where the next one begins."""
         now = time.monotonic() if at is None else at
         self._parts[part] = now - self._since
         self.span.child(part, attributes, start=self._since).end(now)

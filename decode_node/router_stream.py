@@ -1,4 +1,4 @@
-"""The stream of one router on D: its messages become requests, and their outputs travel back, a step in a message."""
+"""The stream of one router on D: messages become requests; the outputs of a step return in one message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.protobuf import resumed_outputs, sampling_from_pb
 from pdserve.tracing.spans import Attributes
 
-_RESUMED_LENGTHS = 128  # resumed tokens of a request, in lengths of the longest context: one per choice
+_RESUMED_LENGTHS = 128  # most resumed tokens of a request, in longest contexts: one per choice
 
 
 class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
@@ -31,7 +31,7 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
         self._node = node
         self._handoffs = handoffs
         self._on_change = on_change
-        self._resumed = pb.ResumedChoices()  # of a request that follows
+        self._resumed = pb.ResumedChoices()  # choices of the request that follows
 
     async def read(self, requests: AsyncIterable[pb.ServeRequest]) -> None:
         async for message in requests:

@@ -23,8 +23,8 @@ from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.message_limits import ANSWER_LIMIT
 from pdserve.sampling_params import SamplingParams
 
-_ONE_STEP = SamplingParams(max_tokens=1, temperature=0.0)  # the token means nothing
-_VALUE_BYTES = 4  # of float32
+_ONE_STEP = SamplingParams(max_tokens=1, temperature=0.0)  # the sampled token is ignored
+_VALUE_BYTES = 4  # a float32
 
 
 class PendingPrompt:
@@ -73,7 +73,7 @@ class PendingPrompt:
 
 
 class PoolingService(pb_grpc.PoolingNodeServicer):
-    """A Drainable. Its calls are unary: routers repeat a call that fails at another node."""
+    """A Drainable. Its calls are unary: after a failure, routers repeat the call at another node."""
 
     release_timeout = 0.0
 
@@ -82,7 +82,7 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
         self._config = config
         self._open: set[PendingPrompt] = set()
         self._ended = asyncio.Event()
-        self._numbers = 0  # of prompts that share nothing
+        self._numbers = 0  # prompts so far with a salt of their own, which share no cache
 
     async def finish(self) -> None:
         while self._open:
@@ -141,14 +141,14 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
         )
 
     def _salt(self, request: pb.PoolRequest) -> str:
-        """Return the prefix cache's salt. A mean needs the hidden states of all tokens, so it takes none from there."""
+        """Return the prefix cache's salt. A mean needs the hidden states of all tokens: a unique salt prevents hits."""
         if self._config.method != MEAN:
             return request.cache_salt
         self._numbers += 1
         return f"{request.cache_salt}/{self._numbers}"
 
     def _shortened(self, vectors: Sequence[bytes], dimensions: int) -> list[bytes]:
-        """Cut embeddings and normalize them again. Raises NodeError for a vector that is not there."""
+        """Cut embeddings and normalize them again. Raises NodeError for a vector with values that are not finite."""
         table = np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), self._config.size)
         if not np.isfinite(table).all():
             raise NodeError("a vector has values that are not finite; send the request again")

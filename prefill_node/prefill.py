@@ -34,7 +34,7 @@ from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.protobuf import logprobs_to_pb
 from pdserve.sampling_params import SamplingParams
 
-_MAX_STEP_SECONDS = 0.05  # of a step that only decodes
+_MAX_STEP_SECONDS = 0.05  # bound on a step that only decodes
 
 
 class Prefill(LeasedPrompt):
@@ -45,8 +45,8 @@ class Prefill(LeasedPrompt):
         self._num_choices = 1
         self._samples: list[pb.SampledToken] = []  # the first of each choice
         self._prefilled = Prefilled(self.rid, 0, 0.0)
-        self._decodes_ahead = True  # or will, until the engine reports the end
-        self._deferred: Callable[[], None] | None = None  # until the step in flight has ended
+        self._decodes_ahead = True  # decode-ahead runs or will run, until the engine reports its end
+        self._deferred: Callable[[], None] | None = None  # runs once the step in flight has ended
         self._pull: PrefixPull | None = None
 
     def submit(
@@ -54,7 +54,7 @@ class Prefill(LeasedPrompt):
     ) -> None:
         """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first.
 
-        ``pull`` reads a prefix before; None: all that is not cached here is computed.
+        ``pull`` first reads a prefix; None: compute all tokens that are not cached here.
         """
         self._set_deadline(request.timeout_ms)
         self._num_choices = sampling.n
@@ -77,7 +77,7 @@ class Prefill(LeasedPrompt):
     def after_step(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the next step decoded ahead, or at once if there will be none.
 
-        That step began before D could begin the same step. But a step with prompts is longer than D's. A stalled
+        That step began before D could begin its own. But a step with prompts is longer than D's. A stalled
         engine delays ``action`` by at most the length of a step.
         """
         self._run_deferred()
@@ -136,7 +136,7 @@ class Prefill(LeasedPrompt):
         if not self.complete or isinstance(error, EngineCrashed):
             self.fail(error)
 
-    # ------------------------------------------------------------ parts of these
+    # ------------------------------------------------------------ helpers
 
     def _run_deferred(self) -> None:
         action, self._deferred = self._deferred, None
