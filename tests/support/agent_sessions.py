@@ -19,20 +19,20 @@ from fleet import MODEL_NAME
 
 Fields = dict[str, Any]
 
-ABORTED = "aborted"  # result of a call that the record does not expect
+ABORTED = "aborted"  # result of a call without one in the record
 
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request. ``user``, ``result`` and ``also`` are added to the history before it."""
 
     user: str | list[Fields] | None = None  # a text, or parts in the form of the protocol
-    result: str | list[Fields] | None = None  # of the call in the last answer
-    failed: bool = False  # that call
-    also: list[Fields] = []  # what the program adds by itself
+    result: str | list[Fields] | None = None  # result of the call in the last answer
+    failed: bool = False  # the call failed
+    also: list[Fields] = []  # messages that the program adds by itself
     call: str = ""  # the tool that the answer must call, or "any"; "": the model may choose
     reasoning: str = ""  # later requests repeat it before the answer
-    least: int = 0  # output tokens
-    most: int = 100  # output tokens
+    least: int = 0  # least output tokens
+    most: int = 100  # most output tokens
     cancelled: bool = False  # the client closes the connection amid the answer, then repeats the request
     counted: bool = False  # the client first asks for the number of input tokens
 
@@ -49,9 +49,9 @@ class Answer:
     """A complete answer: the stream has had its last event, and no error."""
 
     items: list[Fields]  # items or content blocks, as the protocol has them
-    said: list[tuple[str, str]]  # for each: name of the called tool, or "", and text or arguments
+    said: list[tuple[str, str]]  # per item: name of the called tool, or "", and text or arguments
     input_tokens: int
-    cached_tokens: int  # of the input
+    cached_tokens: int  # input tokens found in the prefix cache
     output_tokens: int
     within_limit: bool  # False: cut at the limit of output tokens
     warnings: list[str]
@@ -71,7 +71,7 @@ class Session(ABC):
     def __init__(self, record: Path) -> None:
         self.record = msgspec.json.decode(record.read_bytes(), type=Record)
         self._history = list(self.record.opening)
-        self._open_calls: list[Fields] = []  # of the last answer
+        self._open_calls: list[Fields] = []  # calls of the last answer without a result
 
     def request(self, turn: Turn) -> Fields:
         """Begin a turn: add its messages to the history, and return the body of its request."""
@@ -249,7 +249,7 @@ class ClaudeCode(Session):
         return [*turn.also, {"role": "user", "content": content}]
 
     def _with_history(self) -> Fields:
-        """With a hash in front that differs in each request, and a mark at the end of what Anthropic would cache."""
+        """Return the history after a hash that differs per request, with Anthropic's cache mark at its end."""
         first, *system = self.record.request["system"]
         first = {**first, "text": first["text"].replace("00000", f"{len(self._history):05}")}
         *messages, last = self._history

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 NO_PAUSE = (float("inf"), 0.0)
-LOGPROB_TOLERANCE = 1e-3  # the same tokens computed in batches of other sizes
+LOGPROB_TOLERANCE = 1e-3  # largest difference for equal tokens in batches of other sizes
 
 
 class ErrorAnswer(Exception):

@@ -110,10 +110,10 @@ _MORE: dict[str, dict[str, Any]] = {
     "whisper": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
-#: Sizes of the parts of multimodal models that are no text decoder.
+#: Sizes of the parts of multimodal models other than the text decoder.
 _SMALL_PART = {"depth": 1, "embed_dim": 64, "output_dim": 64, "out_hidden_size": 64, "num_blocks": 1}
 _LARGEST = 20_000_000  # parameters
-#: Of models with latent attention (DeepSeek).
+#: Sizes of models with latent attention (DeepSeek).
 _SMALL_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 8,

@@ -38,8 +38,8 @@ class Shape:
     windows: tuple[int | None, ...] = (None,)
     has_norms: bool = False
     num_pages: int = 160
-    spec: AttentionSpec | None = None  # of all layers, in place of ``windows``
-    scales: KVScales | None = None  # of every layer of an FP8 cache; None: the cache has the dtype of the step
+    spec: AttentionSpec | None = None  # attention of all layers, in place of ``windows``
+    scales: KVScales | None = None  # scales of every layer of an FP8 cache; None: the cache has the step's dtype
     latent: LatentConfig | None = None  # in place of ``kv_heads`` and ``head_dim``
 
     @property

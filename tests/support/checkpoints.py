@@ -197,7 +197,7 @@ def make_checkpoint(
     if family == "mimo":
         return make_mimo(path, seed=seed, dtype=dtype, **overrides)
     config_class, model_class, defaults = CONFIG_CLASSES[family]
-    config = config_class(**copy.deepcopy({**_TINY, **defaults, **overrides}))  # it changes rope_parameters in place
+    config = config_class(**copy.deepcopy({**_TINY, **defaults, **overrides}))  # changes rope_parameters in place
     model = model_class(config).to(getattr(torch, dtype))
     config.dtype = dtype
     generator = torch.Generator().manual_seed(seed)
@@ -206,7 +206,7 @@ def make_checkpoint(
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                is_centered = family in RECURRENT and "linear_attn" not in name  # it scales by 1 + weight
+                is_centered = family in RECURRENT and "linear_attn" not in name  # the norm scales by 1 + weight
                 parameter.copy_((0.0 if is_centered else 1.0) + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)

@@ -68,9 +68,9 @@ class Load:
     outcomes: Counter[str] = field(default_factory=Counter)
     in_flight: dict[str, int] = field(default_factory=dict)  # indices of requests by salt
     tokens: int = 0
-    slowest: float = 0.0  # seconds of an answer, pauses included
+    slowest: float = 0.0  # longest seconds of an answer, with pauses
     failures: list[str] = field(default_factory=list)  # errors and answers that differ from the expected one
-    headers: dict[str, str] = field(default_factory=dict)  # of every request
+    headers: dict[str, str] = field(default_factory=dict)  # headers of every request
     tolerance: float = LOGPROB_TOLERANCE
     think: float = 0.0
 

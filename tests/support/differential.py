@@ -26,7 +26,7 @@ from pdserve.sampling_params import SamplingParams
 
 EQUAL = "equal"
 
-_ATOL, _RTOL = 2e-4, 1e-4  # of log-probabilities
+_ATOL, _RTOL = 2e-4, 1e-4  # tolerances of log-probabilities
 
 
 class LibraryError(Exception):

@@ -116,7 +116,7 @@ class DraftedNode:
                 continue
             if not (status.running or status.waiting):
                 break
-            assert self._woken.wait(30), "no mask arrives"  # of a grammar
+            assert self._woken.wait(30), "no mask arrives"  # a grammar thread must deliver one
             self._woken.clear()
         assert status.free == status.total
         return self.answers

@@ -14,11 +14,11 @@ from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 
 from pdserve.config.runner_oracle import VARIABLE
 
-BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens: of a block, a step and an answer
+BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens of a block, a step and an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
 ALWAYS = ("--speculate-when", "always")
-KINDS = {  # of nodes
+KINDS = {  # flags by kind of node
     "1": (),
     "tp2": ("--tp", "2"),
     "pp2": ("--pp", "2"),

@@ -63,7 +63,7 @@ class FaultInjector:
         self.injected: Counter[str] = Counter()
         self._fleet = fleet
         self._plan = plan
-        self._down: dict[NodeProcess, tuple[Fault, float]] = {}  # with the time at which the fault ends
+        self._down: dict[NodeProcess, tuple[Fault, float]] = {}  # (fault, time at which it ends)
         self._recovering: set[NodeProcess] = set()
         self._ready_since: dict[NodeProcess, float] = {}
         self._stopping = threading.Event()

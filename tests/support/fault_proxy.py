@@ -33,7 +33,7 @@ class Refusal(Exception):
 
 
 class Lost(Exception):
-    """Raised by the same hooks: the message is lost."""
+    """Raised by hooks: the message is lost."""
 
 
 class FaultProxy:
@@ -41,11 +41,11 @@ class FaultProxy:
 
     def __init__(self, target: str = UNSET) -> None:
         self.before_prefill: Callable[[], None]
-        self.before_event: Callable[[str], None]  # with a kind of ANNOUNCED
+        self.before_event: Callable[[str], None]  # called with a kind of ANNOUNCED
         self.before_extend: Callable[[], None]
         self.before_release: Callable[[], None]
         self.alter_request: Callable[[pb.HandoffRequest], Iterable[pb.HandoffRequest]]  # forwarded instead
-        self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # likewise, for kinds of ANNOUNCED
+        self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # for kinds of ANNOUNCED
         self.alter_handshake: Callable[[pb.HandshakeReply], pb.HandshakeReply]
         self.reset()
         self.threads = futures.ThreadPoolExecutor(64)
@@ -204,7 +204,7 @@ class _Lanes:
     def __init__(self, threads: futures.Executor, on_error: Callable[[Exception], None]) -> None:
         self._threads = threads
         self._on_error = on_error
-        self._lanes: dict[object, deque[Callable[[], None]]] = {}  # those with work
+        self._lanes: dict[object, deque[Callable[[], None]]] = {}  # lanes with work
         self._changed = threading.Condition()
 
     def put(self, lane: object, work: Callable[[], None]) -> None:

@@ -212,7 +212,7 @@ class Fleet:
         self.prefill: list[NodeProcess] = []
         self.decode: list[NodeProcess] = []
         self.both: list[NodeProcess] = []  # nodes that prefill and decode
-        self.http_nodes: list[NodeProcess] = []  # with an OpenAI server beside them
+        self.http_nodes: list[NodeProcess] = []  # nodes with an OpenAI server beside them
         self.router: Process | None = None
         self._supervisor = Supervisor()
         self._stopping = threading.Event()

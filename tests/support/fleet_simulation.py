@@ -64,7 +64,7 @@ class Simulation:
         """``node``: options of SimulatedNode."""
         self.handoffs = 0
         self.moves = 0
-        self.shares: list[list[float]] = []  # of time spent on prompts, of each node, by second
+        self.shares: list[list[float]] = []  # fraction of time spent on prompts, by second, then by node
         self._events = Events()
         self._policy = policy
         self._find_moves = find_moves

@@ -16,7 +16,7 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 
 LARGEST = 1 << 40  # above every number that a router or decode node gives
 DOWN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-WAIT_SECONDS = 1.0  # for a node that may be stopped
+WAIT_SECONDS = 1.0  # the node may be stopped
 
 
 class HostileStreams:
@@ -78,7 +78,7 @@ class HostileStreams:
     def _send(self, node: NodeProcess, kind: str, messages: Sequence[Any]) -> None:
         """Send messages on a new stream, and read its answers until the node ends it."""
         if not node.address:
-            return  # it starts
+            return  # the node is starting
         details = ""
         with grpc.insecure_channel(node.address) as channel:
             stub = pb_grpc.DecodeNodeStub(channel) if kind == "decode" else pb_grpc.PrefillNodeStub(channel)

@@ -38,7 +38,7 @@ _ARRAY_FIELDS = {
 
 class KnownBlock(NamedTuple):
     salt: str
-    prefix: tuple[int, ...] | None  # tokens of the block and of all blocks before it; None: one of these is unknown
+    prefix: tuple[int, ...] | None  # tokens up to the end of the block; None: some are unknown
     kind: str
     window: int | None
 
@@ -52,12 +52,12 @@ def fields_of(event: Any) -> dict[str, Any]:
 
 
 class CacheCopy:
-    """The prefix cache of a node, as its events tell."""
+    """Copy of a node's prefix cache, from its events."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], KnownBlock] = {}  # by group and number of the block
-        self.tiers: dict[str, set[tuple[int, int]]] = {}  # by medium: likewise, behind the prefix cache
-        self._prefixes: dict[int, tuple[str, tuple[int, ...] | None]] = {}  # of every block ever seen, by its number
+        self.tiers: dict[str, set[tuple[int, int]]] = {}  # (group, number) of lower tiers' blocks, by medium
+        self._prefixes: dict[int, tuple[str, tuple[int, ...] | None]] = {}  # every block ever seen, by number
         self.next_number = 0
 
     def take_all(self, batches: Iterable[tuple[int, bytes]]) -> None:
@@ -65,7 +65,7 @@ class CacheCopy:
             self.take(number, payload)
 
     def take(self, number: int, payload: bytes) -> None:
-        """Apply a batch. Batches of before are ignored; the next one, or a snapshot, is applied."""
+        """Apply a batch: the next one, or a snapshot. Earlier batches are ignored."""
         if number < self.next_number:
             return
         self.next_number = number + 1

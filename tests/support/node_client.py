@@ -39,7 +39,7 @@ class Generated:
     cached_tokens: int = 0
     started: threading.Event = field(default_factory=threading.Event)  # a token has arrived
     ended: threading.Event = field(default_factory=threading.Event)
-    stream_error: grpc.RpcError | None = None  # with which the stream broke before the end
+    stream_error: grpc.RpcError | None = None  # error that broke the stream before the end
 
     @property
     def tokens(self) -> list[int]:

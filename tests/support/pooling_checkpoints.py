@@ -76,7 +76,7 @@ def make_classifier(path: Path, **overrides: Any) -> Path:
 
 
 def _tokenizer() -> Tokenizer:
-    """Its last token is the end of a text."""
+    """Return a tokenizer whose last token is the end of a text."""
     backend = small_tokenizers.byte_level([*small_tokenizers.CORPUS, *["yes", "no"] * 100])
     backend.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
     return backend

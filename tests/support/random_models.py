@@ -25,15 +25,15 @@ _BOOLEANS = (False, True)
 
 class RandomModel(NamedTuple):
     family: str
-    fields: Fields  # of the family's transformers config
+    fields: Fields  # fields of the family's transformers config
     fused: bool  # experts of a layer in one tensor
     legacy: bool  # config.json as transformers 4 writes it
     other_head: bool  # a head is stored although config.json calls it tied
-    seed: int  # of the weights
+    seed: int  # seed of the weights
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence: only dynamic frequencies have no end."""
+        """Tokens of the longest sequence; only dynamic frequencies allow more than the model's positions."""
         dynamic = self.fields["rope_parameters"]["rope_type"] == "dynamic"
         positions: int = self.fields["max_position_embeddings"]
         return 3 * positions if dynamic else positions

@@ -28,7 +28,7 @@ _ROOT = Path(__file__).parents[2]
 class Case(msgspec.Struct, frozen=True):
     """Prompts that run together, once per set of sampling parameters."""
 
-    config: NodeConfig  # of any rank
+    config: NodeConfig  # any rank's
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[SamplingParams, ...]
     num_tokens: int
@@ -44,14 +44,14 @@ class Outcome(msgspec.Struct, frozen=True):
 
 class _Order(msgspec.Struct, frozen=True):
     rank: int
-    cases: tuple[tuple[str | int, Case], ...]  # with rendezvous addresses; rank 0 has file descriptors
+    cases: tuple[tuple[str | int, Case], ...]  # (rendezvous address, case); rank 0 has file descriptors
 
 
 class Answer(msgspec.Struct, frozen=True):
     """Result of one rank for a case."""
 
     num_blocks: int
-    outcomes: tuple[Outcome, ...]  # for every sampling, one prompt after the other
+    outcomes: tuple[Outcome, ...]  # by sampling parameters, then by prompt
 
 
 def answer_of(case: Case, rank: int = 0, rendezvous: str | int = "") -> Answer:

@@ -28,7 +28,7 @@ class RecordingConnector(SimulatedConnector):
 
 class Unfinished:
     def register(self) -> None:
-        """It has no other method."""
+        """The only method: the connector's others are missing."""
 
 
 def _record(call: str) -> None:

@@ -16,7 +16,7 @@ _PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 _WRITE = re.compile(r"(\S+) (?:P\d, )?R(\d+)(?:\.\w+)?(?:,|$)")
 _NO_WRITE = ("ST", "LDGSTS", "BRA", "RED", "WARP", "HGMMA")
-_LEFT_REGISTERS = 4  # of a product of 16-bit numbers
+_LEFT_REGISTERS = 4  # registers of the left operand of 16-bit numbers
 
 
 class Instruction(NamedTuple):
@@ -62,7 +62,7 @@ def _first_write(code: list[Instruction], product: int) -> Overwritten | None:
     match = _PRODUCT.match(code[product].text)
     assert match
     left = range(int(match[1]), int(match[1]) + _LEFT_REGISTERS)
-    newer = None if "gsb0" not in code[product].text else 0  # groups behind the product's own, once that has ended
+    newer = None if "gsb0" not in code[product].text else 0  # groups after the product's own, once that is complete
     for instruction in code[product + 1 :]:
         text = instruction.text
         if text.startswith("HGMMA"):

@@ -62,7 +62,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
     def __init__(self, model: str, max_model_len: int = 1000, vocab_size: int = 506, node_id: str = "d0") -> None:
         self.scripts: dict[str, Script] = {}
         self.seen: dict[str, Conversation] = {}
-        self.pauses: list[int] = []  # ms between reports, as routers have asked for them
+        self.pauses: list[int] = []  # ms between reports that routers have asked for
         self.description = pb.NodeDescription(
             node_id=node_id,
             epoch="1",
@@ -75,7 +75,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
         )
         self.load = pb.NodeLoad()
         self.reports = 0
-        self.cached = pb.CacheChange()  # of each report
+        self.cached = pb.CacheChange()  # sent in each report
         self.reading = asyncio.Event()  # cleared: new streams are not read
         self.reading.set()
         self.port = 0
@@ -90,7 +90,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Listen, on the port of before if there was one."""
+        """Listen, on the previous port if there was one."""
         self.call(self._start())
 
     def stop(self) -> None:

@@ -109,24 +109,24 @@ class Events:
 
 @dataclass(frozen=True)
 class Delays:
-    """Seconds of what is not a step or a read; a node's frontend counts as a part of the node."""
+    """Seconds beside steps and reads; a node's frontend counts as a part of the node."""
 
-    request: float = 4e-3  # from the client's request to the node that decodes
+    request: float = 4e-3  # from the client to the node that decodes
     message: float = 1e-3  # from node to node; two of them delay the first token
-    confirm: float = 2.5e-3  # of D's processes, from the first token to confirmed KV: 6 ms with a read and two messages
+    confirm: float = 2.5e-3  # D's processes, first token to confirmed KV; 6 ms with a read and two messages
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request, and what became of it. Times are in seconds."""
+    """A request and its outcome. Times are in seconds."""
 
     at: float
     prompt: int  # tokens
     output: int  # tokens
     number: int = 0  # unique: no two jobs share a prefix
     router: int = 0
-    node: SimulatedNode | None = None  # where it decodes
-    rid: int = 0  # there
+    node: SimulatedNode | None = None  # the node where the job decodes
+    rid: int = 0  # on ``node``
     tokens: int = 0  # sampled so far
     first: float = 0.0  # time of the first token
     second_gap: float = 0.0
@@ -134,7 +134,7 @@ class Job:
     end: float = 0.0
     longest_gap: float = 0.0
     moved_at: float = -1e9
-    moves_to: SimulatedNode | None = None  # behind its next token
+    moves_to: SimulatedNode | None = None  # moves there after its next token
 
     @property
     def ttft(self) -> float:
@@ -172,8 +172,8 @@ class _Handoff:
     reads: int = 0  # in flight
     outputs: list[int] = field(default_factory=list)
     peer_tokens: int = 0  # sampled by P
-    decodes_ahead: bool = True  # or will
-    deferred: Callable[[], None] | None = None  # until the next token of P, or the end of decode-ahead
+    decodes_ahead: bool = True  # P decodes ahead, or will
+    deferred: Callable[[], None] | None = None  # runs at P's next token, or at the end of decode-ahead
     over: bool = False
 
     def add_peer_token(self) -> None:
@@ -192,7 +192,7 @@ class _Handoff:
 
 
 class Client(Protocol):
-    """Receives what becomes of jobs."""
+    """Receives the outcomes of jobs."""
 
     def on_first_token(self, job: Job, handed_off_by: SimulatedNode | None) -> None: ...
 
@@ -200,7 +200,7 @@ class Client(Protocol):
 
 
 _rids = count(1)
-_TOKEN = (1).to_bytes(4, "little")  # of every output
+_TOKEN = (1).to_bytes(4, "little")  # every output token
 
 
 class SimulatedNode:
@@ -239,14 +239,14 @@ class SimulatedNode:
             connector=lambda parts: KVConnectorScheduler(parts, ConnectedPeers(parts)),
             clock=lambda: events.now,
         )
-        self._jobs: dict[int, Job] = {}  # that decode here, by rid
+        self._jobs: dict[int, Job] = {}  # jobs that decode here, by rid
         self._handoffs: dict[int, _Handoff] = {}  # by rid, on D and on P
         self._steps = SimulatedSteps(card.costs)
         self._share = PromptShare(0.0)
         self._reads_until = 0.0
         self._executing: StepPlan | None = None
         self._step_seconds = 0.0
-        self._ends_at = 0.0  # of the executing step
+        self._ends_at = 0.0  # when the executing step ends
         self._planned: StepPlan | None = None  # the step after it
 
     # ------------------------------------------------------------ requests
@@ -435,7 +435,7 @@ class SimulatedNode:
             self._events.after(self._delays.message, partial(handoff.target._on_peer_token, handoff))
             return
         job = self._jobs.get(rid)
-        if job is None:  # it has moved
+        if job is None:  # the job has moved
             return
         job.add_token(self._events.now)
         if job.tokens == 1:

@@ -200,7 +200,7 @@ def _serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
         while (step := launched.get()) is not None:
             _write(stdout, msgspec.msgpack.encode(step.result()))
 
-    thread = threading.Thread(target=answer, daemon=True)  # it must not outlive a runner that cannot be built
+    thread = threading.Thread(target=answer, daemon=True)  # the thread must not outlive a runner that cannot be built
     thread.start()
     current = None
     while (frame := _read(stdin)) is not None:

@@ -30,7 +30,7 @@ DECODE_AHEAD = 4  # tokens after the first that P may sample
 PREFILL_FLAGS = ("--decode-ahead", str(DECODE_AHEAD), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 WAIT_SECONDS = 20.0
 ATTEMPTS = 5
-RELEASE_SECONDS = 5.0  # from a fault until all blocks must be free
+RELEASE_SECONDS = 5.0  # after a fault, all blocks must be free within this time
 
 STAGES = (
     "before Prefill",  # D has reserved blocks; P has no request yet
@@ -45,8 +45,8 @@ STAGES = (
 
 PROMPT = random.Random(LENGTH).choices(range(3, 128), k=LENGTH)
 
-TOKEN_BYTES = 1024  # of KV, in a checkpoint of two layers
-WARM = 168  # tokens of the prompt that nodes have cached, where ``Pair.warm`` says so: the rest are three parts
+TOKEN_BYTES = 1024  # bytes of KV per token, in a checkpoint of two layers
+WARM = 168  # prompt tokens that nodes have cached, if ``Pair.warm`` is set: the rest are three parts
 #: Two conversations do not fit into the cache, but several into host memory.
 TIER_FLAGS = ("--kv-cache-memory", "640KiB", "--max-model-len", "600", "--host-kv-memory", "4MiB")
 EVICTING = random.Random(WARM).choices(range(3, 128), k=590)
@@ -61,7 +61,7 @@ class Pair:
     proxy: FaultProxy
     num_tokens: int  # requested output tokens
     expected: list[int] = field(default_factory=list)  # tokens that follow PROMPT, without a handoff
-    warm: str = ""  # what nodes have of each prompt: nothing, a prefix in "host memory", or D a prefix that P "pulls"
+    warm: str = ""  # cached prefix of each prompt: none, in "host memory", or on D, from where P "pulls" it
 
     @property
     def prefill(self) -> NodeProcess:
@@ -97,7 +97,7 @@ class Pair:
             node.wait_idle(RELEASE_SECONDS)
 
     def new_salt(self, client: RouterClient) -> str:
-        """Return a salt with which the nodes have cached what ``warm`` says of the prompt."""
+        """Return a salt with which the nodes have cached the prompt's prefix as ``warm`` says."""
         salt = f"held {next(_salts)}"
         match self.warm:
             case "host memory":

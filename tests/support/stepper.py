@@ -34,7 +34,7 @@ class Running:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     state_slot: int = NO_SLOT
-    samples: list[Sample] = field(default_factory=list)  # of this choice
+    samples: list[Sample] = field(default_factory=list)  # samples of this choice
     others: list[list[Sample]] = field(default_factory=list)  # per step, all choices where several were drawn
 
     @property
@@ -46,7 +46,7 @@ class Stepper:
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
         self.free = list(range(runner.kv_layout.num_blocks))
-        self.keeps_windows = False  # for sequences that begin with the blocks of another one
+        self.keeps_windows = False  # keep blocks behind windows: other sequences begin with them
         self.num_freed = 0  # blocks behind windows
         random.Random(seed).shuffle(self.free)
         states = runner.state_layout

@@ -23,7 +23,7 @@ def make_interpreter_faster() -> None:
 
 
 def _find_builtins_once(interpreter: Any) -> None:
-    """It searches all members of its modules for builtins."""
+    """Remember the builtins of each module: the interpreter searches all members again and again."""
     names: dict[Any, list[str]] = {}
 
     def builtins_of(owner: Any) -> list[tuple[str, Any]]:
@@ -35,7 +35,7 @@ def _find_builtins_once(interpreter: Any) -> None:
 
 
 def _patch_languages_once(interpreter: Any) -> None:
-    """It patches the modules of its language for each function that a kernel calls, and restores them at its end."""
+    """Patch the language's modules once per kernel: the interpreter does so for each function that a kernel calls."""
     languages = (interpreter.tl, interpreter.tl.core)
     patch, patched = interpreter._patch_lang, set[str]()
 
@@ -64,7 +64,7 @@ def _patch_languages_once(interpreter: Any) -> None:
 
 
 def _look_dtypes_up(interpreter: Any) -> None:
-    """It makes a table of all dtypes for each one that it needs."""
+    """Look dtypes up in one table: the interpreter makes a table of all dtypes for each lookup."""
     tl, found = interpreter.tl, dict[str, Any]()
     get = interpreter._get_np_dtype
 
@@ -78,7 +78,7 @@ def _look_dtypes_up(interpreter: Any) -> None:
 
 
 def _type_tuples_late(core: Any) -> None:
-    """It computes the type of each tuple, of shapes above all, which nothing asks for."""
+    """Compute the type of a tuple on demand: the interpreter computes it always, mostly for shapes, without need."""
 
     def init(self: Any, args: Any, type: Any = None) -> None:
         self.values = list(args)
