@@ -1,4 +1,4 @@
-"""All errors that pdserve raises on purpose. Routers add those of their API (router/errors.py).
+"""All errors that pdserve raises on purpose. Routers add the errors of their API (router/errors.py).
 
     PdserveError
     ├── ConfigError             exit status 2
@@ -106,4 +106,4 @@ class EngineCrashed(EngineDied):
 
 
 class PrefillCrashed(EngineCrashed):
-    """The engine that crashed was that of the request's P."""
+    """The engine of the request's P has crashed."""

@@ -3,7 +3,7 @@
 Clients of a priority take turns: surplus round robin, a deficit round robin that charges a request after it was served.
 Each round grants a client ``quantum`` and serves one of its requests, unless earlier ones have overdrawn its balance.
 So all clients get the same cost, and a request waits at most for the rounds of its own client's overdraft and one more.
-A new client joins at the end of the round, so that ever new ones do not starve those before them.
+A new client joins at the end of the round, so that a flow of new clients does not starve waiting ones.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class FairTurns(Generic[ClientT, T]):
         return turn
 
     def end(self, client: ClientT, seconds: float) -> None:
-        """A job of a client has occupied its worker for so long."""
+        """End a job, which has occupied its worker for ``seconds``."""
         self._free += 1
         self._busy[client] -= 1
         if not self._busy[client]:

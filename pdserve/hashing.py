@@ -67,7 +67,7 @@ class BlockHashes:
             yield self._chain[index]
 
     def link(self, index: int) -> tuple[bytes, bytes]:
-        """Return the computed hash of block ``index`` and that of the block before it, which is empty for block 0."""
+        """Return the computed hashes of block ``index`` and of the block before it; the latter is empty for block 0."""
         return self._chain[index + 1], self._chain[index] if index else b""
 
     def _extend(self, token_ids: array[int], count: int) -> None:

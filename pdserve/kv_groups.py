@@ -87,11 +87,11 @@ class KVCacheGroups(msgspec.Struct, frozen=True):
         return [(block, group) for block in range(start, end) for group, begin in enumerate(first) if block >= begin]
 
     def blocks_for(self, num_tokens: int, block_size: int, step_tokens: int = 0) -> int:
-        """Return the blocks that a sequence of so many tokens holds while it decodes.
+        """Return the blocks that a sequence of ``num_tokens`` tokens holds while it decodes.
 
-        With ``step_tokens``, return those that it needs at most until then: a step computes up to so many tokens, whose
-        KV is held beside that of the window before. Of a prompt that is handed off, the window before its cached prefix
-        is held beside that at its end.
+        With ``step_tokens``, return the most that it holds until then: a step computes up to ``step_tokens`` tokens,
+        whose KV is held beside the previous window. A handed-off prompt holds the window before its cached prefix
+        beside the window at its end.
         """
         return blocks_for(self.windows, num_tokens, block_size, step_tokens)
 
@@ -127,8 +127,8 @@ def window_blocks(window: int, block_size: int, others: int = 0) -> int:
 def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
     """Return the first logical block that a group keeps of a sequence with ``num_tokens`` tokens.
 
-    Later tokens see the ``window - 1`` tokens before them. The group also keeps what the first token of the last block
-    sees: so the same prompt, and other outputs of it, find all full blocks before their last token in the cache.
+    Later tokens see the ``window - 1`` tokens before them. The group also keeps the tokens that the first token of the
+    last block sees: so the same prompt with any output finds all full blocks before its last token in the cache.
     """
     if window is None or not num_tokens:
         return 0

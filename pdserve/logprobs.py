@@ -23,7 +23,7 @@ class Logprobs(Protocol):
 
 
 def logprobs_fault(found: Logprobs, asked: int, vocab_size: int) -> str:
-    """Return what is wrong where ``asked`` alternatives were asked for (-1: none); empty if nothing is."""
+    """Return the fault of an answer to a request for ``asked`` alternatives (-1: none); empty if correct."""
     num_top = len(found.top_ids)
     if num_top != len(found.top_logprobs) or num_top > max(asked, 0):
         return f"{num_top} alternatives with {len(found.top_logprobs)} log-probabilities, where {asked} were asked for"

@@ -113,7 +113,7 @@ def model_labels(model: str) -> tuple[str, str]:
 
 
 class ModelHistogram(Collector):
-    """A histogram per model: under ``name`` their sum, under each name of ``also`` those of the models.
+    """A histogram per model under each name of ``also``, and their sum under ``name``.
 
     Without ``name`` there is no sum.
     """
@@ -160,7 +160,7 @@ class ModelCount:
 
 
 class ModelCounter(Collector):
-    """A counter per model: under ``name`` their sum, under each name of ``also`` those of the models."""
+    """A counter per model under each name of ``also``, and their sum under ``name``."""
 
     def __init__(self, name: str, documentation: str, also: Sequence[str]) -> None:
         self._name, self._documentation, self._also = name, documentation, also

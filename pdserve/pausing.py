@@ -1,6 +1,6 @@
 """Work with pauses: a generator that yields in each pause, and returns the result.
 
-The caller decides what happens in a pause. The step loop emits results of an earlier step; others ``complete`` it all.
+The caller decides what happens in a pause. The step loop emits results of an earlier step; others ``complete`` all.
 """
 
 from __future__ import annotations

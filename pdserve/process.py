@@ -63,7 +63,7 @@ class StatusWriter:
         line = json.dumps(fields).encode() + b"\n"
         try:
             os.write(self._fd, line)  # shorter than PIPE_BUF, so lines never mix
-        except OSError:  # the reader has gone; the lifeline decides what that means
+        except OSError:  # the reader has gone; the lifeline decides whether to exit
             self._fd = None
 
 
@@ -107,7 +107,7 @@ def describe_exit(status: int) -> str:
 
 
 def killed_from_outside(status: int) -> bool:
-    """Return whether a return code is that of a signal that another process sends: an order, or the OOM killer."""
+    """Whether a return code is a signal from another process: an order, or the OOM killer."""
     return -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

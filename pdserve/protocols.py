@@ -128,7 +128,7 @@ class KVConnector(Protocol):
     """
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
-        """Register the KV cache and return what peers need to read it.
+        """Register the KV cache and return the record with which peers read it.
 
         ``on_progress`` is called from any thread when ``poll`` has something new.
         """
@@ -178,7 +178,7 @@ class DiskKV(Protocol):
         """Carry out an order. Reads do not wait for writes; beside that, orders keep their order."""
 
     def poll(self) -> tuple[DiskEvent, ...]:
-        """Return what has ended or was found since the last poll."""
+        """Return the events since the last poll."""
 
     def close(self) -> None:
         """Stop, without waiting for a disk that hangs. Idempotent."""

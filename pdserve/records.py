@@ -53,7 +53,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Index after the last of them."""
+        """Index after the last token of the table."""
         return self.first + len(self.table) // self.row_bytes(self.num_top)
 
     def parts(self, num_bytes: int) -> Iterator[PromptLogprobs]:

@@ -310,7 +310,7 @@ def decodes_cost(load: RequestLoad, costs: StepCosts, decodes: int, num_tokens: 
         return 0.0
     share = min(prompt_share, _MOST_SHARE)
     seconds = num_tokens * time_per_token(costs.decode, decodes, share)
-    prompts = seconds * share / (1.0 - share)  # seconds of them, each behind 1 / (1 - share) as many
+    prompts = seconds * share / (1.0 - share)  # seconds of prompts meanwhile; each delays 1 / (1 - share) prompts
     return DELAY_WEIGHT * decodes * seconds + prompts * (_slower_prompts(load, costs, decodes) - 1.0)
 
 

@@ -4,7 +4,7 @@ A rank has one allocation of ``num_slots`` slots. A slot holds the state of one 
 recurrent layers of the rank:
 
     slot s   bytes s * slot_bytes … of the allocation
-    layer l  bytes l * layer_bytes … of the slot: first the state of the delta rule, then that of the convolution
+    layer l  bytes l * layer_bytes … of the slot: the state of the delta rule, then the convolution's
 
 Each step overwrites the state, unlike KV. So only the rank that computes a sequence writes to its slot, and a peer
 reads, or a prefix hit copies, a slot that no step writes to.

@@ -1,4 +1,4 @@
-"""Which nodes may exchange KV: those whose protocol versions share a window and whose compatibility hashes are equal.
+"""Nodes may exchange KV if their protocol versions share a window and their compatibility hashes are equal.
 
 The version of pdserve itself does not matter.
 """
@@ -22,7 +22,7 @@ SPOKEN_PROTOCOLS = range(max(PROTOCOL_VERSION - 1, UNDESCRIBED_PROTOCOL), PROTOC
 def common_protocol(newest: int, other_newest: int = PROTOCOL_VERSION) -> int | None:
     """Return the version that two nodes speak with each other, from the newest version of each; 0: not described.
 
-    It is the older of the two. None: they are more than one version apart, so there is none.
+    It is the older of the two versions. None: the two are more than one version apart.
     """
     one, other = newest or UNDESCRIBED_PROTOCOL, other_newest or UNDESCRIBED_PROTOCOL
     older = min(one, other)

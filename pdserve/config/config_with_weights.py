@@ -20,8 +20,8 @@ from pdserve.weights.change import FileStates, HostDigests
 def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:
     """Return the configuration with a digest per tensor group in ``compat_fields``, and the files that have them.
 
-    Reads all weights, unless they are cached or not those of the checkpoint. ``draft_digest`` is that of the head that
-    makes drafts. Raises CheckpointError, Stopped.
+    Reads all weights, unless their digests are cached, or the weights are random or simulated. ``draft_digest`` is the
+    draft head's. Raises CheckpointError, Stopped.
     """
     digests = host_digests(config, range(config.parallel.num_ranks), stop)
     return with_host_digests(config, [digests])
@@ -69,7 +69,7 @@ def with_host_digests(config: NodeConfig, hosts: Sequence[HostDigests]) -> NodeC
 
 
 def _draft_digest(config: NodeConfig, stop: threading.Event | None = None) -> str:
-    """Return the digest of the head that makes drafts; empty if there is none."""
+    """Return the draft head's digest; empty without a draft head."""
     head = config.model.draft_head
     if head is None:
         return ""
@@ -80,7 +80,7 @@ def _draft_digest(config: NodeConfig, stop: threading.Event | None = None) -> st
 
 
 def with_known_digests(config: NodeConfig) -> NodeConfig | None:
-    """Return what ``with_weight_digests`` does if that reads no weights, else None. Raises CheckpointError."""
+    """Return the result of ``with_weight_digests`` if it would read no weights, else None. Raises CheckpointError."""
     known = known_digests(Path(config.model_dir))
     if known is None:
         return None

@@ -454,7 +454,7 @@ def check_options(options: NodeOptions) -> None:
 
 
 def _check_disk_kv(options: NodeOptions) -> None:
-    """Refuse KV on disk without what it needs."""
+    """Raise ConfigError for KV on disk without the options that it needs."""
     path, size, host = options.disk_kv, options.disk_kv_size, options.host_kv_memory
     if path is None and size is not None:
         raise ConfigError(f"disk_kv_size {size} needs disk_kv, the directory; name one, or remove the size")

@@ -53,7 +53,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         return RankPosition(self, *divmod(rank, self.tp))
 
     def shares(self, model: ModelConfig) -> tuple[KVShare, ...]:
-        """Return each rank's part of the KV of ``model``. Layers count among those that have a KV cache.
+        """Return each rank's part of the KV of ``model``. Layer numbers count only layers with a KV cache.
 
         The last stage has the layers that make drafts.
         """
@@ -79,7 +79,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         )
 
     def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
-        """Return the number of layers with a KV cache of each stage, without those that make drafts."""
+        """Return the number of layers with a KV cache in each stage, without draft layers."""
         return tuple(model.kv_layers_in(self.position(stage * self.tp).layers) for stage in range(self.pp))
 
 
@@ -159,7 +159,7 @@ def choose_parallel_config(
 
 
 def _check_kinds(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError unless each stage has a layer that attends, and in a model with recurrent ones one of these."""
+    """Raise ConfigError unless each stage of a model with recurrent layers has one, and a layer that attends."""
     if model.state is None:
         return
     for stage, (count, kv) in enumerate(zip(parallel.stage_layers, parallel.kv_layers(model), strict=True)):

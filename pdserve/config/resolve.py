@@ -81,7 +81,7 @@ def resolve(
 ) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
-    ``platform`` defaults to that of this process. Raises ConfigError or CapacityError: value, limit and remedy.
+    ``platform`` defaults to this process's. Raises ConfigError or CapacityError: value, limit and remedy.
     """
     check_options(options)
     model_dir = resolve_model(options.model, weights=options.reads_weights)
@@ -343,7 +343,7 @@ def _draft_layer_problem(
 
 
 def _further_layer_problem(model: ModelConfig) -> str:
-    """Say why no layer can lie behind those of the model; empty if one can."""
+    """Return why no layer can follow the model's layers; empty if one can."""
     if any(spec.window for spec in model.attention):
         return "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
     if model.rope.rope_type == "dynamic":

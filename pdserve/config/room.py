@@ -22,15 +22,15 @@ def dtype_in_memory(config: NodeConfig, machine: str | None = None) -> str:
 
 
 def check_memory(config: NodeConfig) -> str:
-    """Return what a rank needs on its device. Raises CapacityError as a node would that starts now."""
+    """Describe the memory that a rank needs on its device. Raises CapacityError if a node could not start now."""
     return check_room(config, dtype_in_memory(config), free_memory(config.device))
 
 
 def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
-    """Return what a rank needs. Raises CapacityError unless its weights and KV cache fit in ``free`` bytes.
+    """Describe the memory of a rank. Raises CapacityError unless its weights and KV cache fit in ``free`` bytes.
 
     ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The KV cache counts with the
-    recurrent states. Where it is measured it takes what is left later.
+    recurrent states; a measured KV cache takes the rest of the memory later.
     """
     device = f"cuda:{config.device.index}" if config.device.kind == "cuda" else config.device.kind
     layouts = () if config.measure_kv_memory else (config.kv_layout, config.state_layout)

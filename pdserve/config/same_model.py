@@ -43,7 +43,7 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
 
 
 def _differences(mine: msgspec.Struct, other: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each differing field with both values; those of structs inside follow a dot."""
+    """Yield the name of each differing field with both values; fields of nested structs follow a dot."""
     for field in type(mine).__struct_fields__:
         ours, theirs = getattr(mine, field), getattr(other, field)
         if field in MAY_DIFFER or ours == theirs:

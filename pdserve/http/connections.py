@@ -23,15 +23,15 @@ from pdserve.rpc.address import join_address
 logging.getLogger("uvicorn.error").addFilter(LimitedWarnings())  # uvicorn warns of each malformed request
 
 MAX_HEADER_BYTES = 64 * 1024  # per request, with request line and trailers
-HEADER_SECONDS = 20.0  # from the connection or a request's first byte to the end of its headers
-BODY_SECONDS = 65.0  # from there to the end of its body; endpoints respond with 504 a little earlier
-UNREAD_SECONDS = 60.0  # in which the client reads nothing of its response
-IDLE_SECONDS = 700  # between requests: longer than proxies (up to 650 s), or one may send while we close
-LAST_SECONDS = 80.0  # from the end of a response until the client has read it
+HEADER_SECONDS = 20.0  # seconds from connection or first byte to the end of a request's headers
+BODY_SECONDS = 65.0  # seconds from there to the end of the body; endpoints respond with 504 a little earlier
+UNREAD_SECONDS = 60.0  # seconds in which the client reads nothing of its response
+IDLE_SECONDS = 700  # seconds between requests: above proxies' 650 s, so that none sends while this side closes
+LAST_SECONDS = 80.0  # seconds from the end of a response until the client has read it
 _IDLE_GRACE = 5.0  # seconds until a connection is aborted that was closed as idle
 # An interim response: a client that only shut its sending side skips it, a closed one refuses it.
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_PROBE_SECONDS = (0.2, 5.0)  # between the first two probes, and further ones
+_PROBE_SECONDS = (0.2, 5.0)  # seconds between the first two probes, and between later ones
 
 # Unread bytes in the connection, and in the kernel. Beyond them the writer of a response waits, over TLS and without.
 BUFFER_BYTES = _UNSENT_BYTES = 64 * 1024
@@ -124,7 +124,7 @@ class ConnectionLimit:
 
 
 class GatheringTransport(asyncio.Transport):
-    """Gathers what is written while the kernel takes nothing, and writes it at once when the kernel takes it.
+    """Gathers writes while the kernel's buffer is full, and writes them in one piece when it has room.
 
     A write that waits in the event loop takes 740 bytes beside its own, so a few hundred tokens would take 200 KiB.
     """
@@ -322,7 +322,7 @@ class BoundedConnection(UnreadWatch, HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._responding and (self._running is not self.cycle or self.cycle.response_started):
-            self.transport.abort()  # it would be part of another response
+            self.transport.abort()  # the 400 would be part of another response
         else:
             super().send_400_response(msg)
 
@@ -400,8 +400,8 @@ class BoundedConnection(UnreadWatch, HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that only shut its sending side, until its whole request has its response.
 
-        A closed connection looks alike until something is sent, so probes are, up to the status line. TLS and HTTP/1.0
-        have none: there the end of what a client sends is the end of its connection.
+        A closed connection looks alike until something is sent, so probes are sent until the status line. TLS and
+        HTTP/1.0 have no probes: there, the end of a client's data is the end of its connection.
         """
         is_plain = self.transport.get_extra_info("sslcontext") is None
         complete = self._responding and not self.cycle.more_body

@@ -58,7 +58,7 @@ class HeartbeatMonitor:
         self._num_sent, self._oldest = 0, 1
 
     def resume(self) -> None:
-        """Watch again: what the last heartbeat said may be over."""
+        """Watch again, as the last heartbeat is out of date."""
         self.last = msgspec.structs.replace(self.last, iteration=0.0)
         self._silence = self._untaken = 0.0
 
@@ -87,7 +87,7 @@ class HeartbeatMonitor:
 
     @property
     def trouble(self) -> str:
-        """Describe what is wrong with the process, or with the ranks that it monitors; empty while nothing is."""
+        """Description of the trouble with the process, or with the ranks that it monitors; empty without trouble."""
         if self._silence > self._timeout:
             return f"{self._name} has sent no heartbeat for {self._timeout:.3g} s"
         if self._untaken > max(_UNTAKEN_SECONDS, 2 * self._timeout):
@@ -100,7 +100,7 @@ class HeartbeatMonitor:
 
     @property
     def stalled(self) -> bool:
-        """Whether the step may be endless: it takes longer than --peer-timeout and many times what is expected."""
+        """Whether the step may be endless: it takes longer than --peer-timeout and many times the expected time."""
         return _STALLED_FACTOR * self.last.expected < self.last.iteration > 2 * self._timeout
 
 

@@ -9,7 +9,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class KVEvents(Generic[K]):
-    """Keys of blocks added and removed since the last ``take``. One that was added and removed again cancels out."""
+    """Keys of blocks added and removed since the last ``take``. A key that was added and removed again cancels out."""
 
     def __init__(self) -> None:
         self._added: dict[K, None] = {}  # oldest first

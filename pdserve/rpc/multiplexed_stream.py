@@ -71,7 +71,7 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
     ) -> None:
         """``serve`` makes the call. ``node`` names the peer in errors; it accepts messages of ``max_request`` bytes.
 
-        The call is cancelled ``linger`` seconds after ``close``, so that the node receives what waits until then.
+        The call is cancelled ``linger`` seconds after ``close``, so that the node receives the waiting messages.
         """
         self.draining = False  # the node takes no new request
         self.end_reason = ""  # empty until the end
@@ -87,7 +87,7 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
         self._call = serve(self._messages())
         self._reader = asyncio.create_task(self._read(), name=f"stream of {node}")
 
-    # ------------------------------------------------------------ what differs between streams
+    # ------------------------------------------------------------ differences between streams
 
     @abstractmethod
     def _entries(self, batch: B) -> Sequence[E]:
@@ -128,7 +128,7 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
             self._end_if_drained()
 
     def close(self, reason: str) -> None:
-        """End the stream and fail its requests; what they send in response leaves within ``linger``. Idempotent."""
+        """End the stream and fail its requests; their last messages leave within ``linger``. Idempotent."""
         if self.ended:
             return
         self.end_reason = reason

@@ -45,7 +45,7 @@ class OfferedMemory(msgspec.Struct, frozen=True):
 
 
 class RankWeights(msgspec.Struct, frozen=True):
-    """The tensors that one rank offers, and what a reader needs to connect to it."""
+    """The tensors that one rank offers, and the metadata to connect to it."""
 
     agent: str  # NIXL agent name
     metadata: bytes  # NIXL agent metadata
@@ -72,7 +72,7 @@ class PartRead(NamedTuple):
 def check_rank(rank: RankWeights, sizes: Mapping[str, StoredSize]) -> None:
     """Raise PeerError unless a rank's words fit the checkpoint, whose tensors have ``sizes``.
 
-    What is then wrong costs a read that fails, or a digest that differs.
+    Errors beyond these checks make a read fail, or a digest differ.
     """
     if not 0 < len(rank.agent) <= _MAX_AGENT_NAME or rank.device not in ("cpu", "cuda") or rank.device_id > _MAX_DEVICE:
         raise PeerError(f"rank {shown(rank.agent)} is on device {shown(rank.device)} {rank.device_id}, which none has")
