@@ -1,4 +1,4 @@
-"""The decode role: handoffs and the DecodeNode service, and leases of what this node has cached."""
+"""The decode role: handoffs and the DecodeNode service, and leases of this node's cached blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts D hands off, and what follows a failed handoff. Counts both."""
+"""Decides which prompts D hands off, and whether to recompute after a failed handoff. Counts both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HandoffPolicy:
         self._failure_policy = failure_policy
 
     def choose_handoff(self, uncached_tokens: int, prompt_logprobs: int) -> bool:
-        """Return whether to hand off so many tokens; if not, count a local prefill."""
+        """Return whether to hand off a prompt; if not, count a local prefill."""
         worth = worth_handoff(uncached_tokens, prompt_logprobs, self._min_tokens)
         if not worth:
             self._metrics.local_prefills.inc()

@@ -21,7 +21,7 @@ def make_parser() -> CommandParser:
 
 
 def _load() -> NodeParts:
-    """Import what runs the node, gRPC for one, beside its engine's imports."""
+    """Import the node's modules, such as gRPC, while its engine imports its own."""
     from elastic_node.elastic_role import make_role
     from engine.executor.remote_ranks import run_ranks
 

@@ -3,7 +3,7 @@
     frontend   flags │ gRPC, configuration, port … │ listens ──────────► waits ──► serves
                      └► engine process: its imports, torch ─ Configure ─► loads ─┘
 
-Imports take seconds. So this module imports what flags need, and the rest after the engine process has been started.
+Imports take seconds. So this module imports the modules for flags, and the rest after the start of the engine process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Node identity, state and engine client: what gRPC services and roles may know of the node they run in."""
+"""Node identity, state and engine client, for the gRPC services and roles of the node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NodeContext:
     epoch: str
     config: NodeConfig
     engine: EngineClient
-    tls: PeerTls | None  # for calls to other nodes
+    tls: PeerTls | None  # credentials for calls to other nodes
     tracer: Tracer
     log_requests: bool
     state: State = State.LOADING

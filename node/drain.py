@@ -3,8 +3,8 @@
     ready ──SIGTERM──► draining: requests finish ───────────────────────────► streams end ──► exit 0
                           └─ --drain-timeout is over, SIGINT, a second signal ─► hand over ──┘
 
-A draining node says so on every open stream, in order with the other messages. It refuses with ``Draining`` what was
-sent before the peer received that, so no request is lost. The peer then sends nothing more, and ends the stream when
+A draining node says so on every open stream, in order with the other messages. It refuses with ``Draining`` requests
+that were sent before the peer knew, so no request is lost. The peer then sends nothing more, and ends the stream when
 none of its requests is open.
 """
 

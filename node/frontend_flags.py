@@ -19,7 +19,7 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
 
 class KVEventOptions(NamedTuple):
-    """Where and how a node publishes KV events (node/kv_events/). Endpoints are those of ZeroMQ."""
+    """Where and how a node publishes KV events (node/kv_events/). Endpoints are ZeroMQ's."""
 
     endpoint: str
     replay_endpoint: str = ""  # empty: no replays

@@ -27,9 +27,9 @@ def record_fetch(span: Span, fetched: Fetched) -> None:
 
 
 def pull_attributes(costs: StepCosts, num_tokens: int, plan: LoadPlan | None = None) -> dict[str, Value]:
-    """Return the predictions for ``num_tokens`` tokens that a peer has, by a node of these costs: as its plan says.
+    """Return the predictions for ``num_tokens`` tokens that a peer has, by ``costs`` and ``plan``.
 
-    Without a plan, for a pull of all.
+    Without a plan, they are for a pull of all tokens.
     """
     plan = plan or LoadPlan(0, num_tokens, pull_seconds(costs, num_tokens))
     expected = plan.seconds if costs.read else 0.0
@@ -39,7 +39,7 @@ def pull_attributes(costs: StepCosts, num_tokens: int, plan: LoadPlan | None = N
 
 
 def prefill_attributes(costs: StepCosts, num_tokens: int) -> dict[str, Value]:
-    """Return the size of a prompt that was computed, and the prediction for a node that does nothing else."""
+    """Return the size of a computed prompt, and its predicted time on a node without other work."""
     expected = costs.prompt.at(num_tokens) if costs.prompt else 0.0
     return {"pdserve.prefill.tokens": num_tokens, **_known("pdserve.prefill.", expected=expected)}
 

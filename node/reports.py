@@ -58,10 +58,10 @@ class CacheDigest:
     """XOR of the short hashes of all cached blocks, of any sample of them."""
 
     def __init__(self) -> None:
-        self._by_zeros: dict[int, int] = {}  # 1 + number of low bits that are zero → XOR of these hashes
+        self._by_zeros: dict[int, int] = {}  # XOR of hashes, by 1 + their number of low zero bits
 
     def toggle(self, block_hash: bytes) -> None:
-        """A block has entered the cache or left it."""
+        """Add a block that has entered the cache, or remove one that has left it."""
         short = int.from_bytes(block_hash[:SHORT_HASH_BYTES], "little")
         zeros = (short & -short).bit_length()
         self._by_zeros[zeros] = self._by_zeros.get(zeros, 0) ^ short
@@ -71,7 +71,7 @@ class CacheDigest:
 
 
 class _EngineReports:
-    """What one engine has reported. Another engine begins with an empty cache and counters of 0."""
+    """Reports of one engine. A new engine begins with an empty cache and counters of 0."""
 
     def __init__(self) -> None:
         self.status: Status | None = None

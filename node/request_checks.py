@@ -16,7 +16,7 @@ from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 def check_request(token_ids: bytes, sampling: SamplingParams, config: NodeConfig, max_tokens: int | None = None) -> int:
     """Return the number of a prompt's tokens, which stay packed. Raises RequestError if this node can never serve it.
 
-    ``max_tokens`` replaces that of ``sampling``: a prompt that is pooled gets no output.
+    ``max_tokens`` replaces ``sampling.max_tokens``: a pooled prompt gets no output.
     """
     num_tokens = count_tokens(token_ids)
     if not num_tokens:

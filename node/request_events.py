@@ -75,7 +75,7 @@ class RequestEvents:
             handler.on_event(Refused(rid, type(error).__name__, str(error)))
 
     def dispatch(self, batch: Batch) -> None:
-        """Pass on the events of a step in their order: prompts first, then tokens, then what ends with these."""
+        """Pass on the events of a step in their order: prompts, then tokens, then events that follow tokens."""
         self._dispatch(batch.fetched, batch.reserved, batch.refused, batch.reads, batch.checked)
         self._dispatch(batch.scored, batch.prefilled, batch.pooled, batch.drafted, batch.last_chunks)
         for rid, choice, token_id, finish, logprobs in batch.outputs.rows():

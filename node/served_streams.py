@@ -39,7 +39,7 @@ class Batch(Protocol):
     draining: bool
 
 
-M = TypeVar("M")  # from the peer
+M = TypeVar("M")  # a message from the peer
 B = TypeVar("B", bound=Batch)
 
 
@@ -89,7 +89,7 @@ class ServedStreams(Generic[S]):
         return iter(tuple(self._open))
 
     async def serve(self, stream: S, requests: AsyncIterable[Any], context: Context) -> None:
-        """Serve a call: send what ``stream.writer`` collects until the peer has ended its side and ``stream.idle``.
+        """Serve a call: send the messages of ``stream.writer`` until the peer has ended its side and ``stream.idle``.
 
         An exception of ``stream.read`` ends the call at once; a RequestError is a violation of the protocol, and
         becomes the call's status message.
@@ -122,7 +122,7 @@ class ServedStreams(Generic[S]):
                 stream.writer.put().draining = True
 
     def reopen(self) -> None:
-        """Accept requests again, on new streams: peers end those that were told to drain."""
+        """Accept requests again, on new streams: peers end the drained ones."""
         self._draining = False
 
     def changed(self) -> None:

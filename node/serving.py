@@ -40,7 +40,7 @@ async def serve(
     status: StatusWriter,
     launched: LaunchedEngine,
 ) -> None:
-    """Run a node, which takes over the engine process ``launched``, until it is stopped. Raises what ends it."""
+    """Run a node, which takes over the engine process ``launched``, until it is stopped. Raises its last error."""
     signals = ShutdownSignals()
     rpc.check_port(frontend.host, frontend.port)
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)

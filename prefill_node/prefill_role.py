@@ -95,7 +95,7 @@ class Prefills:
     def _pull(self, request: pb.PrefillRequest, sampling: SamplingParams, prefill: Prefill) -> PrefixPull | None:
         """Return the pull of a prefix; None without a connection to its source, or if the prompt has several choices.
 
-        The recurrent state that the choices continue from may be one that a pull leaves no slot for.
+        With several choices, a pull may leave no slot for the recurrent state from which they continue.
         """
         peer = self._peers.find(request.prefix_node)
         if peer is None or sampling.n > 1:

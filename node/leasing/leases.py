@@ -14,7 +14,7 @@ A lease is granted with the first announced blocks of a prompt, and grows with l
 or the latest extension. A broken stream does not end it: D may go on reading over the data network.
 
 D counts from when it sent a request that P has answered, P from when it received that request, which is later. So D has
-stopped reading before P frees anything, whatever the delay of messages. Margin and guard cover clock drift. The times
+stopped reading before P frees anything, however long messages take. Margin and guard cover clock drift. The times
 are drawn in docs/leases.md.
 """
 

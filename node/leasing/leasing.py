@@ -32,7 +32,7 @@ class Leasing:
             self._metrics.read_counter(f"pdserve_leases_{state}", f"Leases {state}.", read)
 
     def attach(self, node: NodeContext, server: grpc.aio.Server, start_prefill: StartPrefill | None) -> Drainable:
-        """Serve peers. Without ``start_prefill``, only what is cached is leased."""
+        """Serve peers. Without ``start_prefill``, only cached blocks are leased."""
         self._prompts = LeasedPrompts(node.engine, self._settings.lease_seconds, self._settings.lease_guard)
         service = PrefillService(node, self._prompts, start_prefill)
         pb_grpc.add_PrefillNodeServicer_to_server(service, server)

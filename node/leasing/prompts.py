@@ -1,6 +1,6 @@
-"""Prompts of peers in the engine, with their leases, until these end. A peer is the reader of a stream.
+"""Prompts of peers in the engine, until their leases end. A peer is the reader of a stream.
 
-Here are those whose cached blocks are leased, and nothing computed; prefill_node/prefill.py adds those that P computes.
+This module leases cached blocks and computes nothing; prefill_node/prefill.py adds prompts that P computes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class LeasedPrompt(Lease):
         if not self.complete:
             self.fail(error)
 
-    # ------------------------------------------------------------ parts of these
+    # ------------------------------------------------------------ helpers
 
     def _send(self, **kind: Any) -> None:
         """Queue an event for the peer; ``kind`` is the field that is set."""
@@ -235,7 +235,7 @@ class LeasedPrompts:
             self._free(prompt, LeaseState.ABORTED)
 
     def end_all(self) -> None:
-        """End the granted leases, as their blocks are about to be lost: no release of them says that they stood."""
+        """End the granted leases, as their blocks are about to be lost: no later release reports that they stood."""
         for prompt in self.table.expire(math.inf):
             self._free(prompt, LeaseState.EXPIRED)
 

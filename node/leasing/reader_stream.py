@@ -33,7 +33,7 @@ class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
     def __init__(
         self, number: int, node: NodeContext, prompts: LeasedPrompts, *, start_prefill: StartPrefill | None, peer: str
     ) -> None:
-        """``number`` tells this stream's leases from those of all other streams of this node; ``peer`` is for the log.
+        """``number`` distinguishes this stream's leases from other streams' leases; ``peer`` is for the log.
 
         Without ``start_prefill`` this node computes no prompts of peers.
         """

@@ -47,9 +47,9 @@ M = TypeVar("M", bound=Message)
 
 _BACKOFF_MIN = 0.1  # seconds until the second attempt
 _BACKOFF_MAX = 5.0  # seconds between attempts, at most
-_RELEASE_SECONDS = 0.5  # for P to receive the releases of leases before this node closes its connection
-_LOADING_SECONDS = 0.2  # between attempts at a peer that is not ready yet
-_SELF_FAILURES = 10  # the longest pause at this node's own address, which may become that of another node
+_RELEASE_SECONDS = 0.5  # time for P to receive releases of leases before this node closes its connection
+_LOADING_SECONDS = 0.2  # pause between attempts at a peer that is not ready yet
+_SELF_FAILURES = 10  # counted at this node's own address: long pauses, as another node may get the address
 
 
 class PeerLoading(PeerError):
@@ -57,7 +57,7 @@ class PeerLoading(PeerError):
 
 
 class OwnAddress(PeerError):
-    """The address is that of this node, which needs no connection to itself."""
+    """The address is this node's own: no connection is needed."""
 
 
 class TransportTooSlow(PeerError):
@@ -94,7 +94,7 @@ class KVPeer:
         self.address = address
         self.node_id = ""
         self.epoch = ""
-        self.computes = True  # prompts, as far as is known; else it only leases what it has cached
+        self.computes = True  # the peer computes prompts, as far as known; False: it only leases cached blocks
         self.stream: PeerStream | None = None  # while connected
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
@@ -235,7 +235,7 @@ class KVPeer:
         connection = await self._connect_connector(peer)
         if request.epoch != self._node.epoch:
             raise PeerLoading("was asked before this node changed its weights")
-        self._check_own_state()  # it may change its weights now
+        self._check_own_state()  # this node may change its weights now
         self._check_transport(connection)
         self._metrics.transport = connection.transport
         limit = request_limit(description.max_model_len)
@@ -318,7 +318,7 @@ class KVPeer:
 
     def _disconnect(self) -> None:
         if self.epoch:
-            self._node.engine.send(Disconnect(self.epoch))  # its reads in flight end with an error
+            self._node.engine.send(Disconnect(self.epoch))  # the peer's reads in flight end with an error
         self.epoch = ""
         self._metrics.transport = ""
         if self.stream is not None:

@@ -65,23 +65,23 @@ class KVPeers:
 
     @property
     def costs(self) -> StepCosts:
-        """This node's measured costs. That of reads decays while there are none, so that a slow path is tried again."""
+        """This node's measured costs. The cost of reads decays without reads, so that a slow path is tried again."""
         costs = self._node.engine.status.costs
         return msgspec.structs.replace(costs, read=costs.read.aged(time.monotonic() - self._read_at))
 
     def plan_pull(self, num_tokens: int) -> LoadPlan | None:
-        """Return how to get the KV of so many tokens that a peer has cached; None: compute them."""
+        """Return how to get the KV of ``num_tokens`` tokens that a peer has cached; None: compute them."""
         if num_tokens <= 0:
             return None
         return plan_pull(self.costs, num_tokens, pace=self._pace, split_block=self._node.config.split_block)
 
     def pull_deadline(self, num_tokens: int) -> float:
-        """Return the seconds after which a pull of so many tokens is given up."""
+        """Return the seconds after which a pull of ``num_tokens`` tokens is given up."""
         return pull_deadline(self.costs, num_tokens, self._pace.queued)
 
     @property
     def _pace(self) -> Pace:
-        """How this node would compute a new prompt."""
+        """Predicted progress of a new prompt on this node."""
         status = self._node.engine.status
         return prompt_pace(RequestLoad(itl_target=status.itl_target), status.costs, status.backlog, status.decoding)
 
@@ -105,7 +105,7 @@ class KVPeers:
         return other
 
     def other(self) -> KVPeer | None:
-        """Return a connected prefill node in place of one that drains, round robin; None if there is none."""
+        """Return a connected prefill node in place of a draining one, round robin; None without one."""
         usable = [peer for peer in self._peers.values() if peer.usable and peer.computes]
         self._next_other += 1
         return usable[self._next_other % len(usable)] if usable else None
@@ -117,7 +117,7 @@ class KVPeers:
         """Connect. Return when every prefill node was tried and one is connected, or after ``seconds``.
 
         A node that prefills itself waits for no connection: nodes that start together would wait for each other. No
-        node waits for those whose cache alone it may read.
+        node waits for peers that only lease their cache.
         Raises ConfigError if a transport is slower than ``--require-transport``.
         """
         self._start(self._others.run(), "discovery of nodes to pull from")

@@ -4,8 +4,8 @@
                    │ no         │ nothing, refused, revoked, late, broken    ▲
                    └────────────┴────────────────────────────────────────────┘
 
-Whatever happens, the prompt goes on: tokens whose KV has not come are computed. It is late when this node would have
-computed them by then. Where a pull takes about as long as to compute the tokens, the node computes the first of them
+After any failure the prompt goes on: this node computes the tokens without KV. A pull is late when this node would
+have computed the tokens by then. Where a pull takes about as long as computation, the node computes the first tokens
 meanwhile (``plan_pull``).
 """
 
@@ -150,7 +150,7 @@ class PrefixPull(HandoffExecutor):
         self._engine.send(confirmed)
 
     def _continue(self) -> None:
-        """Compute what is not cached here, in the blocks that are reserved: nothing has been read."""
+        """Compute the uncached tokens, in the reserved blocks: nothing has been read."""
         self._ended = True
         self._engine.send(KVConfirmed(self._rid, 0, ()))
 
