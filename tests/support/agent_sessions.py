@@ -1,6 +1,6 @@
 """Sessions of Codex CLI and Claude Code: their requests, with a history that grows by the answers of the server.
 
-A record, such as tests/e2e/sessions/codex.json, has what all requests have in common, and turns of one request each.
+A record, such as tests/e2e/sessions/codex.json, has the fields of all requests, and turns of one request each.
 Words of tools and of the user are the record's; the answers are the server's. Requests are greedy, with short answers.
 """
 
@@ -105,7 +105,7 @@ class Session(ABC):
 
     @abstractmethod
     def _messages(self, turn: Turn, result: str | list[Fields]) -> list[Fields]:
-        """Return what a turn adds to the history before its request."""
+        """Return the messages that a turn adds to the history before its request."""
 
     @abstractmethod
     def _with_history(self) -> Fields:

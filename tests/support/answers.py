@@ -1,4 +1,4 @@
-"""Completions as a client received them, streamed or not, and their comparison with those of an undisturbed fleet."""
+"""Completions as a client received them, streamed or not, and their comparison with an undisturbed fleet's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ChoiceAnswer:
     def logprob_error(self, other: ChoiceAnswer) -> float:
         """Return the largest difference of two log-probabilities at the same place; infinity if one has more.
 
-        The best tokens at a position are compared without their names: those of almost equal logits may swap places.
+        The best tokens at a position are compared without their names: tokens of almost equal logits may swap places.
         """
         mine: list[Sequence[float | None]] = [self.logprobs, *self.best]
         theirs: list[Sequence[float | None]] = [other.logprobs, *other.best]
@@ -142,7 +142,7 @@ async def send_completion(
     """Send a completion request and return its answer. Raises ErrorAnswer.
 
     The client of a streamed answer disconnects after ``disconnect_after`` tokens. ``pauses`` are numbers of tokens,
-    ascending, after which it reads nothing for so many seconds.
+    ascending, each with the seconds in which it then reads nothing.
     """
     remaining = iter(pauses)
     pause_at, seconds = next(remaining, NO_PAUSE)

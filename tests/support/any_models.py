@@ -150,7 +150,7 @@ def make_any_checkpoint(path: Path, model_type: str, *, seed: int = 0, **overrid
 
 
 def small_config(model_type: str, **overrides: Any) -> Any:
-    """Return a small config of a type: of the sizes here, those that the type has."""
+    """Return a small config of a type, with the sizes here that the type has."""
     config_of: Any = transformers.AutoConfig.for_model
     usual = config_of(model_type)
     sizes = FAMILIES.get(model_type, CONDITIONS.get(model_type, {}) | _MORE.get(model_type, {})) | overrides

@@ -223,7 +223,7 @@ def make_checkpoint(
 def make_mimo(path: Path, **overrides: Any) -> Path:
     """Write a random MiMo checkpoint: Qwen2 with a layer that predicts further tokens. transformers has no such family.
 
-    ``overrides`` are those of ``make_checkpoint``.
+    ``overrides`` go to ``make_checkpoint``.
     """
     make_checkpoint(path, "qwen2", **overrides)
     config = json.loads((path / "config.json").read_text())
@@ -298,7 +298,7 @@ def add_predictor(path: Path, family: str, **fields: Any) -> Path:
 def make_eagle3(path: Path, target: Path, seed: int = 0, **fields: Any) -> Path:
     """Write a random EAGLE-3 head for the checkpoint ``target`` in the form that its authors publish.
 
-    ``fields`` are those of its config.json. It can draft half of the tokens.
+    ``fields`` are for its config.json. The head can draft half of the tokens.
     """
     model = json.loads((target / "config.json").read_text())
     names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
@@ -335,7 +335,7 @@ def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def reference_model(path: Path, dtype: str = "float32") -> Any:
-    """Return the transformers model of a checkpoint; of MiMo, which the library lacks, that of Qwen2."""
+    """Return the transformers model of a checkpoint; Qwen2's for MiMo, which the library lacks."""
     is_mimo = json.loads((path / "config.json").read_text())["model_type"] == "mimo"
     model_class: Any = transformers.Qwen2ForCausalLM if is_mimo else transformers.AutoModelForCausalLM
     model: Any = model_class.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -346,8 +346,8 @@ def reference_model(path: Path, dtype: str = "float32") -> Any:
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
     """Return the tokens that transformers' greedy ``generate`` appends to a prompt; an EOS does not end it.
 
-    ``guess`` are tokens that may be these. One step checks them all, as each must be the most likely one after those
-    before it; only if one is not, tokens are generated one by one.
+    ``guess`` are the expected tokens. One step checks them all: each must be the most likely one after the tokens
+    before it; otherwise tokens are generated one by one.
     """
     if len(guess) == num_tokens:
         with torch.inference_mode():
@@ -394,7 +394,7 @@ def node_config(
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
 
-    ``state_slots`` are those of recurrent state, if the model has any. With ``kv_scales``, one per layer that attends,
+    ``state_slots``: slots of recurrent state, if the model has any. With ``kv_scales``, one per layer that attends,
     the KV cache is FP8. ``draft_head`` is the checkpoint of an EAGLE-3 head.
     """
     decision = Decision(runner=runner, reasons=("test",))

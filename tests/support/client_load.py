@@ -1,4 +1,4 @@
-"""Randomized client load with known answers: each answer must equal that of the undisturbed fleet."""
+"""Randomized client load with known answers: each answer must equal the undisturbed fleet's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles kernels for Hopper, without a GPU, and prints what ``sass.py`` finds in them, a line of JSON each.
+"""Compiles kernels for Hopper, without a GPU, and prints the findings of ``sass.py``, a line of JSON each.
 
     python tests/support/compiled_kernels.py gated:TILE_ROWS plain:TILE_ROWS attention:WINDOW delta:KERNEL …
     python tests/support/compiled_kernels.py latent:KERNEL …
@@ -70,7 +70,7 @@ def mxfp4(rows: int, gated: bool) -> str:
 
 
 def attention(window: int) -> str:
-    """Return the code for gpt-oss's heads, in tiles of a CPU, which are those of Hopper."""
+    """Return the code for gpt-oss's heads, in tiles of a CPU, which equal Hopper's."""
     placement = TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16, use_triton=True)
     chosen = tiles.choose_tiles(8, 64, placement)
     spec = AttentionSpec(scale=0.125, window=window or None)

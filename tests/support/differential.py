@@ -77,7 +77,7 @@ def compare(
 ) -> str:
     """Return EQUAL, or the reason why the checkpoint is refused. Raises LibraryError and AssertionError.
 
-    ``chunk`` and ``stagger`` say how the Stepper cuts the prompts into steps, ``options`` are those of node_config.
+    ``chunk`` and ``stagger`` say how the Stepper cuts the prompts into steps, ``options`` go to node_config.
     """
     try:
         config = node_config(directory, **options)

@@ -149,7 +149,7 @@ class DraftedNode:
 
 
 class WatchedNode(DraftedNode):
-    """Notes what the model has predicted behind how many tokens of which sequence."""
+    """Records the model's drafts with the tokens before them."""
 
     def __init__(self, config: NodeConfig, max_drafts: int) -> None:
         super().__init__(config, max_drafts, ModelDrafts)

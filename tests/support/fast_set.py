@@ -1,6 +1,6 @@
 """The share of random examples and of matrices that the fast set of tests, ``-m "not slow"``, runs.
 
-And what must stay in it: a behaviour whose only fast test becomes slow is tested by no change any more.
+Also the behaviours that must stay in it: if their only fast test becomes slow, no change tests them any more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A gRPC proxy in front of a real prefill node, through which a test injects faults.
 
-KV travels directly between the real nodes. The proxy forwards each message of a stream separately, those of a handoff
-in order. Hooks run in a thread per handoff and direction, so a hook that waits delays its own handoff only.
+KV travels directly between the real nodes. The proxy forwards each message of a stream separately, and a handoff's
+messages in order. Hooks run in a thread per handoff and direction, so a hook that waits delays its own handoff only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A discrete-event simulation of a fleet, driven by the router's real policies. Deterministic, and without processes.
 
-Routers see reports that are up to 20 ms old, older beyond 40 nodes, and add what they have sent since.
+Routers see reports that are up to 20 ms old, older beyond 40 nodes, and add the requests that they have sent since.
 simulated_node.py has the nodes.
 """
 

@@ -128,7 +128,7 @@ class CacheCopy:
 
     @property
     def num_unreachable(self) -> int:
-        """Blocks that follow one that is unknown."""
+        """Number of blocks that follow an unknown block."""
         return sum(known.prefix is None for known in self.blocks.values())
 
     def hashes_of_tokens(self, block_size: int) -> set[tuple[int, bytes]]:
@@ -173,7 +173,7 @@ class EventReader:
         self._replays.connect(replays)
 
     def read(self, timeout: float = 0.0) -> None:
-        """Take in what has arrived, at least within ``timeout`` seconds; close gaps by replays."""
+        """Apply the batches that have arrived, after a wait of up to ``timeout`` seconds; close gaps by replays."""
         while self._live.poll(int(timeout * 1e3)):
             timeout = 0.0
             _, encoded, payload = self._live.recv_multipart()
@@ -199,7 +199,7 @@ class EventReader:
         return self.receive_rest()
 
     def receive_rest(self) -> list[tuple[int, bytes]]:
-        """Return what is left of a replay, up to its end."""
+        """Return the rest of a replay, up to its end."""
         batches: list[tuple[int, bytes]] = []
         while True:
             assert self._replays.poll(30_000), "no answer to a request for a replay"

@@ -24,7 +24,7 @@ _LARGEST_FLOAT = {
 
 
 def value_field(field: Any) -> FieldDescriptor:
-    """Return the field itself, or of a map that of its values. There are two classes of descriptors."""
+    """Return the field itself, or for a map the field of its values. There are two classes of descriptors."""
     kind = field.message_type
     is_map = kind is not None and kind.GetOptions().map_entry
     found: FieldDescriptor = kind.fields_by_name["value"] if is_map else field
@@ -66,7 +66,7 @@ class Lie(NamedTuple):
         self._set(self.around(message)[-1])
 
     def around(self, message: Message) -> list[Message]:
-        """Return the message and those inside it around the field, the innermost last; add those that are absent."""
+        """Return the messages around the field, from the message itself to the innermost; add absent ones."""
         found: list[Any] = [message]
         for name in self.path[:-1]:
             inner = getattr(found[-1], name)

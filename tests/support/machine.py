@@ -20,7 +20,7 @@ def slowness() -> float:
 
 
 def patience(seconds: float) -> float:
-    """Return the longest wait for what takes at most ``seconds`` beside ``scripts/test`` alone.
+    """Return the longest wait for work that takes at most ``seconds`` beside ``scripts/test`` alone.
 
     Use it for deadlines of states, and for flags such as ``--peer-timeout``, never for a duration that a test asserts.
     """

@@ -173,7 +173,7 @@ def _with_mtp(plain: Published) -> Published:
 
 
 def llava(path: Path) -> Published:
-    """Like LLaVA 1.5: most fields of the text model are those of Llama."""
+    """Like LLaVA 1.5: most fields of the text model are Llama's."""
     text = {**_SIZES, "model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 128}
     config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 120,
               "projector_hidden_act": "gelu", "text_config": text, "vision_feature_layer": -2}  # fmt: skip

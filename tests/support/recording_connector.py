@@ -1,4 +1,4 @@
-"""A connector back end of an operator: that of simulated nodes, which writes each of its calls to a file."""
+"""An operator's connector back end: the one of simulated nodes, which also writes each call to a file."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def router_process(
 ) -> Iterator[RouterProcess]:
     """Runs until the block ends. Entered once the router has reported the state ``until``.
 
-    Without ``model_dir`` the flags say what it serves. ``files``: limit of its open files.
+    Without ``model_dir`` the flags name the models. ``files``: limit of its open files.
     """
     status, child_status = os.pipe()
     lifeline, parent_lifeline = os.pipe()

@@ -41,7 +41,7 @@ class RunningRequest:
         await self._generation.start(self._fleet)
 
     async def wait(self, num_tokens: int | None = None) -> list[int]:
-        """Return the tokens once there are so many, or at the end."""
+        """Return the tokens once there are ``num_tokens``, or at the end."""
         while not self._ended and (num_tokens is None or len(self.tokens) < num_tokens):
             self._changed.clear()
             await self._changed.wait()

@@ -1,7 +1,7 @@
 """A node of tests/support/fleet_simulation.py: the real scheduler, in virtual time.
 
 The scheduler plans each step, pdserve/config/simulated_costs.py says how long it takes, and the scheduler takes its
-results. So chunks, pauses, admission, preemption, the prefix cache and measured costs are those of the product. Only
+results. So chunks, pauses, admission, preemption, the prefix cache and measured costs are the product's. Only
 the step loop, the messages and the state machine of handoffs are modelled:
 
     plan of step k+1 ──┐ 1 ms before step k ends, or with its beginning if it has no prompts
@@ -267,7 +267,7 @@ class SimulatedNode:
         self.obey(submit)
 
     def _prefill(self, handoff: _Handoff, cached: int) -> None:
-        """Compute the prompt of a handoff for its D, or lease what the prefix cache has of a stream that has moved."""
+        """Compute the prompt of a handoff for its D, or lease the cached blocks of a stream that has moved."""
         job = handoff.job
         handoff.peer_rid = next(_rids)
         token_ids = _prompt(job) + (_TOKEN * (job.tokens - 1) if handoff.resumes else b"")

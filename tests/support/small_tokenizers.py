@@ -43,7 +43,7 @@ def byte_level(corpus: Sequence[str] = CORPUS) -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """Train a BPE tokenizer with byte fallback, as in Llama 2 and Mistral 7B.
 
-    Spaces are those of SentencePiece; unknown characters become <0x..> tokens.
+    Spaces are SentencePiece's; unknown characters become <0x..> tokens.
     """
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))

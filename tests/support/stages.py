@@ -2,8 +2,8 @@
 
     client ──► decode ──► proxy ──► prefill          KV travels directly between the two nodes
 
-The proxy holds a request by delaying the next message, or an engine is stopped; the nodes have no code for it. The
-stages are those of docs/structure.md, "The way of a request".
+The proxy holds a request by delaying the next message, or an engine is stopped; the nodes have no code for it.
+``STAGES`` lists the stages.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Stepper:
 def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
     """Copy the blocks of a sequence that has its first token to another runner's host memory; return its number there.
 
-    Both runners have one layout. The tokens that follow are those of the target.
+    Both runners have one layout. The target samples the tokens that follow.
     """
     sequence, layout = source.live[seq], target.runner.kv_layout
     new = target.add(sequence.tokens, prompt_len=sequence.prompt_len)

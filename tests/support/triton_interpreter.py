@@ -10,7 +10,7 @@ from typing import Any
 
 
 def make_interpreter_faster() -> None:
-    """Let the interpreter do once what it does at each call in a kernel. It computes the same.
+    """Let the interpreter do work once that it does at each call in a kernel. Results are equal.
 
     TRITON_INTERPRET must have been set when Triton was imported.
     """

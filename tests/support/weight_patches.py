@@ -131,7 +131,7 @@ class Model:
         return tuple(found), write_checkpoint(folder / "result", self.directory, tensors)
 
     def _drawn(self, seed: int) -> Tensors:
-        """Return tensors whose values are those of this checkpoint in another order, with other signs."""
+        """Return tensors with this checkpoint's values in another order, with other signs."""
         generator = torch.Generator().manual_seed(seed)
         return {
             name: (tensor.view(-1)[torch.randperm(tensor.numel(), generator=generator)] * -0.9).view(tensor.shape)

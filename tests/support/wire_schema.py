@@ -1,4 +1,4 @@
-"""The wire protocol as text, a line per message, and what a later protocol must not have changed of it.
+"""The wire protocol as text, a line per message, and the changes that a later protocol must not have.
 
 python tests/support/wire_schema.py > tests/nodes/protocol_5.txt     # in a checkout of a release, with PYTHONPATH=.
 """
@@ -71,7 +71,7 @@ def load(text: str) -> Schema:
 
 
 def breaking_changes(before: Schema, now: Schema) -> list[str]:
-    """Describe what is gone or different. Further messages, fields, values and calls are no breaking changes."""
+    """Describe missing and different fields. Further messages, fields, values and calls are no breaking changes."""
     return [
         f"{name}.{field}: {value} before, {now.get(name, {}).get(field, 'nothing')} now"
         for name, fields in before.items()
