@@ -32,7 +32,7 @@ class SourceRank(NamedTuple):
     """A rank to read from, and the slices of each block and of each slot of recurrent state that come from it."""
 
     rank: RankKV
-    slices: tuple[BlockSlices, ...]  # of all blocks, or by KV cache group; none: no block
+    slices: tuple[BlockSlices, ...]  # one for all blocks, or one per KV cache group; none: no block
     state_slices: tuple[BlockSlices, ...] = ()  # none: no state
 
     @property
