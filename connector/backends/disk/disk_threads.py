@@ -122,7 +122,7 @@ class DiskThreads:
         self._folder = ""
         self._closed = False
         self._timers: dict[int, threading.Timer] = {}  # by id of the read
-        self._transfers: dict[bool, FileTransfer] = {True: NoTransfer(), False: NoTransfer()}  # by direction; True: reads
+        self._transfers: dict[bool, FileTransfer] = {True: NoTransfer(), False: NoTransfer()}  # keys: True for reads
         self._attempts = {
             DiskWork.READ: _Attempts("reads"),
             DiskWork.WRITE: _Attempts("writes"),
