@@ -25,7 +25,7 @@ from training.checkpoint import WEIGHTS, copy_settings, write_json
 _EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
 _SEED = 7
 _LAYER = "model.mtp_layers.0."
-_RATE, _WARM_UP = 4e-3, 20  # of Adam; steps
+_RATE, _WARM_UP = 4e-3, 20  # Adam's learning rate, warm-up steps
 _PREDICTOR_LOSS = 0.5  # weight of the loss of the predictor
 
 CONFIG: dict[str, Any] = {
