@@ -47,7 +47,7 @@ class SplitLoad:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The first fields are those of Submit. ``sequences`` holds the live choices."""
+    """The first fields come from Submit. ``sequences`` holds the live choices."""
 
     rid: int
     token_ids: bytes  # the prompt, uint32
@@ -164,7 +164,7 @@ class Sequence:
 
     @property
     def shared_len(self) -> int:
-        """Leading tokens of the prompt that its choices share: those in full blocks."""
+        """Leading tokens of the prompt that its choices share: the tokens in full blocks."""
         return self.prompt_len // self.hashes.block_size * self.hashes.block_size
 
     @property
@@ -293,7 +293,7 @@ class Sequence:
         return self.decode_item
 
     def want_drafts(self, num_drafts: int) -> None:
-        """Let the runner draft so many tokens for its next decode."""
+        """Let the runner draft ``num_drafts`` tokens for its next decode."""
         self.num_drafts = num_drafts
 
     def begin_drafts(self, make_source: Callable[[], DraftSource], acceptance: Acceptance) -> None:
@@ -334,7 +334,7 @@ class Sequence:
         return ScheduledSequence.decode(self.seq, num_drafts)
 
     def take_drafts(self, num_drafts: int) -> Drafts | None:
-        """Return what the runner needs for a decode with so many drafts; None if it has them or needs none."""
+        """Return the drafts that the runner needs for its next decode; None if it has them or needs none."""
         drafts, yielded = self.drafts[:num_drafts], self.yielded
         self.num_drafts, self.drafts, self.yielded = 0, (), ()
         self.verifying = bool(drafts)

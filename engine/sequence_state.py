@@ -18,7 +18,7 @@ class SequenceState:
     copied_from: list[int]  # ``StateSlots`` has this list: sources of the step that is planned, of all sequences
     source: int = NO_SLOT  # the snapshot that its next step begins with a copy of; NO_SLOT: ``slot`` has the state
     spare: int = NO_SLOT  # on P: empty, for the copy that the peer reads
-    lease_slot: int = NO_SLOT  # on P: what the peer reads; it has the state, or a planned step writes it there
+    lease_slot: int = NO_SLOT  # on P: slot that the peer reads; it has the state, or a planned step writes it there
     lease_at: int = 0  # tokens after which the peer needs the state
     stops: list[int] = field(default_factory=list)  # tokens after which snapshots are taken, descending
     pending: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of snapshots in steps in flight

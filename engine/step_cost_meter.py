@@ -145,7 +145,7 @@ class ChunkFit:
         self._cs = keep * self._cs + wc * seconds
 
     def cost(self, most_hidden: float) -> ChunkCost:
-        """Return the fitted cost with at most so many hidden seconds; all zeros while there are no points.
+        """Return the fitted cost with at most ``most_hidden`` seconds; all zeros while there are no points.
 
         The least error for a given ``hidden`` is a convex function of it. So the best one within the bounds is the
         bound next to the best one of all.

@@ -85,7 +85,7 @@ class RankChannel:
         return bool(self._outgoing)
 
     def send(self, frame: bytes = b"") -> None:
-        """Send ``frame`` and what is unsent, as far as the socket accepts it. ``read`` notices a rank that has gone."""
+        """Send unsent bytes and ``frame``, as far as the socket accepts them. ``read`` notices the end of a rank."""
         with self._sending:
             self._outgoing += frame
             try:
@@ -97,7 +97,7 @@ class RankChannel:
                 self._outgoing.clear()
 
     def read(self) -> list[FromRank]:
-        """Return the messages that have arrived. Raises EOFError once the rank has gone, DecodeError for nonsense."""
+        """Return the messages that have arrived. Raises EOFError once the rank has ended, DecodeError for bad bytes."""
         try:
             data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:

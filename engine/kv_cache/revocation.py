@@ -42,7 +42,7 @@ NO_SHORTAGE = Shortage(0)
 
 
 class Lacking(NamedTuple):
-    """What a node's own requests lack."""
+    """Blocks and slots that a node's own requests lack."""
 
     blocks: Shortage
     slots: Shortage = NO_SHORTAGE  # slots of recurrent state

@@ -86,7 +86,7 @@ class _Lease:
 class ConnectedPeers(PeerKV):
     """Reads from peers on D and leases to peers on P.
 
-    With ``checksum``, P announces a digest of each block, and D compares them with those of the blocks that it read:
+    With ``checksum``, P announces a digest of each block, and D compares them with digests of the blocks that it read:
 
         P   step that fills blocks ──with its output──► their digests ──► Leased, with digests ──frontend──► D
             LeaseCached ──► their digests, beside steps ──► the same
@@ -258,7 +258,7 @@ class ConnectedPeers(PeerKV):
         return () if slot == NO_SLOT else (slot,)
 
     def _check_announcement(self, message: StartRead, sequence: Sequence, pairs: list[Pair]) -> str:
-        """Return why a peer's announcement of blocks is wrong, or an empty string. ``pairs`` are what it must name."""
+        """Return why a peer's announcement of blocks is wrong, or an empty string. It must name ``pairs``."""
         num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
         load_len, num_missing = sequence.load_len, len(pairs)
         if num_tokens > load_len or (num_tokens % self._block_size and num_tokens != load_len):
@@ -450,7 +450,7 @@ class ConnectedPeers(PeerKV):
         return self._leases.setdefault(sequence.rid, _Lease(skipped, skipped))
 
     def _leasable(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """Return how many blocks a peer may read after ``num_tokens``, and how many of the tokens these hold."""
+        """Return how many blocks a peer may read after ``num_tokens``, and how many of the tokens the blocks hold."""
         if num_tokens >= sequence.prompt_len:
             return self._num_blocks(sequence.prompt_len), sequence.prompt_len
         full = num_tokens // self._block_size

@@ -54,7 +54,7 @@ class Drafting:
 
     Let n sequences decode in t seconds, c be the seconds that a draft adds to a step, and p the probability that it is
     accepted. It is worth its time if p / c exceeds n / t, the tokens per second without it. All of a step's drafts
-    together also have to make up for what a step with drafts costs beside, and for the time in which the device waits
+    together also have to make up for the other costs of a step with drafts, and for the time in which the device waits
     for the host before it. The costs are measured (engine/step_cost_meter.py), p follows from each sequence's recent
     drafts (engine/acceptance.py). There are no drafts before a step without drafts has been measured.
     A step has at most the drafts of one sequence, or four times as many as have been measured.
@@ -134,7 +134,7 @@ class Drafting:
         return self._ahead
 
     def keep(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Keep what the model has predicted behind the tokens of a sequence."""
+        """Keep the drafts that the model has predicted behind the tokens of a sequence."""
         if self._by_model and sequence.may_draft:
             self._acceptance_of(sequence, ModelDrafts)
             assert isinstance(sequence.draft_source, ModelDrafts)

@@ -377,7 +377,7 @@ class Scheduler:
     def _refuse(self, for_peers: Iterable[Sequence]) -> None:
         """Refuse prompts for peers, which have blocks for them and compute them, as this node lacks room.
 
-        They might wait forever: the peers for prompts of this node, and windows that grow for those of other prompts.
+        They might wait forever: the peers for prompts of this node, and growing windows for windows of other prompts.
         """
         text = "no room for prompts of peers while other prompts hold blocks; compute the prompt yourself"
         for sequence in list(for_peers):

@@ -288,7 +288,7 @@ class DiskTier(Source):
         return self._cost.line.aged(self._clock() - self._measured_at).at(size)
 
     def _take_places(self, read: _Read) -> bool:
-        """Take host memory for a read, and keep what is there of its prefix. Return False if there is too little."""
+        """Take host memory for a read, and keep its prefix's blocks there. Return False if there is too little."""
         for area, entry in read.kept:
             area.host.pin(entry)
         taken = {part: part.area.host.take(read.parts.count(part)) for part in self._parts.values()}

@@ -24,7 +24,7 @@ class DiskArea(HostWatcher):
         self.area = area
         self.index = index
         self.slot = slot
-        self.faulty: list[BlockName] = []  # files to remove: their blocks were not what was written
+        self.faulty: list[BlockName] = []  # files to remove: their blocks had other bytes than written
         self._batch = batch
         self._totals = totals
         self._waiting: dict[BlockKey, HostEntry] = {}  # oldest first

@@ -254,7 +254,7 @@ class HostTier(Tiers):
         return fetch
 
     def _worthwhile(self, fetch: Fetch) -> bool:
-        """Whether a fetch, behind those in flight, probably takes less time than to compute its tokens.
+        """Whether a fetch, behind fetches in flight, probably takes less time than computing its tokens.
 
         A fetch is tried if its time is unknown, or was not measured for long.
         """
