@@ -95,7 +95,7 @@ class KVDirectory:
         self.limit = limit
         self._evicting = threading.Lock()
         self._once: list[_Candidate] = []  # used once, the next one to evict last
-        self._again: list[_Candidate] = []  # used again, likewise
+        self._again: list[_Candidate] = []  # used again, the next one to evict last
         self._again_bytes = 0
         self._direct = True  # until the file system refuses it
         self._stopped = False
