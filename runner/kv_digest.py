@@ -48,7 +48,7 @@ class KVDigester:
     """
 
     def __init__(self, memory: Tensor, layout: KVLayout, share: KVShare) -> None:
-        """Each group of the KV cache has multipliers: those of its layers, and zeros for padding."""
+        """Each group of the KV cache has multipliers for its layers, and zeros for padding."""
         word = next(word for word in _WORDS if layout.spec.row_bytes % word.itemsize == 0)
         self._words = memory.view(word).view(layout.num_blocks, -1)  # [num_blocks, words]
         self._row_words = layout.spec.row_bytes // word.itemsize

@@ -23,7 +23,7 @@ _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Launch options of the two kernels. Larger tiles than those of single tokens hold a few tokens of a sequence."""
+    """Launch options of the two kernels. Larger tiles than for single tokens hold a few tokens of a sequence."""
 
     processors: int
     few: int  # most tokens of a sequence in the tile ``several``

@@ -41,7 +41,7 @@ class MemoryUse(NamedTuple):
     libraries: int  # in this process, outside of PyTorch
 
     def room_for_kv(self, share: float) -> int:
-        """Return what is left for the KV cache of ``share`` of the GPU, at most what other processes leave free."""
+        """Return the bytes left for the KV cache of ``share`` of the GPU, at most what other processes leave free."""
         unused = int(self.total * share) - self.peak - self.graphs - self.libraries
         free = self.free - (self.peak - self.allocated) - self.graphs - _LATER
         return max(min(unused, free) - _FRAGMENTATION, 0)

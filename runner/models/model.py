@@ -71,7 +71,7 @@ class Model(ABC):
     ) -> Tensor:
         """Predict one token further, on the last stage of a model with draft layers; see TokenPredictor, Eagle3Head.
 
-        The layer's keys and values are those of the last layer of ``backend``.
+        The layer's keys and values belong to the last layer of ``backend``.
         """
         raise NotImplementedError(f"{type(self).__name__} predicts no further tokens")
 

@@ -117,7 +117,7 @@ class DeviceDrafts:
     # ------------------------------------------------------------ behind decodes
 
     def _captured(self, size: BatchDescriptor, padding: AttentionBatch) -> None:
-        """Compute what the graph of this size captures."""
+        """Run the calls that the graph of this size captures."""
         assert self._drafter is not None
         self._backend.plan(padding, graph=size.longest)
         sampled, any_values = self._verification.sampled[: size.tokens], np.ones(size.rows, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Sequences by slot, and what the host knows of them: everything but the tokens that are still being computed."""
+"""Sequences by slot, as far as the host knows them: all but the tokens that are still being computed."""
 
 from __future__ import annotations
 

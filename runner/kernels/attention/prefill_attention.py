@@ -128,7 +128,7 @@ def _prefill_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
     HAS_SINKS: tl.constexpr,
-    FEW: tl.constexpr,  # sequences with at most so many queries are skipped
+    FEW: tl.constexpr,  # sequences with at most this many queries are skipped
     BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,

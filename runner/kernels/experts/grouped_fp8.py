@@ -24,7 +24,7 @@ from runner.kernels.experts.grouped_tiles import (
 )
 
 #: Rows of a tile from which products bound its time, not reads of weights. On an H200, 8,192 tokens of Qwen3-30B-A3B's
-#: experts took 908 us in tiles of so many rows, and 986 in tiles of twice as many.
+#: experts took 908 us in tiles of this many rows, and 986 in tiles of twice as many.
 MOST_ROWS = 64
 
 

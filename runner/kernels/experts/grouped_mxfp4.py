@@ -220,7 +220,7 @@ def _grouped_mxfp4_kernel(
     ROWS_PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    FEW_ROWS: tl.constexpr,  # sorted tiles with at most so many rows are multiplied as smaller ones; 0: none are
+    FEW_ROWS: tl.constexpr,  # sorted tiles with at most this many rows are multiplied as smaller ones; 0: none are
     BLOCK_OUT: tl.constexpr,
     TOGETHER: tl.constexpr,
     UNROLL: tl.constexpr,  # groups of inputs in a step

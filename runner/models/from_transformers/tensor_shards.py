@@ -138,7 +138,7 @@ class TensorShards:
         )
 
     def _connect(self, module: nn.Module, style: str) -> None:
-        """Wrap the module's forward in what the style says of its input and output."""
+        """Let the module's forward split its input, and sum or gather its output, as the style says."""
         forward = module.forward
         if style in ("colwise_gather_output", "colwise_rep", "embedding_colwise"):
             module.forward = lambda *args, **kwargs: self._gather(forward(*args, **kwargs))
