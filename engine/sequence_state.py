@@ -14,7 +14,7 @@ from pdserve.state import NO_SLOT
 class SequenceState:
     """``source`` belongs to the next step of any kind: ``begin`` takes it, and only the runner is told it."""
 
-    slot: int  # its own, which steps overwrite
+    slot: int  # its own slot, which steps overwrite
     copied_from: list[int]  # ``StateSlots`` has this list: sources of the step that is planned, of all sequences
     source: int = NO_SLOT  # the snapshot that its next step begins with a copy of; NO_SLOT: ``slot`` has the state
     spare: int = NO_SLOT  # on P: empty, for the copy that the peer reads

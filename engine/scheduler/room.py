@@ -116,7 +116,7 @@ class Room:
         Loads pass prompts that wait for a step, unless these would lack room.
         """
         self._begin_fetches()
-        passed = passed_blocks = 0  # these prompts
+        passed = passed_blocks = 0  # prompts passed, and their blocks
         for sequence in list(self._live.waiting):
             if self.free_places <= passed:
                 return

@@ -73,7 +73,7 @@ class _Read:
     kept: list[tuple[Area, HostEntry]] = field(default_factory=list)  # pinned; with the blocks read, at the end
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
-    awaited_since: float | None = None  # when its sequence began to wait; None: it computes the first part
+    awaited_since: float | None = None  # time when its sequence began to wait; None: it computes the first part
     expected: float = 0.0  # predicted seconds; 0: unknown
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     forgotten: bool = False  # the weights have changed meanwhile
