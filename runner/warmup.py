@@ -113,7 +113,7 @@ def _sequence(
 
 
 def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
-    """Return the numbers of tokens and of samples for ``Model.run_products``: all for steps without a graph."""
+    """Return the numbers of tokens and of samples for ``Model.run_products``, as in steps without a graph."""
     tokens = [
         *range(GraphSizes.of_node(config).most_mixed_tokens + 8, 2048, 8),
         *range(2048, config.max_batch_tokens + 1, 128),

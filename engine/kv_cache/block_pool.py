@@ -8,8 +8,8 @@ A block may have several users, such as a prefix that one request holds and anot
 strongest use: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always holds.
 A free block may still be cached: its content is found by hash until the block is allocated again.
 
-With several KV cache groups (pdserve/kv_groups.py), a block belongs to the group that it is cached for. Every group
-has a cached prefix: full groups have all of its blocks, the others have the blocks in the window before its end.
+With several KV cache groups (pdserve/kv_groups.py), a block belongs to the group that it is cached for. A prefix is
+cached if every group has it: full groups all of its blocks, the others the blocks in the window before its end.
 """
 
 from __future__ import annotations

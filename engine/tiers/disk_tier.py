@@ -70,7 +70,7 @@ class _Read:
     names: list[BlockName] = field(default_factory=list)
     parts: list[DiskArea] = field(default_factory=list)  # area of each block
     places: list[int] = field(default_factory=list)  # in host memory
-    kept: list[tuple[Area, HostEntry]] = field(default_factory=list)  # pinned; with the blocks read, at the end
+    kept: list[tuple[Area, HostEntry]] = field(default_factory=list)  # pinned; after the read, its blocks, too
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
     awaited_since: float | None = None  # time when its sequence began to wait; None: it computes the first part

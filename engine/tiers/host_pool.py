@@ -22,7 +22,7 @@ _PROVEN_SHARE = 4 / 5  # largest share of blocks that were of use; the rest is f
 
 @dataclass(slots=True, eq=False)
 class HostEntry:
-    """A stored block. ``digest``: of its content; None without checksums."""
+    """A stored block. ``digest`` covers its content; None without checksums."""
 
     key: BlockKey
     block: int

@@ -31,7 +31,7 @@ class GatedDelta(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch, graph: bool) -> None:
-        """Prepare the calls of one step; ``graph``: whether ``AttentionBackend.plan`` has one."""
+        """Prepare the calls of one step; ``graph``: whether a CUDA graph has them (``AttentionBackend.plan``)."""
 
     @abstractmethod
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:

@@ -93,7 +93,7 @@ class Model(ABC):
 
     @abstractmethod
     def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Multiply by a weight of each shape for these numbers of tokens, and logits for these samples.
+        """Multiply by a weight of each shape for these numbers of ``tokens``, and compute logits of these ``samples``.
 
         cuBLAS chooses kernels by these numbers. Loading one that was not used before waits until the device is idle.
         """

@@ -103,7 +103,7 @@ class ForwardPass:
         return self.hidden[:tokens]
 
     def _captured(self, descriptor: BatchDescriptor, padding: AttentionBatch) -> None:
-        """Run the layers that the graph of this size captures."""
+        """Run the layers, and compute the logits, that the graph of this size captures."""
         self._backend.plan(padding, graph=descriptor.longest)
         tokens = descriptor.tokens
         start = self._inputs.input_ids if self._position.is_first else self._start
