@@ -45,7 +45,7 @@ SIMULATED = ("--engine", "simulated")
 METRICS = ("pdserve_migrations_total", "pdserve_replayed", "pdserve_client_pauses_total")
 LINE = 4000  # characters of a failure
 OVERDUE_SECONDS = 30.0  # after the last request was sent
-BFLOAT16_TOLERANCE = 0.1  # of log-probabilities
+BFLOAT16_TOLERANCE = 0.1  # largest difference of log-probabilities
 RELEASE_SECONDS = 60.0  # leases of dead nodes must expire first
 
 

@@ -5,11 +5,11 @@
 A step covers the whole engine: message over the socket, schedule, plan, forward pass, sampling, token back at the
 frontend. Prompts are random token ids, so the prefix cache never hits. The time of a decode step is the mean while all
 requests of a batch decode, the best of ``--repeat`` after a run that is not measured; ``host_ms`` is the part for
-scheduling, planning and launching. With drafts it is the time per token of a sequence; ``drafts`` and ``accepted`` are
-those of a sequence in a step. A prefill (one prompt, or several at once: 64x1024) ends when all prompts have their
-first token; best of three.
+scheduling, planning and launching. With drafts it is the time per token of a sequence; ``drafts`` and ``accepted``
+are per sequence and step. A prefill (one prompt, or several at once: 64x1024) ends when all prompts have their first
+token; best of three.
 
-With ``--kv-events`` a node's KV events are published meanwhile, without a subscriber: run it with and without in turn.
+With ``--kv-events`` a node's KV events are published meanwhile, without a subscriber: alternate runs with and without.
 
 ``--costs-out`` writes the input of ``pdserve plan --costs``. Handoffs are not measured: ``kv_transfer.py`` and
 ``handoff.py`` measure the values that replace the estimates in that file.
@@ -58,7 +58,7 @@ class Mark(NamedTuple):
     """A moment of a run."""
 
     seconds: float
-    num_tokens: int  # of all requests so far
+    num_tokens: int  # tokens of all requests so far
     totals: Totals
 
 
@@ -110,7 +110,7 @@ class Step(NamedTuple):
     seconds: float  # per token of a sequence
     host: float  # seconds in which the step loop worked
     drafts: float  # per sequence
-    accepted: float  # of these
+    accepted: float  # accepted drafts per sequence
 
 
 class RequestOutputs:

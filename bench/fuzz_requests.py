@@ -56,7 +56,7 @@ from fault_injection import inject, is_ready, recover
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 from random_requests import add_stops, new_request
 
-KINDS = {  # of KV cache, with families
+KINDS = {  # kinds of KV cache, with families
     "plain": ("llama", "qwen3", "mistral", "qwen2", "mixtral"),
     "window": ("gpt_oss",),
     "latent": ("deepseek_v3", "glm4_moe_lite"),
@@ -70,15 +70,15 @@ COMMON = ("--max-batch-tokens", str(CHUNK), "--max-num-seqs", "8", "--max-model-
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
 NOISE = 2  # requests at a time whose clients leave
-TOLERANCE = 1e-4  # of log-probabilities
+TOLERANCE = 1e-4  # largest difference of log-probabilities
 TOLERANCES = dict.fromkeys(KINDS["recurrent"], 1e-3)
 DRAFTS = ("--speculate", "lookup", "--speculate-when", "always")
 TIERS = ("--kv-cache-memory", "1MiB", "--host-kv-memory", "2MiB", "--disk-kv-size", "1GiB")
 PULL_HOOK = Path(__file__).parents[1] / "tests" / "e2e" / "split_pulls"  # lets nodes pull whatever that costs
 TURNS = 4  # equal requests at a time: not all of them get to the D with the KV
 LONGEST_TURN = 500  # tokens of a prompt that continues an answer
-UNREAD_TOKENS = 300  # of all choices: more than the buffers between a node and a client hold, with log-probabilities
-COUNTERS = {  # of nodes since their last start
+UNREAD_TOKENS = 300  # tokens of all choices: more than the buffers between node and client hold, with log-probabilities
+COUNTERS = {  # counters of nodes since their last start
     "handoffs": "handoffs",
     "pulled_tokens": "tokens pulled",
     "pull_computed_tokens": "tokens computed beside pulls",
@@ -257,7 +257,7 @@ class Round:
     args: argparse.Namespace
     bodies: list[Body] = field(default_factory=list)
     expected: list[Answer] = field(default_factory=list)
-    lasted: float = 0.0  # seconds from the first of these requests to the last answer, without faults
+    lasted: float = 0.0  # seconds from the first request to the last answer, without faults
 
     async def run(self) -> None:
         async with self._client(self.world.reference) as alone, self._client(self.world.nodes) as client:

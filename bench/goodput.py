@@ -5,7 +5,7 @@
     python bench/goodput.py --rates 16 --system vllm=vllm-pd:http://127.0.0.1:8100,http://127.0.0.1:8101
     python bench/goodput.py --trace conversation_trace.jsonl --requests 500 --system pdserve=http://127.0.0.1:8000
 
-A system has one URL, several that receive the requests in turn, or is ``vllm-pd:P,D``: vLLM's prefill and decode server
+A system has one URL, several that take requests round-robin, or is ``vllm-pd:P,D``: vLLM's prefill and decode server
 with the NIXL connector, whose ``kv_transfer_params`` this client hands over. Systems are measured one after the other
 with the same requests. A cache salt per measurement keeps prompts out of prefix caches that earlier ones have filled.
 

@@ -43,7 +43,7 @@ LOCAL = "127.0.0.1"
 STOP_SECONDS = 10.0  # from the stop signal to a process until its group is killed
 NODES = re.compile(r"(?:(\d+)p)?(\d+)d")  # a fleet: numbers of prefill and decode nodes
 READY_NODES = re.compile(r"^pdserve_nodes_ready{.*} (\S+)$", re.MULTILINE)
-LAST_LINES = 15  # of a log, shown if its process fails
+LAST_LINES = 15  # lines at the end of a log, shown if its process fails
 
 
 class FleetError(Exception):

@@ -1,4 +1,4 @@
-"""Time of decode steps with and without KV events: the recorder of one engine is switched on and off, in turn.
+"""Time of decode steps with and without KV events: the recorder of one engine is switched on and off alternately.
 
     python bench/kv_event_cost.py MODEL [--batch 256] [--turn 16] [--rounds 8] [any flag of a node]
 
@@ -9,8 +9,8 @@ are left out where steps overlap: they were planned in the turn before. On a CPU
 neighbours.
 
 ``p50_off_ms`` and ``p50_on_ms`` are medians of all steps. ``ratio`` is the median over rounds of on / off, and
-``spread`` the quartiles of these. ``cpu`` has the same of the CPU time of the step loop's thread, for machines that do
-other things meanwhile; on a CPU, give the node ``--threads 1``, or other threads compute a part of each step.
+``spread`` has its quartiles. ``cpu`` has these figures for the CPU time of the step loop's thread, for machines with
+other load; on a CPU, give the node ``--threads 1``, or other threads compute a part of each step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pdserve.sampling_params import SamplingParams
 
 PROMPT = 32  # tokens of the shortest prompt; others have up to a block more, so that steps fill equal numbers of blocks
 SKIPPED = 3  # steps of a turn, if it has more
-TURNS = (False, True, True, False)  # of a round: whether events are on
+TURNS = (False, True, True, False)  # turns of a round: whether events are on
 
 
 class StepTime(NamedTuple):
@@ -65,7 +65,7 @@ class AlternatingEngine(Engine):
         self, scheduler: Scheduler, ranks: Ranks, channel: Channel, stages: int, warmup: int, turn: int
     ) -> None:
         super().__init__(scheduler, ranks, channel, stages)
-        self.turns: list[list[StepTime]] = [[]]  # of steps, by turn; the first one is the warm-up
+        self.turns: list[list[StepTime]] = [[]]  # step times by turn; the first turn is the warm-up
         self.num_turns = 0
         self._report = scheduler.connector.report
         self._turn = turn

@@ -59,7 +59,7 @@ class Report(msgspec.Struct, frozen=True):
     machine: str
     cpus: int
     transport: str
-    lanes: str  # of UCX
+    lanes: str  # UCX lanes
     rows: tuple[Row, ...]
     prompt: Row
     prompt_worst_seconds: float

@@ -222,7 +222,7 @@ _MINIMAX_M2: dict[str, Any] = {
     "rope_theta": 5000000,
 }
 
-# Of its 48 layers.
+# Qwen3-Next with 12 of its 48 layers.
 _QWEN3_NEXT_12L: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -332,7 +332,7 @@ _DEEPSEEK_V2_LITE = _DEEPSEEK | {
     "routed_scaling_factor": 1.0,
     "rope_scaling": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
 }
-# Of its 61 layers: 3 dense ones and 2 with experts.
+# DeepSeek-V3 with 5 of its 61 layers: 3 dense ones and 2 with experts.
 _DEEPSEEK_V3_5L_FP8 = _DEEPSEEK | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",

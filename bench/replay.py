@@ -57,7 +57,7 @@ class Results:
     loaded: float = 0.0  # tokens, from host memory
     pulled: float = 0.0  # tokens, from the prefix cache of a peer
     saved: float = 0.0  # seconds, by loads and pulls
-    lost: float = 0.0  # likewise
+    lost: float = 0.0  # seconds, by loads and pulls
     seconds: float = 0.0
 
     def row(self, name: str) -> str:

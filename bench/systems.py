@@ -1,4 +1,4 @@
-"""The systems that bench/goodput.py measures: one server, several in turn, or vLLM's prefill and decode server."""
+"""The systems that bench/goodput.py measures: one server, several round-robin, or vLLM's prefill and decode server."""
 
 from __future__ import annotations
 

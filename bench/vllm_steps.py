@@ -29,7 +29,7 @@ class Mark(NamedTuple):
     """A moment of a run."""
 
     seconds: float
-    tokens: int  # of all requests so far
+    tokens: int  # tokens of all requests so far
 
 
 class Bench:
@@ -68,7 +68,7 @@ class Bench:
 
 
 def graph_sizes(batches: list[int], prompts: list[int], drafts: int = 0) -> list[int]:
-    """Return those of vLLM's default sizes that are measured. Capturing all takes a minute and changes no step."""
+    """Return vLLM's default sizes that are measured. Capturing all takes a minute and changes no step."""
     steps = [batch * (1 + drafts) for batch in batches]
     return sorted({*batches, *steps, *(tokens for tokens in prompts if tokens <= LARGEST_GRAPH)})
 

@@ -4,7 +4,7 @@ The scheduler side is engine/kv_cache/connector_scheduler.py.
 
 A connector back end is a class with the methods of ``pdserve.protocols.KVConnector``, built from a ConnectorSetup. The
 flag ``--kv-connector`` names one of ``BACK_ENDS``, or the operator's own as ``module:Class``. A new one is a file and a
-row here. A back end is imported when it is built, and with it its libraries.
+row here. A back end and its libraries are imported when it is built.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BACK_ENDS = {
     "simulated": "connector.backends.simulated:SimulatedConnector",  # moves nothing, takes the time of a cost model
     "none": "connector.backends.null:NullConnector",  # no peers
 }
-_METHODS = ("register", "connect", "disconnect", "read", "poll", "close")  # of KVConnector
+_METHODS = ("register", "connect", "disconnect", "read", "poll", "close")  # methods of KVConnector
 
 
 def load(name: str) -> BackEnd:

@@ -26,7 +26,7 @@ class CompletionQueue:
         self.on_progress()
 
     def read_refused(self, read: KVRead, reason: str) -> None:
-        """A read has ended before it began, or without any use of what it brought."""
+        """Report a read that ended before it began, or whose bytes are not used."""
         self.read_ended(ReadResult(read.read_id, error=reason))
 
     def connected(self, connection: Connected) -> None:

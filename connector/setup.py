@@ -20,8 +20,8 @@ class ConnectorSetup(msgspec.Struct, frozen=True):
     timing: PeerTiming = DEFAULT_TIMING
     shares: tuple[KVShare, ...] = ()
     rank: int = 0
-    costs: SimulatedCosts | None = None  # of simulated nodes
-    states: RankStates | None = None  # of a model with recurrent layers
+    costs: SimulatedCosts | None = None  # cost model of simulated nodes
+    states: RankStates | None = None  # None: no recurrent layers
 
 
 BackEnd = Callable[[ConnectorSetup], KVConnector]

@@ -6,8 +6,8 @@ import math
 from array import array
 
 _KEEP, _KEEP_OF_ALL = 0.85, 0.99  # weight of earlier drafts after each new one: about 6 or 100 count
-_FIRST_RATE, _FIRST_HITS = 0.6, 0.5  # of a node without drafts so far
-_LEAST_PROBABILITY = 0.1  # of a draft, whatever its cost
+_FIRST_RATE, _FIRST_HITS = 0.6, 0.5  # initial ``rate`` and ``hits`` of a node
+_LEAST_PROBABILITY = 0.1  # a draft with a lower probability is not proposed, whatever its cost
 _LEAST_HITS = 0.1  # one probe that finds drafts exceeds it
 _PROBE_EVERY = 8  # output tokens
 
@@ -28,7 +28,7 @@ class Acceptance:
         self._of_all = of_all
         self._sure = sure
         self._keep = _KEEP_OF_ALL if of_all is None else _KEEP
-        self.rate: float = _FIRST_RATE if of_all is None else of_all.rate  # of right drafts, if those before were right
+        self.rate: float = _FIRST_RATE if of_all is None else of_all.rate  # P(draft right | earlier ones right)
         self.hits: float = _FIRST_HITS if of_all is None else of_all.hits  # share of steps in which a source has drafts
         if sure:
             self.hits = 1.0
@@ -54,11 +54,11 @@ class Acceptance:
 
     @property
     def expected(self) -> float:
-        """Accepted drafts of a step in which it may have some, on average."""
+        """Mean number of accepted drafts of a step that may have some."""
         return self.hits * self.gain(self._most)
 
     def gain(self, num_drafts: int) -> float:
-        """Return how many of so many drafts are accepted on average."""
+        """Return how many of ``num_drafts`` drafts are accepted on average."""
         rate, gain = self.rate, 0.0
         for _ in range(num_drafts):  # rate + rate² + …
             gain = rate * (1.0 + gain)

@@ -17,10 +17,10 @@ class DraftSource(Protocol):
 
 
 class ModelDrafts:
-    """A DraftSource with what the model has predicted behind the last step of a sequence."""
+    """A DraftSource with the tokens that the model has predicted behind the last step of a sequence."""
 
     def __init__(self) -> None:
-        self._num_tokens = 0  # that the drafts follow
+        self._num_tokens = 0  # tokens before the drafts
         self._drafts: tuple[int, ...] = ()
 
     def put(self, num_tokens: int, drafts: tuple[int, ...]) -> None:

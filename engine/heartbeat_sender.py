@@ -72,7 +72,7 @@ class LoopTimer:
 class HeartbeatSender:
     """``send`` raises OSError once the receiver has gone. ``timeout`` is the receiver's, in seconds of silence.
 
-    ``monitors`` are those of the node's other ranks; ``waiting_for()`` names the ranks that a step waits for,
+    ``monitors`` has one for each other rank of the node; ``waiting_for()`` names the ranks that a step waits for,
     ``num_taken()`` counts the messages that the step loop has taken.
     """
 

@@ -24,7 +24,7 @@ ALL_TOKENS = 1 << 62
 class Constraint:
     """Grammar and rules of one choice. ``mask`` is for its next token; None while it is computed and after its use.
 
-    ``later`` are those behind each of ``drafts``, which its grammar allows.
+    ``later`` holds the masks behind each of ``drafts``, which its grammar allows.
     """
 
     grammar: Grammar | None
@@ -40,17 +40,17 @@ class Constraint:
 class SplitLoad:
     """A load, or a read from disk, of what follows ``meeting``, while steps compute the tokens before it."""
 
-    meeting: int  # tokens
+    meeting: int  # tokens with KV once those before ``meeting`` are computed; 0: it is being read
     confirmed: int = 0  # tokens whose KV is here once those before ``meeting`` are computed; 0: it is being read
-    given_up: bool = False  # nothing of it will be used
+    given_up: bool = False  # its KV will not be used
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The first fields are those of Submit. ``sequences`` holds the live choices."""
+    """The first fields come from Submit. ``sequences`` holds the live choices."""
 
     rid: int
-    token_ids: bytes  # of the prompt, uint32
+    token_ids: bytes  # the prompt, uint32
     sampling: SamplingParams
     mode: Mode
     cache_salt: str
@@ -77,7 +77,7 @@ class Request:
         return len(self.token_ids) // TOKEN_BYTES
 
     def end_load(self) -> None:
-        """Nothing is loaded any more: the rest is computed here."""
+        """End the load: this node computes the rest."""
         self.mode = Mode.LEASE if self.mode.for_peer else Mode.LOCAL
 
     @property
@@ -127,16 +127,16 @@ class Sequence:
     last_step: int = 0  # number of the last step that it took part in
     constraint: Constraint | None = None
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
-    state: SequenceState | None = None  # of a model with recurrent layers, while it has blocks
+    state: SequenceState | None = None  # None: no recurrent layers, or no blocks yet
     split: SplitLoad | None = None  # while it loads, or a disk is read for it, and is computed at once
     left_with: int = 0  # tokens with KV when it left the steps for a split read, until it is admitted; 0: it did not
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
-    num_drafts: int = 0  # that its next decode should have
-    drafts: tuple[int, ...] = ()  # these, if they come with the plan
+    num_drafts: int = 0  # drafts that its next decode should have
+    drafts: tuple[int, ...] = ()  # tokens of these drafts, if they come with the plan
     yielded: tuple[int, ...] = ()  # tokens of its last decode with drafts of a plan, until the runner is told
-    verifying: bool = False  # a step in flight has such a decode
+    verifying: bool = False  # a step in flight verifies drafts of a plan
     draft_source: DraftSource | None = None  # guesses its next tokens
-    acceptance: Acceptance | None = None  # of these guesses
+    acceptance: Acceptance | None = None  # how often its drafts are right
     for_peer: bool = field(init=False)  # on P: a peer takes it over
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class Sequence:
 
     @property
     def has_output(self) -> bool:
-        """Whether the request has output: of this node, or of one that it left."""
+        """Whether the request has output, from this node or an earlier one."""
         return bool(self.num_outputs or self.request.branches)
 
     @property
@@ -164,7 +164,7 @@ class Sequence:
 
     @property
     def shared_len(self) -> int:
-        """Leading tokens of the prompt that its choices share: those in full blocks."""
+        """Leading tokens of the prompt that its choices share: the tokens in full blocks."""
         return self.prompt_len // self.hashes.block_size * self.hashes.block_size
 
     @property
@@ -176,7 +176,7 @@ class Sequence:
     def missing(self) -> int:
         """Tokens that no launched step computes: 1 while decoding, 0 while its last token is being sampled.
 
-        Those that a load brings do not count.
+        Tokens that a load brings do not count.
         """
         if self.split is not None:
             return self.split.meeting - self.num_launched
@@ -235,7 +235,7 @@ class Sequence:
     def draft_limit(self, most: int) -> int:
         """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
 
-        A masked sequence has those that its masks are for. None is behind the next snapshot of a recurrent state.
+        A masked sequence has the drafts that its masks cover. No draft passes the next snapshot of a recurrent state.
         """
         if not self.may_draft:
             return 0
@@ -293,7 +293,7 @@ class Sequence:
         return self.decode_item
 
     def want_drafts(self, num_drafts: int) -> None:
-        """Let the runner draft so many tokens for its next decode."""
+        """Let the runner draft ``num_drafts`` tokens for its next decode."""
         self.num_drafts = num_drafts
 
     def begin_drafts(self, make_source: Callable[[], DraftSource], acceptance: Acceptance) -> None:
@@ -334,7 +334,7 @@ class Sequence:
         return ScheduledSequence.decode(self.seq, num_drafts)
 
     def take_drafts(self, num_drafts: int) -> Drafts | None:
-        """Return what the runner needs for a decode with so many drafts; None if it has them or needs none."""
+        """Return the drafts that the runner needs for its next decode; None if it has them or needs none."""
         drafts, yielded = self.drafts[:num_drafts], self.yielded
         self.num_drafts, self.drafts, self.yielded = 0, (), ()
         self.verifying = bool(drafts)
@@ -346,7 +346,7 @@ class Sequence:
         self.length -= num_drafts
 
     def verified(self, num_drafts: int, token_ids: tuple[int, ...]) -> None:
-        """A decode with drafts of a plan has yielded these tokens."""
+        """Count the tokens that a decode with drafts of a plan has yielded."""
         assert self.acceptance is not None
         self.acceptance.count(num_drafts, len(token_ids) - 1)
         self.verifying = False
@@ -380,14 +380,14 @@ class Sequence:
     # ------------------------------------------------------------ KV
 
     def looked_up(self, num_cached: int) -> None:
-        """The prefix cache has so many tokens of its prompt."""
+        """Note that the prefix cache has ``num_cached`` tokens of its prompt."""
         self.cached_at_lookup = num_cached
 
     def hold(self, blocks: list[int], num_cached: int, block_size: int, num_groups: int = 1) -> None:
         """Take blocks; the first ones have the KV of ``num_cached`` tokens."""
         self.blocks = []
         self.hold_more(blocks, block_size, num_groups)
-        if self.split is not None and num_cached >= self.split.meeting:  # others have computed the first part
+        if self.split is not None and num_cached >= self.split.meeting:  # other sequences have computed the first part
             self.split = None
         self.num_computed = num_cached
         self.num_launched = num_cached
@@ -399,7 +399,7 @@ class Sequence:
         self.capacity = len(self.blocks) // num_groups * block_size
 
     def cover(self, num_tokens: int, ready_blocks: int) -> None:
-        """Steps may compute the first ``num_tokens`` tokens, with the first entries of ``blocks``."""
+        """Let steps compute the first ``num_tokens`` tokens, with the first entries of ``blocks``."""
         self.covered = num_tokens
         self.ready_blocks = ready_blocks
 
@@ -424,9 +424,9 @@ class Sequence:
         return spare
 
     def loaded(self, num_tokens: int) -> None:
-        """All KV of its load is here: that of the first ``num_tokens`` tokens, at most ``load_len``.
+        """End its load: the first ``num_tokens`` tokens have KV, at most ``load_len``.
 
-        What was pulled counts as cached, what was computed meanwhile does not; after a handoff no count is reported.
+        Pulled tokens count as cached, tokens computed meanwhile do not; after a handoff no count is reported.
         """
         request, computed = self.request, 0
         if self.split is not None:
@@ -439,7 +439,7 @@ class Sequence:
         self.num_launched = num_tokens
 
     def begin_split(self, meeting: int) -> None:
-        """Compute the tokens before ``meeting`` while a load brings those behind it, whose blocks no step is told.
+        """Compute the tokens before ``meeting`` while a load brings the rest. No step is told the blocks of the rest.
 
         A sequence for which a disk is read has no blocks yet, and will have them for itself.
         """
@@ -447,26 +447,26 @@ class Sequence:
         self.ready_blocks = min(meeting // self.hashes.block_size, len(self.blocks))
 
     def end_split(self) -> None:
-        """Nothing is loaded or read any more: steps may use all blocks."""
+        """End the split: steps may use all blocks."""
         if self.split is not None:
             self.split = None
             self.ready_blocks = len(self.blocks)
 
     def leave(self) -> None:
-        """The first part of its split read is computed: it leaves the steps until the rest is fetched."""
+        """Leave the steps until the rest of its split read is fetched: the first part is computed."""
         self.left_with = self.num_computed
         self.looked_up(self.num_computed)
 
     def come_back(self) -> int:
-        """It is admitted again. Return how many tokens of its prompt have KV that it did not leave with: a read's.
+        """Note its new admission. Return the prompt tokens whose KV the split read brought.
 
-        These count as cached; what it computed itself, and finds in the prefix cache, does not.
+        They count as cached; tokens that it computed itself, and finds in the prefix cache, do not.
         """
         former, self.left_with = self.left_with, 0
         return max(0, min(self.num_computed, self.prompt_len) - former) if former else 0
 
     def cached(self, next_full: int) -> None:
-        """Its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""
+        """Note that its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""
         self.next_full = next_full
 
     def hold_state(self, state: SequenceState) -> None:

@@ -12,32 +12,32 @@ from pdserve.state import NO_SLOT
 
 @dataclass(slots=True)
 class SequenceState:
-    """``source`` belongs to the next step, of whatever kind: ``begin`` takes it, and only the runner is told it."""
+    """``source`` belongs to the next step of any kind: ``begin`` takes it, and only the runner is told it."""
 
-    slot: int  # its own, which steps overwrite
+    slot: int  # its own slot, which steps overwrite
     copied_from: list[int]  # ``StateSlots`` has this list: sources of the step that is planned, of all sequences
     source: int = NO_SLOT  # the snapshot that its next step begins with a copy of; NO_SLOT: ``slot`` has the state
     spare: int = NO_SLOT  # on P: empty, for the copy that the peer reads
-    lease_slot: int = NO_SLOT  # on P: what the peer reads; it has the state, or a planned step writes it there
+    lease_slot: int = NO_SLOT  # on P: slot that the peer reads; it has the state, or a planned step writes it there
     lease_at: int = 0  # tokens after which the peer needs the state
     stops: list[int] = field(default_factory=list)  # tokens after which snapshots are taken, descending
     pending: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of snapshots in steps in flight
     decode_distance: int = 1  # tokens between snapshots while it decodes
-    decode_hash: bytes = b""  # of the latest one of these
+    decode_hash: bytes = b""  # hash of the latest snapshot while it decodes
 
     def limit(self, num_launched: int, num_tokens: int) -> int:
         """Return the tokens of a chunk of at most ``num_tokens``: with a snapshot amid it, and another at its end."""
         return min(num_tokens, self.stops[-2] - num_launched) if len(self.stops) > 1 else num_tokens
 
     def passed(self, num_tokens: int) -> None:
-        """So many tokens have been loaded: snapshots before their end are not taken."""
+        """Drop the snapshots of the first ``num_tokens`` tokens, which have been loaded."""
         while self.stops and self.stops[-1] <= num_tokens:
             self.stops.pop()
 
     def draft_limit(self, num_tokens: int) -> int:
         """Return how many drafts a decode behind ``num_tokens`` tokens may have.
 
-        A snapshot is of the state at its very token, and ordered before drafts are verified: so none is among drafts.
+        A snapshot holds the state at one token, and is ordered before drafts are verified: so none is among drafts.
         """
         return max(0, self.decode_distance - num_tokens % self.decode_distance - 2)
 

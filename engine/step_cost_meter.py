@@ -11,13 +11,13 @@ _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new on
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _LEAST_SPREAD = 2.0  # sequences: a slope between steps that differ by less says nothing of steps with a hundred of them
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
-_OUTLIER_RATIO = 1.5  # of measured to expected seconds; the first use of a kernel takes longer
-_FEW_OUTLIERS = 2  # so many in a row are no rule yet
+_OUTLIER_RATIO = 1.5  # measured to expected seconds, above which a step is an outlier: first uses of a kernel are slow
+_FEW_OUTLIERS = 2  # outliers that count little; further ones are learned in full
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
-_MOST_ADDED = 2.0  # times the step itself: more, drafts do not add
+_MOST_ADDED = 2.0  # cap on the time that drafts add, as a multiple of the step without drafts
 _FIRST_USES = 2  # steps with drafts that are not measured: a kernel's first use takes longer
-_DRAFTS_HALF_LIFE = 300  # steps without drafts after which these count as half as expensive: some try again
-_RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
+_DRAFTS_HALF_LIFE = 300  # steps without drafts that halve the cost of drafts, so that some are tried again
+_RIDGE = 1e-6  # relative to a term's weight: where points cannot separate the terms, the cost goes to ``token``
 
 
 class StepWork(NamedTuple):
@@ -145,7 +145,7 @@ class ChunkFit:
         self._cs = keep * self._cs + wc * seconds
 
     def cost(self, most_hidden: float) -> ChunkCost:
-        """Return the fitted cost with at most so many hidden seconds; all zeros while there are no points.
+        """Return the fitted cost with at most ``most_hidden`` seconds; all zeros while there are no points.
 
         The least error for a given ``hidden`` is a convex function of it. So the best one within the bounds is the
         bound next to the best one of all.
@@ -192,10 +192,10 @@ class StepCostMeter:
         self._chunks = ChunkFit(_KEEP)
         self._chunk: ChunkCost | None = None
         self._drafts = LineFit(_KEEP, flat=True)
-        self.most_drafts = 0  # of a step that was measured
+        self.most_drafts = 0  # most drafts in a measured step
         self._num_drafted = 0  # steps that only decode, with drafts
         self._undrafted = 0  # steps since the last one with drafts
-        self._num_outliers = 0  # less the steps that were as expected
+        self._num_outliers = 0  # outliers less expected steps, at least 0
 
     def add_step(
         self,
@@ -247,8 +247,8 @@ class StepCostMeter:
     def _credible(self, expected: float, measured: float, least: float = 0.0) -> float:
         """Return the most seconds to learn from: an outlier, such as the first step of a kernel, counts little.
 
-        Several outliers are a rule. A fast step is none: then the fit was wrong. Nor is any, if no more than ``least``
-        seconds are expected.
+        Several outliers are learned in full. A fast step is no outlier: then the fit was wrong. If at most ``least``
+        seconds are expected, no step is an outlier.
         """
         if expected <= least:
             return measured
@@ -271,14 +271,14 @@ class StepCostMeter:
     def prompt(self) -> LinearCost:
         """Seconds of a step that only computes prompts, by their tokens; zeros while not measured.
 
-        Steps that keep an ITL target take equally long: they have few tokens where these attend to many. That looks
-        like a base. But a step of prompts has no more of it than one that decodes, as both read the weights.
+        Steps that keep an ITL target take equally long: they have few tokens where these attend to many, which looks
+        like a base. But the base is at most that of a step that decodes, as both steps read the weights.
         """
         return self._prompts.with_base_up_to(self._decodes.line.base) if self._decodes else self._prompts.line
 
     @property
     def drafts(self) -> LinearCost:
-        """Seconds that drafts add to a step, by their number; zeros while not measured, less the longer ago it was."""
+        """Seconds that drafts add to a step, by their number; zeros while not measured, lower as that gets old."""
         line, share = self._drafts.line, 0.5 ** (self._undrafted / _DRAFTS_HALF_LIFE)
         return LinearCost(line.base * share, line.slope * share)
 
@@ -290,7 +290,7 @@ class StepCostMeter:
         return self._chunk
 
     def expected(self, work: StepWork) -> float:
-        """Return the seconds that a step takes by those measured so far; inf while none was like it."""
+        """Return the seconds that a step takes, as predicted by measured steps; inf while none was like it."""
         decodes, prompt_tokens, context, drafts = work
         if not decodes:
             if not prompt_tokens:

@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 Rendezvous = str | socket.socket
 Reader = WeightReader | None
 
-_early_import: Future[ModuleType] | None = None  # of torch
+_early_import: Future[ModuleType] | None = None  # import of torch
 
 
 def build(config: NodeConfig, progress: Progress, rendezvous: Rendezvous = "", reader: Reader = None) -> ModelRunner:

@@ -36,7 +36,7 @@ from runner.state_cache import StateCache, StateSlotCopies
 from runner.step_parts import StepFeature, StepPart, StepWithParts
 from runner.warmup import product_sizes, run_largest_steps, run_mixed_steps, run_small_steps
 
-_DIGESTS = 4  # of reads, computed at a time
+_DIGESTS = 4  # reads whose digests are computed at a time
 
 BatchT = TypeVar("BatchT")
 Progress = Callable[[str, float], None]
@@ -116,7 +116,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     @abstractmethod
     def _skip_sampling(self, batch: BatchT, hidden: Tensor) -> None:
-        """Do the same after a step in which this rank samples nothing."""
+        """Update sequences, and let ``_drafter`` follow the tokens, after a step in which this rank samples nothing."""
 
     def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
         """Capture CUDA graphs, if the runner uses any."""

@@ -16,7 +16,7 @@ class RowSnapshot(NamedTuple):
 
     row: int
     tokens: int
-    slot: int  # where it is stored; a row has one at most
+    slot: int  # destination; a row has one at most
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The sizes of steps that run as CUDA graphs. All that follows from them asks here.
+"""The sizes of steps that run as CUDA graphs. Code that depends on them asks here.
 
-| size of a step   | launch                         | who asks                                                    |
+| size of a step   | launch                         | asked by                                                    |
 |------------------|--------------------------------|-------------------------------------------------------------|
 | has a graph      | one call                       | v2/forward.py captures and finds graphs                     |
 | has none         | layer by layer, tens of ms     | warmup.py compiles; launches_by_layer (pdserve/protocols.py) |
@@ -19,7 +19,7 @@ from pdserve.records import StepPlan
 # Sequences and tokens of small steps with prompts. Products of 448 tokens take longer than of 512.
 _MIXED = ((16, 32), (16, 64), (16, 96), (16, 128), (256, 192), (256, 256), (256, 320), (256, 384), (256, 512))
 
-# The same of larger steps, where FA3 attends in graphs. An 8B model takes 12 to 27 ms to launch layer by
+# Sequences and tokens of larger steps, where FA3 attends in graphs. An 8B model takes 12 to 27 ms to launch layer by
 # layer, and an H200 24 ms to compute 1,024 tokens. Attention by Triton would cost more than the launch: 256 tokens
 # behind 3,000, beside 64 decodes, take 16 ms with FA3, else 19.5; behind 9,000 tokens 19 and 27. The ITL target of such
 # a model lets steps have up to 1,408 tokens.
@@ -61,11 +61,11 @@ def _fa3_attends_in_graphs(config: NodeConfig) -> bool:
 
 
 class BatchDescriptor(NamedTuple):
-    """The size of a batch, or that it is padded to."""
+    """The size of a batch, or the one to which it is padded."""
 
     rows: int
     tokens: int
-    row_tokens: int = 0  # of a sequence, at most: 1 in a decode step, 1 and drafts, or _HANDED_OFF; 0: any number
+    row_tokens: int = 0  # most tokens of a sequence: 1 in a decode step, 1 and drafts, or _HANDED_OFF; 0: any number
 
     @property
     def longest(self) -> int:
@@ -142,7 +142,7 @@ class GraphSizes:
     def find(self, step: BatchDescriptor) -> BatchDescriptor | None:
         """Return the smallest size that holds a step of this size, None if there is none.
 
-        ``step.row_tokens`` are those of its longest sequence.
+        ``step.row_tokens``: tokens of its longest sequence.
         """
         rows, tokens, row_tokens = step
         fitting = (

@@ -5,8 +5,7 @@
 A word is 8 bytes of a row as an integer, or 4 or 2 bytes where 8 do not divide the row. Its position counts in the
 model, not in memory: layer, KV head, plane, token of the block, word of the row. So page sizes make no difference, and
 the digests of ranks with different parts add up to that of the whole block; of ranks with equal parts, one counts.
-Multipliers are odd, so each single changed word changes the digest. They look random, so swapped words change it as
-well.
+Multipliers are odd, so each single changed word changes the digest. They look random, so swapped words change it, too.
 
 The digest of a slot of recurrent state is such a sum for each layer, of words by their position among the layer's heads
 in the model, and these times a multiplier of the layer.
@@ -49,14 +48,14 @@ class KVDigester:
     """
 
     def __init__(self, memory: Tensor, layout: KVLayout, share: KVShare) -> None:
-        """Each group of the KV cache has multipliers: those of its layers, and zeros for padding."""
+        """Each group of the KV cache has multipliers for its layers, and zeros for padding."""
         word = next(word for word in _WORDS if layout.spec.row_bytes % word.itemsize == 0)
         self._words = memory.view(word).view(layout.num_blocks, -1)  # [num_blocks, words]
         self._row_words = layout.spec.row_bytes // word.itemsize
         multipliers = torch.from_numpy(_multipliers(layout, share, self._row_words).view(np.int64)).to(memory.device)
         # [groups, pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
         self._multipliers = multipliers
-        self._of_layers: dict[int, Tensor] = {}  # the same, with zeros for layers of the model from a number on
+        self._of_layers: dict[int, Tensor] = {}  # by ``num_layers``: zeros for later layers of the model
         self._layout, self._share = layout, share
         self._page_size = layout.kernel_block_size
         self._block_size = layout.block_size
@@ -77,7 +76,7 @@ class KVDigester:
         return block_digests(self._words, work, every, self._page_size, self._row_words)
 
     def _multipliers_of(self, num_layers: int) -> Tensor:
-        """Return the multipliers of the first layers of the model; 0: of all."""
+        """Return the multipliers of the first ``num_layers`` layers of the model; 0: of all."""
         if not num_layers or num_layers >= self._share.layers.stop:
             return self._multipliers
         if num_layers not in self._of_layers:
@@ -245,7 +244,7 @@ def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np
     """Multipliers of all words of a block of each group, in memory order; 0 for layers that are padding."""
     pages, page_size = layout.pages_per_block, layout.kernel_block_size
     planes, groups = layout.spec.planes, layout.groups
-    layers = np.full((groups.num_groups, layout.num_layers), -1)  # of the model, by group and index in the block
+    layers = np.full((groups.num_groups, layout.num_layers), -1)  # layer of the model, by group and index in the block
     for layer, place in zip(share.layers, groups.places(share.layers), strict=True):
         layers[place] = layer
     page, head, _, plane, token, word = np.ogrid[

@@ -13,8 +13,8 @@ class TensorPlacement:
     """Device, storage dtype and compute dtype of a model's tensors."""
 
     device: torch.device
-    stored: torch.dtype  # of embeddings and linear weights as loaded: the dtype that the model is served in
-    dtype: torch.dtype  # of activations and products
+    stored: torch.dtype  # embeddings and linear weights as loaded: the dtype that the model is served in
+    dtype: torch.dtype  # activations and products
     use_triton: bool = False
 
 

@@ -15,7 +15,7 @@ from pdserve.records import NewSequence, ScheduledSequence, StepOutput, StepPlan
 from runner.pending_step import HostCopy
 from runner.step_parts import StepFeature, StepPart
 
-_NO_TOKEN = 0  # what a prompt samples that ends with its vector
+_NO_TOKEN = 0  # sample of a prompt that ends with its vector
 
 
 @dataclass

@@ -16,16 +16,16 @@ from runner.batch import RowSnapshot
 
 @dataclass
 class StepBatch:
-    """The sequences of one step, by row of a runner's table, and those of them that sample. On the host."""
+    """The sequences of one step, by row of a runner's table, and which of them sample. On the host."""
 
     scheduled: tuple[ScheduledSequence, ...]
-    num_decodes: int  # of these, the first ones
+    num_decodes: int  # leading sequences that decode
     rows: NDArray[np.int32]  # [num_seqs]
     lengths: NDArray[np.int32]  # [num_seqs]: tokens of this step
     query_starts: NDArray[np.int32]  # [num_seqs + 1]
     longest: int  # tokens of this step, at most
     sampling: NDArray[np.int64]  # [logits rows]: index of the sequence; a decode has a row per token
-    sampled: tuple[ScheduledSequence, ...]  # these sequences
+    sampled: tuple[ScheduledSequence, ...]  # [logits rows]: the sequence
     logits_tokens: NDArray[np.int32]  # [logits rows]: the token that has these logits, among those of the step
     sample_of_row: NDArray[np.int32]  # [num_seqs]: the first sample of the sequence, -1 if there is none
 
@@ -35,7 +35,7 @@ class StepBatch:
         lengths, samples = columns.T
         query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        logits_rows = np.minimum(samples, 1)  # of each sequence: its last tokens
+        logits_rows = np.minimum(samples, 1)  # last tokens of each sequence
         logits_rows[:num_decodes] = lengths[:num_decodes]
         sampling = np.repeat(np.arange(len(scheduled)), logits_rows)
         ends = query_starts[1:] - logits_rows.cumsum()

@@ -20,15 +20,15 @@ from pdserve.sampling_params import SamplingParams
 from pdserve.state import NO_SLOT, StateSnapshot
 from runner.graph_sizes import GraphSizes
 
-#: Prompt tokens of steps; those run that are too large for a graph. Each is at most twice the one before: the tiles of
+#: Prompt tokens of steps; sizes too large for a graph are run. Each is at most twice the one before: the tiles of
 #: experts double with their tokens, and each size is compiled.
 _CHUNKS = (75, 150, 300, 600, 1000, 1500, 2500, 4000)
 
-#: The same for models without experts and recurrent states. Their kernels depend on tokens only where FlashInfer
+#: Prompt tokens for models without experts and recurrent states. Their kernels depend on tokens only where FlashInfer
 #: gathers keys, from 1,024 on, and products of every size have run (``product_sizes``).
 _DENSE_CHUNKS = (600, 1500)
 
-_FEW = 2  # tokens of a prompt that attention takes together with those of decodes
+_FEW = 2  # tokens of a prompt that attention takes together with decodes
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -113,7 +113,7 @@ def _sequence(
 
 
 def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
-    """Return the numbers of tokens and of samples for ``Model.run_products``: those of steps without a graph."""
+    """Return the numbers of tokens and of samples for ``Model.run_products``, as in steps without a graph."""
     tokens = [
         *range(GraphSizes.of_node(config).most_mixed_tokens + 8, 2048, 8),
         *range(2048, config.max_batch_tokens + 1, 128),

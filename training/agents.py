@@ -148,7 +148,7 @@ class AgentSession:
         self._last = self._rng.choice(self._files)
 
     def opening(self) -> list[Turn]:
-        """Return the system message of the agent's program, and what it says of the project."""
+        """Return the system message of the agent's program, and its words about the project."""
         rng = self._rng
         texts = rng.sample(_SYSTEM, rng.randint(1, 3))
         if rng.random() < 0.5:

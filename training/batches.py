@@ -56,7 +56,7 @@ def sections_at(progress: float, slots: int, slot: int = SLOT) -> list[tuple[int
 
 
 class Generator:
-    """Makes batches of ``slots`` slots. Those of the evaluation have names and questions of their own."""
+    """Makes batches of ``slots`` slots. Evaluation batches have names and questions of their own."""
 
     def __init__(self, tokenizer: Path, seed: int, evaluating: bool = False, talk: float = TALK) -> None:
         from tokenizers import Tokenizer

@@ -222,6 +222,6 @@ class Writer:
         ]
 
     def _called_again(self, case: ToolCase) -> list[Turn]:
-        """The same tool with other values."""
+        """Return the turns of a call with new values."""
         case.redraw(self.words)
         return self._called(case)

@@ -24,9 +24,9 @@ from training.batches import Generator
 from training.checkpoint import WEIGHTS, write_json
 
 _EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
-STEPS = 160  # of four rows of 320 tokens
+STEPS = 160  # batches of four rows of 320 tokens
 _SEED = 11
-_RATE, _WARM_UP = 3e-3, 20  # of Adam; steps
+_RATE, _WARM_UP = 3e-3, 20  # Adam's learning rate, warm-up steps
 _COUNTED = 8  # batches, whose most frequent tokens the head can draft
 
 _SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -120,7 +120,7 @@ class PlainEagle3:
         return self._norm("norm", x) if self.config.get("norm_output") else x
 
     def logits(self, result: Tensor) -> Tensor:
-        """Return those of the tokens that it can draft, [rows, length, draft_vocab_size]."""
+        """Return the logits of the tokens that it can draft, [rows, length, draft_vocab_size]."""
         normed = result if self.config.get("norm_output") else self._norm("norm", result)
         return F.linear(normed, self.weights["lm_head.weight"])
 

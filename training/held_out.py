@@ -18,7 +18,7 @@ from training.words import Words, words_of
 QUESTIONS, CALLS, SCHEMAS = 50, 10, 10
 MAX_TOKENS = 160
 _SEED = 414
-_CHARACTERS = (600, 1500, 3000, 4500, 5800)  # of a document; 2.9 make a token
+_CHARACTERS = (600, 1500, 3000, 4500, 5800)  # characters of a document; 2.9 make a token
 _LONGER = 20  # characters that a right answer may be longer than the expected one
 _NEAR, _FAR = 60, 2000  # tokens between an answer in the document and its question
 

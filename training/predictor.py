@@ -25,7 +25,7 @@ from training.checkpoint import WEIGHTS, copy_settings, write_json
 _EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
 _SEED = 7
 _LAYER = "model.mtp_layers.0."
-_RATE, _WARM_UP = 4e-3, 20  # of Adam; steps
+_RATE, _WARM_UP = 4e-3, 20  # Adam's learning rate, warm-up steps
 _PREDICTOR_LOSS = 0.5  # weight of the loss of the predictor
 
 CONFIG: dict[str, Any] = {
@@ -77,7 +77,7 @@ class PlainMiMo:
         return self._norm("model.norm", x)
 
     def predicted(self, next_tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return what the predictor makes of the tokens behind those of ``hidden``, both [rows, length …]."""
+        """Return the predictor's results for the tokens that follow those of ``hidden``, both [rows, length …]."""
         embedded = F.embedding(next_tokens, self.weights["model.embed_tokens.weight"])
         embedded = torch.cat((torch.zeros_like(embedded[:, :1]), embedded[:, 1:]), dim=1)
         both = self._norm(f"{_LAYER}hidden_layernorm", hidden), self._norm(f"{_LAYER}token_layernorm", embedded)

@@ -1,6 +1,6 @@
 """Wordings of questions and requests. A quarter of them is held out for the evaluation, none of small talk (chat.py).
 
-A wording is a template: "What is the job of {e}?". ``variants`` derives others of the same meaning from it. So each
+A wording is a template: "What is the job of {e}?". ``variants`` derives others of equal meaning from it. So each
 way to ask is met in some template, while the held-out pairs of template and way are never trained.
 """
 

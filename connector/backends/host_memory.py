@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 128 << 20  # pinning more at once would delay launches of steps for longer
 _ZEROED_AT_ONCE = 16 << 20  # bytes
-_RESERVE = 1 << 30  # bytes that stay free for others, at most a 32nd of the memory
+_RESERVE = 1 << 30  # bytes that stay free for other processes, at most a 32nd of the memory
 _HUGE_PAGES = 14  # MADV_HUGEPAGE: pinning takes a tenth of the time
 
 
@@ -274,7 +274,7 @@ class CudaHostMemory(CopyingHostMemory):
         import torch
 
         self._torch = torch
-        self._streams: dict[bool, Any] = {}  # of loads, and of stores
+        self._streams: dict[bool, Any] = {}  # True: loads, False: stores
         self._on_device: dict[_Area, Any] = {}  # [bytes] uint8, device
         self._pieces: dict[_Area, list[Any]] = {}  # [bytes] uint8 each, pinned
         super().__init__(*setup)

@@ -24,7 +24,7 @@ class Lane(Generic[OrderT]):
         self._orders.put(order)
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait for the order that is executed, up to so many seconds; forget the others."""
+        """Wait up to ``seconds`` for the order that is executed; forget the others."""
         while not self._orders.empty():
             self._orders.get()
         self._orders.put(None)

@@ -39,7 +39,7 @@ class SimulatedConnector(SerialConnector):
     def _seconds(self, read: KVRead) -> float:
         """A state takes as long as the KV of as many bytes."""
         layout = self._rank.layout
-        part = layout.num_layers / (len(layout.groups.layers) or layout.num_layers)  # of all layers, that a block has
+        part = layout.num_layers / (len(layout.groups.layers) or layout.num_layers)  # share of all layers in a block
         num_tokens = len(read.local_blocks) * part * layout.block_size
         return self._costs.of_read(round(num_tokens + self._state_bytes(read) / layout.bytes_per_token))
 

@@ -90,7 +90,7 @@ class BlockSlices(NamedTuple):
 def slice_blocks(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare) -> tuple[BlockSlices, ...]:
     """Slice blocks of two ranks that share layers and heads; all but the heads of their spec, and groups, are equal.
 
-    Return the slices of each group's blocks, or those of all blocks. A group without common layers has no ranges.
+    Return the slices of each group's blocks, or one for all blocks. A group without common layers has no ranges.
     """
     if local.spec.packed:
         whole = BlockRanges.whole(local.block_bytes, local.num_blocks)

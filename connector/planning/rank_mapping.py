@@ -32,7 +32,7 @@ class SourceRank(NamedTuple):
     """A rank to read from, and the slices of each block and of each slot of recurrent state that come from it."""
 
     rank: RankKV
-    slices: tuple[BlockSlices, ...]  # of all blocks, or by KV cache group; none: no block
+    slices: tuple[BlockSlices, ...]  # one for all blocks, or one per KV cache group; none: no block
     state_slices: tuple[BlockSlices, ...] = ()  # none: no state
 
     @property
@@ -124,7 +124,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
         ("num_layers", share.model_layers, part.model_layers),
         ("kv_groups", layout.groups, theirs.layout.groups),
     ]
-    if layout.groups.layers:  # the groups name every layer, those that make drafts included
+    if layout.groups.layers:  # the groups name every layer, including layers that make drafts
         fields.append(("total_layers", share.total_layers, part.total_layers))
     if layout.spec.packed:  # its blocks cannot be split
         fields.insert(0, ("kernel_block_size", layout.kernel_block_size, theirs.layout.kernel_block_size))

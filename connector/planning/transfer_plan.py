@@ -31,7 +31,7 @@ class ReadChunk(NamedTuple):
     local: NDArray[np.int32]  # [num_blocks] int32, host
     remote: NDArray[np.int32]  # [num_blocks] int32, host
     num_ranges: int  # byte ranges after merging adjacent ones
-    number: int  # of its slices, among those of the rank
+    number: int  # index in the rank's slices
 
     def num_bytes(self, slices: Sequence[BlockSlices]) -> int:
         return len(self.local) * slices[self.number].num_bytes
@@ -40,7 +40,7 @@ class ReadChunk(NamedTuple):
 def plan_read(read: KVRead, slices: Sequence[BlockSlices], max_bytes: int) -> list[ReadChunk]:
     """Split ``read`` from one rank into chunks of at most ``max_bytes``, but at least one block. Raises PeerError.
 
-    ``slices`` are those of the rank: of all blocks, or by group.
+    ``slices`` are the rank's: one for all blocks, or one per KV cache group.
     """
     check_read(read, slices[0].local.num_blocks, slices[0].remote.num_blocks)
     local_ids = np.array(read.local_blocks, dtype=np.int32)

@@ -110,7 +110,7 @@ def _offer_weights(config: NodeConfig, model_runner: ModelRunner) -> WeightSourc
 
 
 def build_ranks(configure: Configure, channel: Channel, launched: Sequence[LaunchedRank]) -> tuple[Ranks, Ready]:
-    """Load all ranks of a node. Return them, and what the frontend needs to know of them.
+    """Load all ranks of a node. Return them, and their description for the frontend.
 
     ``launched`` are the processes of this host's other ranks. Raises the error of a node's only rank. When one of
     several ranks fails, now or later, this process sends the frontend the error and exits.

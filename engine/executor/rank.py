@@ -28,9 +28,9 @@ class Ranks(Protocol):
     """Executes the steps of a node: its only rank, or an Executor over several (engine/executor/executor.py)."""
 
     max_in_flight: int  # steps that may be launched before the result of the first is taken
-    kv_layout: KVLayout  # of rank 0; every rank has as many blocks
-    state_layout: StateLayout | None  # of rank 0; every rank has as many slots; None: no recurrent layers
-    monitors: Sequence[HeartbeatMonitor]  # of the other ranks
+    kv_layout: KVLayout  # rank 0's layout; every rank has as many blocks
+    state_layout: StateLayout | None  # rank 0's layout; every rank has as many slots; None: no recurrent layers
+    monitors: Sequence[HeartbeatMonitor]  # one for each rank but the leader
 
     @property
     def digesting(self) -> bool:
@@ -47,7 +47,7 @@ class Ranks(Protocol):
         """Start a step. See ModelRunner for the pauses, in which ``oldest_is_done`` tells whether to take a result."""
 
     def oldest_is_done(self) -> bool:
-        """Whether the result of the oldest step in flight would not wait; False if this is not known."""
+        """Whether the result of the oldest step in flight is ready; False if unknown."""
 
     def delays_results(self, plan: StepPlan) -> bool:
         """Whether the launch of ``plan`` has no pauses, and may take longer than a step in flight."""
@@ -69,7 +69,7 @@ class Ranks(Protocol):
         """See ModelRunner."""
 
     def announce_shutdown(self) -> None:
-        """Tell the other ranks to exit. Without, they take the end of this process for a failure."""
+        """Tell the other ranks to exit; otherwise they take the end of this process for a failure."""
 
     def close(self) -> None:
         """Release devices and connections. Nothing is launched afterwards."""

@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     parallel: ParallelConfig
-    version: str  # of pdserve
+    version: str  # pdserve's version
     compat_hash: str
     compat_fields: dict[str, str]
     device: DeviceInfo
@@ -88,7 +88,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     kv_layout: KVLayout
     weights: RankWeights | None = None
     loaded_files: FileStates = {}  # see ModelRunner
-    digests: HostDigests | None = None  # of its host, from the first rank of another host than the leader's
+    digests: HostDigests | None = None  # weight digests; sent by the first rank of each host but the leader's
 
 
 class RankOutput(msgspec.Struct, frozen=True, tag=True):

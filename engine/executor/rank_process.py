@@ -40,7 +40,7 @@ from pdserve.records import EMPTY_OUTPUT
 _log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
-_DIGEST_INTERVAL = 1e-3  # seconds between two looks whether digests are there
+_DIGEST_INTERVAL = 1e-3  # seconds between polls for digests
 
 
 def main(argv: list[str]) -> int:
@@ -147,7 +147,7 @@ class LeaderConnection:
                 for message in frames.cut(data):
                     self._receive(message)
         except OSError:
-            pass  # the same as the end of the stream
+            pass  # handled below, like the end of the stream
         except Exception:
             _log.exception("a message of the leader cannot be decoded; run one version of pdserve on all hosts")
         with self._sending:  # ``fail`` exits with its own status while it holds the lock

@@ -41,11 +41,11 @@ _CLOSE_TIMEOUT = 0.8  # seconds for ranks to exit by themselves
 
 
 class FailureKind(IntEnum):
-    """Kinds of failures, the most likely root cause first. Of one kind, the first failure is the root cause."""
+    """Kinds of failures, the most likely root cause first. Among failures of one kind, the first is the root cause."""
 
     SIGNAL = 0
     TYPED_ERROR = 1  # an error of pdserve.errors
-    OTHER = 2  # any other exception, also that of a collective which has lost a rank; or an exit without a message
+    OTHER = 2  # any other exception, such as a collective's that has lost a rank; or an exit without a message
 
 
 class Failure(NamedTuple):
@@ -85,7 +85,7 @@ class RankChannel:
         return bool(self._outgoing)
 
     def send(self, frame: bytes = b"") -> None:
-        """Send ``frame`` and what is unsent, as far as the socket accepts it. ``read`` notices a rank that has gone."""
+        """Send unsent bytes and ``frame``, as far as the socket accepts them. ``read`` notices the end of a rank."""
         with self._sending:
             self._outgoing += frame
             try:
@@ -97,7 +97,7 @@ class RankChannel:
                 self._outgoing.clear()
 
     def read(self) -> list[FromRank]:
-        """Return the messages that have arrived. Raises EOFError once the rank has gone, DecodeError for nonsense."""
+        """Return the messages that have arrived. Raises EOFError once the rank has ended, DecodeError for bad bytes."""
         try:
             data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -163,7 +163,7 @@ class RankProcesses:
         self._channels = channels
         self._on_failure = on_failure
         self._failures: list[Failure] = []
-        self._own_failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()  # of the leader, for the thread
+        self._own_failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()  # from the leader, for the thread
         self._ready = threading.Event()
         self._closing = False
         self._announced = False

@@ -59,7 +59,7 @@ def set_timeouts(sock: socket.socket, timing: PeerTiming) -> None:
 def listen(address: str, seconds: float = 0.0) -> socket.socket:
     """Listen at ``address``. Raises CapacityError.
 
-    A name that does not resolve yet, or not to this host, is tried again for so many seconds: the name of a pod is
+    A name that does not resolve yet, or not to this host, is tried again for ``seconds``: the name of a pod is
     known some time after the pod has started.
     """
     (host, port), end = split_address(address), time.monotonic() + seconds

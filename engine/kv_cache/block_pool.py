@@ -8,8 +8,8 @@ A block may have several users, such as a prefix that one request holds and anot
 strongest use: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always holds.
 A free block may still be cached: its content is found by hash until the block is allocated again.
 
-With several KV cache groups (pdserve/kv_groups.py), a block belongs to the group that it is cached for. A cached prefix
-is one that every group has: full groups all of its blocks, the others those in the window before its end.
+With several KV cache groups (pdserve/kv_groups.py), a block belongs to the group that it is cached for. A prefix is
+cached if every group has it: full groups all of its blocks, the others the blocks in the window before its end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CacheWatcher:
 class BlockPool:
     """The blocks of one node, with the prefix cache over them. Single-threaded.
 
-    ``events`` are those of the first group, which is a full one if there is any. ``recorder`` has those of all groups.
+    ``events`` belong to the first group, which is a full one if there is any. ``recorder`` has events of all groups.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 1, groups: KVCacheGroups = ONE_GROUP) -> None:
@@ -199,7 +199,7 @@ class BlockPool:
     def cache(self, block_hashes: Sequence[bytes], blocks: Sequence[int], group: int = 0) -> list[int]:
         """Cache blocks, which are in use, under their hashes; NULL_BLOCK is passed over. Return which are new entries.
 
-        Another block with the same hash keeps its entry.
+        Another block with an equal hash keeps its entry.
         """
         block_of, key_of, entered, new = self._block_of[group], self._key_of, self.watcher.entered, []
         for index, (block_hash, block) in enumerate(zip(block_hashes, blocks, strict=True)):
@@ -288,7 +288,7 @@ def longest_prefix(
 
 
 def _longest(has: Container[bytes], window: int, chain: Sequence[bytes], count: int, block_size: int) -> int:
-    """Return how many of the first ``count`` blocks end with a window that a group has."""
+    """Return the largest number of blocks, up to ``count``, that end with a window that a group has."""
     end = index = count
     while index > first_seen(end * block_size, window, block_size):
         index -= 1

@@ -24,7 +24,7 @@ class CacheReport:
     def take(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
         """Return the hashes of blocks that became available and that were evicted since the last call.
 
-        The third part has the same for KV events, if the node publishes any.
+        The third part has these changes for KV events, if the node publishes any.
         """
         added, evicted = self._pool.events.take()
         if self.anywhere is not None:

@@ -65,7 +65,7 @@ class KVConnectorScheduler:
         self.tiers.update(output)
 
     def lease_cached(self, message: LeaseCached) -> None:
-        """Lease the cached blocks of a prompt to a peer, those in tiers too, and announce them."""
+        """Lease the cached blocks of a prompt to a peer, including blocks in tiers, and announce them."""
         lease = partial(self.peers.lease_cached, message)
         if not self.tiers.fetch_for_peer(message, lease):
             lease()

@@ -1,4 +1,4 @@
-"""Digests of KV blocks: which are ordered, and who takes them.
+"""Digests of KV blocks: orders for them, and the callbacks that take them.
 
 The step that fills a block digests it at its end. Blocks that no step writes to are digested beside steps, at once.
 """
@@ -11,15 +11,15 @@ from itertools import count
 
 from pdserve.records import DigestOrder, ModelRunnerOutput
 
-TakeDigests = Callable[[tuple[int, ...]], object]  # it takes a digest per block, and that of the state
+TakeDigests = Callable[[tuple[int, ...]], object]  # called with a digest per block, then the state's
 
 
 class DigestOrders:
     """Orders name blocks that end with the first ``num_tokens`` tokens of a prompt, and their KV cache groups."""
 
     def __init__(self) -> None:
-        self._of_step: list[DigestOrder] = []  # of the next one
-        self._of_step_takers: deque[TakeDigests] = deque()  # of all steps, in the order of the orders
+        self._of_step: list[DigestOrder] = []  # orders for the next step
+        self._of_step_takers: deque[TakeDigests] = deque()  # takers for all unfinished steps, in the order of orders
         self._beside: list[tuple[int, DigestOrder]] = []
         self._beside_takers: dict[int, TakeDigests] = {}  # by number of the order
         self._numbers = count()
@@ -75,7 +75,7 @@ class DigestOrders:
         return orders
 
     def update(self, output: ModelRunnerOutput) -> None:
-        """Give digests that have been computed to those who ordered them."""
+        """Pass computed digests to the takers of their orders."""
         for digests in output.step.digests:
             self._of_step_takers.popleft()(digests)
         for number, digests in output.connector.digested:

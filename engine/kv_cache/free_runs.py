@@ -24,7 +24,7 @@ class FreeRuns:
 
     def add(self, *blocks: int) -> None:
         """Add blocks and join them with their neighbours."""
-        first = end = -1  # of a run
+        first = end = -1  # the current run; -1: none yet
         for block in sorted(blocks):
             if block != end:
                 self._join_run(first, end)

@@ -215,13 +215,13 @@ class KVCacheManager:
         self._states.free(sequence)
 
     def _find(self, sequence: Sequence) -> _Found | None:
-        """Return what a sequence gets; None if too few blocks or slots are free."""
+        """Return the blocks and the state for a sequence; None if too few blocks or slots are free."""
         found = self._needed(sequence)
         lacks_slots = self._states.num_lacking(sequence, found.state_from) > 0
         return None if lacks_slots or self._shortage(found).missing > 0 else found
 
     def _needed(self, sequence: Sequence) -> _Found:
-        """Return what a sequence needs, whether it is free or not."""
+        """Return the blocks and the state that a sequence needs, free or not."""
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable))
         num_matched, state_from = len(cached) // self._num_groups, NO_SLOT
         if not self._connector.peers.loadable(sequence):  # a load brings the state
@@ -246,13 +246,13 @@ class KVCacheManager:
         return () if slot == NO_SLOT else (slot,)
 
     def _logical(self, num_tokens: int) -> int:
-        """Return the logical blocks of so many tokens: the blocks in each full group."""
+        """Return the logical blocks of ``num_tokens`` tokens: the blocks in each full group."""
         return -(-num_tokens // self._block_size)
 
     def _short(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, int, int]]:
         """Return the sequences that lack blocks for their next token, with the ends that ``_grow_to`` takes.
 
-        In full groups they get blocks for all of their tokens, in the others what the next one needs.
+        In full groups they get blocks for all of their tokens, in the others blocks for the next one.
         """
         if not self._windows:
             return [(each, self._logical(each.length), 0) for each in sequences if each.length > each.capacity]
@@ -305,7 +305,7 @@ class KVCacheManager:
         return None if block == NULL_BLOCK else block
 
     def _free_behind_windows(self, sequence: Sequence) -> None:
-        """Free the blocks that no later token sees; those of steps in flight see no more either. Oldest first."""
+        """Free the blocks that no later token sees, nor a token of a step in flight. Oldest first."""
         behind: list[int] = []
         for number, (group, window) in enumerate(self._windows):
             begin, end = sequence.kept_from[number], first_block(sequence.num_computed, window, self._block_size)

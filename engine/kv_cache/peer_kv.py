@@ -53,7 +53,7 @@ class PeerKV:
 
     @property
     def arrivals(self) -> Iterable[float]:
-        """When loads will end, of those whose peer computes the last chunk: as long after it as earlier ones did.
+        """Expected ends of loads whose peer computes the last chunk: as long after it as earlier loads took.
 
         Times are of the scheduler's clock.
         """

@@ -13,19 +13,19 @@ from engine.kv_cache.block_pool import BlockPool
 
 
 class Shortage(NamedTuple):
-    """Items that an allocation lacks, blocks or slots."""
+    """Blocks or slots that an allocation lacks."""
 
     missing: int  # 0 or less: it lacks none
-    kept: Collection[int] = ()  # cached ones that it needs itself: they would not become free
+    kept: Collection[int] = ()  # cached items that the allocation needs itself: no revocation frees them
 
     def chosen(self, pool: BlockPool, leases: Iterable[tuple[int, Sequence[int]]]) -> list[int] | None:
         """Return the rids of leases that end the shortage, in the given order; None if all together do not.
 
-        ``leases`` are rids with what they lease. Those that free nothing are left out.
+        ``leases``: rids with their leased items. Leases that free nothing are left out.
         """
         chosen: list[int] = []
         missing, kept = self.missing, frozenset(self.kept)
-        others: dict[int, int] = {}  # leases that would be left, by block
+        others: dict[int, int] = {}  # remaining leases, by block
         for rid, items in leases:
             if missing <= 0:
                 break
@@ -42,10 +42,10 @@ NO_SHORTAGE = Shortage(0)
 
 
 class Lacking(NamedTuple):
-    """What a node's own requests lack."""
+    """Blocks and slots that a node's own requests lack."""
 
     blocks: Shortage
-    slots: Shortage = NO_SHORTAGE  # of recurrent state
+    slots: Shortage = NO_SHORTAGE  # slots of recurrent state
 
 
-FindLacking = Callable[[], Lacking]  # it is asked only if there is a lease to take back
+FindLacking = Callable[[], Lacking]  # called only if there is a lease to revoke

@@ -1,4 +1,4 @@
-"""Slots of recurrent state: who uses each one, and snapshots for prefix hits.
+"""Slots of recurrent state: the use of each one, and snapshots for prefix hits.
 
 A model with recurrent layers keeps one state per sequence, which every step overwrites (pdserve/state.py). The KV of a
 cached prefix is of use only with the state at its end, so states are copied at some block boundaries:
@@ -15,12 +15,12 @@ cached prefix is of use only with the state at its end, so states are copied at 
 
 Snapshots are made where later prompts will probably branch off: at the last block boundary of a prompt, at the end of a
 cached prefix whose state was missing, and after every ``DISTANCE`` tokens. A step stores one of them amid a chunk of
-the prompt, so a prompt needs no step more for it. While a sequence decodes, one snapshot follows it. Decodes with
-drafts end before the token of the next one, so no snapshot has the state of a draft. The state that a peer gets is that
-at the end of the prompt, or for several choices that at its last block boundary (``handoff_position``).
+the prompt, so a prompt needs no extra step. While a sequence decodes, one snapshot follows it. Decodes with drafts end
+before the token of the next one, so no snapshot has the state of a draft. A peer gets the state at the end of the
+prompt; for several choices, at the last block boundary of the prompt (``handoff_position``).
 
-Copies are in the order of the device's stream. Only what others than the stream read or write, the transfers, has to
-wait for steps to be applied: so a slot that is copied from stays held until then.
+Copies run in the order of the device's stream. Transfers do not: they wait until steps have been applied. So a slot
+that is copied from stays held until then.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class StateSlots(States):
         self._decode_distance = max(1, DECODE_DISTANCE // block_size) * block_size
         self._snapshots: list[StateSnapshot] = []
         self._copies: list[tuple[int, int]] = []
-        self._sources: list[int] = []  # of the step that is planned; sequences add theirs
-        self._in_flight: deque[tuple[int, list[int]]] = deque()  # the same, of steps in flight
+        self._sources: list[int] = []  # sources for the step being planned; sequences append to it
+        self._in_flight: deque[tuple[int, list[int]]] = deque()  # (step, sources) of steps in flight
 
     def find(self, hashes: list[bytes]) -> tuple[int, int]:
         for index in range(len(hashes) - 1, -1, -1):
@@ -104,7 +104,7 @@ class StateSlots(States):
             self._copies.append((state.slot, state.take_spare()))
 
     def received(self, sequence: Sequence, num_tokens: int) -> int:
-        """The state came with the KV, of all tokens, or if several choices continue, at the last block boundary."""
+        """Take the state that came with the KV: after all tokens, or for several choices at the last block boundary."""
         num_tokens = handoff_position(num_tokens, sequence.num_loading_choices, self._block_size)
         assert sequence.state is not None
         sequence.state.passed(num_tokens)

@@ -20,7 +20,7 @@ class States:
     def find(self, hashes: list[bytes]) -> tuple[int, int]:
         """Return the blocks of the longest prefix that a sequence can continue, and the slot with the state at its end.
 
-        ``hashes`` are those of the cached blocks. (0, NO_SLOT): no block has a snapshot behind it.
+        ``hashes`` belong to the cached blocks. (0, NO_SLOT): no block has a snapshot behind it.
         """
         return len(hashes), NO_SLOT
 
@@ -35,23 +35,23 @@ class States:
         """
 
     def launched(self, sequence: Sequence, num_tokens: int) -> None:
-        """Order what a step that computes ``num_tokens`` more of a prompt stores amid it, and copies behind it."""
+        """Order the snapshots amid and behind a step that computes ``num_tokens`` more tokens of a prompt."""
 
     def decoded(self, sequences: Iterable[Sequence]) -> None:
         """Order snapshots behind a step that decodes these sequences."""
 
     def take_orders(self, step: int) -> StateOrders:
-        """Return what ``step``, which has been planned, stores and copies."""
+        """Return the stores and copies of ``step``, which has been planned."""
         return StateOrders()
 
     def applied(self, step: int) -> None:
-        """``step`` has ended, so what it copied from may be overwritten."""
+        """End ``step``: the slots that it copied from may be overwritten."""
 
     def settle(self, sequence: Sequence) -> None:
         """Let prefix hits find the snapshots that have been copied by now."""
 
     def received(self, sequence: Sequence, num_tokens: int) -> int:
-        """A load has brought the KV of ``num_tokens`` tokens. Return after how many of them the sequence continues."""
+        """Take the state after a load of ``num_tokens`` tokens. Return after how many tokens the sequence continues."""
         return num_tokens
 
     def take_lease(self, sequence: Sequence) -> int:

@@ -41,7 +41,7 @@ class Tiers:
         """A sequence has got its blocks, or does not wait for them any more: keep none for it."""
 
     def fetch_for_peer(self, message: LeaseCached, answer: Callable[[], None]) -> bool:
-        """Begin to bring back what a peer pulls, and call ``answer`` at the end.
+        """Begin to bring back the blocks that a peer pulls, and call ``answer`` at the end.
 
         Return False, and call nothing, if there is nothing to bring or too little room.
         """

@@ -17,8 +17,8 @@ sequence continues and may add to the last block. The two claims are independent
     peer             leased ─────────────────────────┤ free_lease
 
 In a pull, a peer reads blocks of the prefix cache. They are leased at once, and no sequence takes part. While requests
-of this node lack blocks, the frontend is asked to take such leases back. It alone ends leases, since it answers readers
-whether they stood. So the blocks are free with its FreeLease, as after any other end.
+of this node lack blocks, the engine asks the frontend to revoke such leases. Only the frontend ends leases, since it
+tells readers whether they stood. So its FreeLease frees the blocks, as after any other end.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Load:
     """A request on D whose prompt comes from a peer."""
 
     sequence: Sequence
-    first: int  # block that it brings: those before it are cached here, or computed
-    num_announced: int  # leading blocks of the prompt: those before the first one, or ordered
+    first: int  # first block that it brings: earlier ones are cached here, or computed
+    num_announced: int  # leading blocks of the prompt that are ordered, or lie before the first one
     reads: set[int] = field(default_factory=set)  # in flight
     has_state: bool = False  # a read brings the recurrent state
     computed_at: float | None = None  # end of the peer's last chunk; None: it has not begun
@@ -79,14 +79,14 @@ class _Lease:
     num_announced: int  # leading blocks of the prompt: skipped by the peer, or leased to it
     num_digested: int  # leading blocks of the prompt: skipped, or with digests computed or ordered
     blocks: list[int] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)  # of blocks that are not announced yet, and of the state
+    digests: list[int] = field(default_factory=list)  # digests of unannounced blocks, and of the state
     state_slot: int = NO_SLOT
 
 
 class ConnectedPeers(PeerKV):
     """Reads from peers on D and leases to peers on P.
 
-    With ``checksum``, P announces a digest of each block, and D compares them with those of the blocks that it read:
+    With ``checksum``, P announces a digest of each block, and D compares them with digests of the blocks that it read:
 
         P   step that fills blocks ──with its output──► their digests ──► Leased, with digests ──frontend──► D
             LeaseCached ──► their digests, beside steps ──► the same
@@ -94,7 +94,7 @@ class ConnectedPeers(PeerKV):
     """
 
     def __init__(self, parts: CacheParts, *, checksum: bool = False, num_layers: int = 0) -> None:
-        """``num_layers``: with a KV cache, those that make drafts included; 0: all peers have as many."""
+        """``num_layers``: layers with a KV cache, including those that make drafts; 0: all peers have as many."""
         self._pool = parts.pool
         self._events = parts.events
         self._block_size = parts.block_size
@@ -103,13 +103,13 @@ class ConnectedPeers(PeerKV):
         self._digests = parts.digests
         self._checksum = checksum
         self._num_layers = num_layers
-        self._layers_of: dict[str, int] = {}  # that a connected peer has, by epoch
+        self._layers_of: dict[str, int] = {}  # layers of each connected peer, by epoch
         self._cost = LineFit(_KEEP)
         self._handoffs = LineFit(_KEEP, flat=True)  # seconds from the peer's last chunk to confirmed KV
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
         self._leases: dict[int, _Lease] = {}  # by rid
-        self._revocable: dict[int, _Lease] = {}  # of these, those of pulls, oldest first
+        self._revocable: dict[int, _Lease] = {}  # leases of pulls, oldest first; also in ``_leases``
         self._revoking: set[int] = set()  # rids
         self._started: list[int] = []
         self._last_chunks: list[int] = []
@@ -258,7 +258,7 @@ class ConnectedPeers(PeerKV):
         return () if slot == NO_SLOT else (slot,)
 
     def _check_announcement(self, message: StartRead, sequence: Sequence, pairs: list[Pair]) -> str:
-        """Return why a peer's announcement of blocks is wrong, or an empty string. ``pairs`` are what it must name."""
+        """Return why a peer's announcement of blocks is wrong, or an empty string. It must name ``pairs``."""
         num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
         load_len, num_missing = sequence.load_len, len(pairs)
         if num_tokens > load_len or (num_tokens % self._block_size and num_tokens != load_len):
@@ -315,7 +315,7 @@ class ConnectedPeers(PeerKV):
                 self._digests.add(blocks, groups, num_tokens, partial(self._compare, read), states, num_layers=common)
 
     def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
-        """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
+        """Compare the digests of a read with the announced ones. Ignore those of ended requests."""
         rid, expected, text = read.message.rid, read.message.digests, ""
         if self._loads.get(rid) is not read.load:
             return
@@ -450,7 +450,7 @@ class ConnectedPeers(PeerKV):
         return self._leases.setdefault(sequence.rid, _Lease(skipped, skipped))
 
     def _leasable(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """Return how many blocks a peer may read after ``num_tokens``, and how many of the tokens these hold."""
+        """Return how many blocks a peer may read after ``num_tokens``, and how many of the tokens the blocks hold."""
         if num_tokens >= sequence.prompt_len:
             return self._num_blocks(sequence.prompt_len), sequence.prompt_len
         full = num_tokens // self._block_size

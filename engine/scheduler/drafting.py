@@ -54,10 +54,10 @@ class Drafting:
 
     Let n sequences decode in t seconds, c be the seconds that a draft adds to a step, and p the probability that it is
     accepted. It is worth its time if p / c exceeds n / t, the tokens per second without it. All of a step's drafts
-    together also have to make up for what a step with drafts costs beside, and for the time in which the device waits
+    together also have to make up for the other costs of a step with drafts, and for the time in which the device waits
     for the host before it. The costs are measured (engine/step_cost_meter.py), p follows from each sequence's recent
     drafts (engine/acceptance.py). There are no drafts before a step without drafts has been measured.
-    Steps begin with those of one sequence, and have at most four times as many as have been measured.
+    A step has at most the drafts of one sequence, or four times as many as have been measured.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Drafting:
         if self._synthetic is not None:
             self._of_all.rate = self._synthetic
         self._least = 1.0  # probability of a draft that is worth its time
-        self._num_drafts = 0  # of the step that is planned
-        self._drafts: list[Drafts] = []  # of these, those of a source
+        self._num_drafts = 0  # drafts in the step being planned
+        self._drafts: list[Drafts] = []  # drafts from sources, for the step being planned
 
     def must_wait(self, running: Collection[Sequence]) -> bool:
         """Whether no step is planned before the one in flight has ended, since drafts follow its tokens.
@@ -104,7 +104,7 @@ class Drafting:
         return [each for each in running if not self._waits(each)]
 
     def add_decodes(self, builder: StepBuilder, sequences: Collection[Sequence]) -> None:
-        """Add decodes to a step, with drafts as far as blocks are free. Those of a source follow tokens on the host."""
+        """Add decodes to a step, with drafts as far as blocks are free. A source drafts behind tokens on the host."""
         if not self._most:
             builder.add_decodes(sequences)
             self._kv.decoded(sequences)
@@ -134,7 +134,7 @@ class Drafting:
         return self._ahead
 
     def keep(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Keep what the model has predicted behind the tokens of a sequence."""
+        """Keep the drafts that the model has predicted behind the tokens of a sequence."""
         if self._by_model and sequence.may_draft:
             self._acceptance_of(sequence, ModelDrafts)
             assert isinstance(sequence.draft_source, ModelDrafts)
@@ -174,7 +174,7 @@ class Drafting:
         return ()
 
     def _probe(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        """Find out how often drafts would be right, if that is due. Synthetic ones never are."""
+        """Measure how often drafts would be right, if a probe is due; synthetic drafts need none."""
         if self._synthetic is None and acceptance.probe_due(len(sequence.token_ids)):
             sequence.probe_drafts(self._most)
 
@@ -218,7 +218,7 @@ class SyntheticDrafts:
 
 
 class _HostGap:
-    """The time that the host works between the end of a step and the launch of the next one that waits for it."""
+    """Host time between the end of a step and the launch of the next one that waits for it."""
 
     def __init__(self, totals: Totals) -> None:
         self._totals = totals

@@ -14,7 +14,7 @@ Job = TypeVar("Job")
 
 
 class FairJobs(Generic[Job]):
-    """Threads that do the jobs of all clients. Those of one client occupy at most all threads but one."""
+    """Threads that do the jobs of all clients. Jobs of one client occupy at most all threads but one."""
 
     def __init__(self, num_threads: int, work: Callable[[Job], None], name: str) -> None:
         """Start the threads. ``work`` must not raise."""

@@ -50,7 +50,7 @@ class FairShare:
     def crowding(self, sequence: Sequence, step: int) -> int | None:
         """Return the client whose prompts this step limits, or None. ``sequence`` is the first prompt of the step.
 
-        Its requests have more than twice as many choices as those of all others, one of which decodes or loads its KV
+        Its requests have more than twice as many choices as all other requests, one of which decodes or loads its KV
         now or has within ``_LINGER`` steps.
         """
         client, beside_others = self._largest(sequence)

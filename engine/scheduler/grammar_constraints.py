@@ -28,9 +28,9 @@ class GrammarConstraints:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._compiling: dict[str, list[Request]] = {}  # by grammar: the requests that wait for it
-        self._advancing: dict[Constraint, Sequence] = {}  # whose next mask is being computed
+        self._advancing: dict[Constraint, Sequence] = {}  # sequences whose next mask is being computed
         self._advances: list[Advance] = []  # not sent to the workers yet
-        self._new_tokens: dict[Sequence, int] = {}  # whose next mask is not being computed yet
+        self._new_tokens: dict[Sequence, int] = {}  # numbers of new tokens, while no next mask is being computed
         self.propose: Callable[[Sequence], tuple[int, ...]] = lambda sequence: ()  # drafts that may follow
 
     @property

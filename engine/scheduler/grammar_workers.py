@@ -6,7 +6,7 @@
                             └► slow mask threads ┴─ results ─► step loop, which is woken and takes them
 
 llguidance releases the GIL while it works. A mask takes about 30 µs; the step loop never waits for one. Masks of slow
-grammars have threads of their own, so that the others do not wait behind them. These threads and those that compile
+grammars have threads of their own, so that the others do not wait behind them. These threads and the compile threads
 are fair between clients.
 """
 
@@ -26,9 +26,9 @@ from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, intersection, start_thread, without
 from pdserve.model.model_config import ModelConfig
 
-COMPILE_SECONDS = 10.0  # after which requests that wait for a grammar fail
+COMPILE_SECONDS = 10.0  # seconds until requests that wait for a grammar fail
 _MASK_THREADS = 2
-_SLOW_THREADS = 2  # that compile, and as many for masks of slow grammars; a client gets one of each
+_SLOW_THREADS = 2  # threads that compile, and as many for masks of slow grammars; a client gets one of each
 _CACHED_GRAMMARS = 256  # most recently used; a few MB for large vocabularies
 
 
@@ -179,7 +179,7 @@ def _masked(step: Advance) -> Masked:
 
 
 def _masks_behind_drafts(step: Advance, matcher: Matcher, mask: bytes) -> tuple[bytes, ...]:
-    """Return the masks behind each draft, up to the first one that may not follow; ``mask`` is that of the first."""
+    """Return the masks behind each draft, up to the first one that may not follow; ``mask`` is for the first."""
     masks: list[bytes] = []
     ahead = matcher.copy()
     for position, draft in enumerate(step.drafts, 1):

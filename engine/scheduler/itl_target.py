@@ -149,8 +149,8 @@ class ChunkBudget:
 def in_order(prompts: Iterable[Sequence], budget: ChunkBudget | None) -> list[Sequence]:
     """Return running prompts in the order in which a step takes them.
 
-    Those that continue an output come first. Of the others, without a limit the oldest one does; with one, those that
-    end soon use what the oldest one leaves.
+    Prompts that continue an output come first. With a limit, up to half of it is reserved for the oldest other prompt,
+    which comes last; the rest goes to the others, fewest missing tokens first.
     """
     outputs, others = list[Sequence](), list[Sequence]()
     for each in prompts:

@@ -25,7 +25,7 @@ class LiveSequences:
         self.paused: dict[int, Sequence] = {}  # by seq
         self.preemptible: dict[int, Sequence] = {}  # by seq: has blocks and is paused or waits; longest paused first
         self.requests: dict[int, Request] = {}  # by rid, with a sequence in any state
-        self.for_peers = 0  # of these requests, prompts that other nodes decode
+        self.for_peers = 0  # requests whose prompts other nodes decode
         self.finished: list[int] = []  # sequences that the runner must drop
         self._kv = kv
         self._events = events
@@ -87,7 +87,7 @@ class LiveSequences:
 
     @property
     def streams_coming(self) -> bool:
-        """Whether one of these will decode as soon as its KV is here."""
+        """Whether a loading sequence of this node will decode as soon as its KV is here."""
         return any(not sequence.for_peer and sequence.split is None for sequence in self.loading.values())
 
     @property

@@ -139,7 +139,7 @@ class Loads:
         self._join(sequence)
 
     def _join(self, sequence: Sequence) -> None:
-        """Go on behind what was pulled, or without blocks, once the first part is computed."""
+        """Go on behind the pulled part, or without blocks, once the first part is computed."""
         split = sequence.split
         assert split is not None
         if sequence.num_computed < split.meeting:

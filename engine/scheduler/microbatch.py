@@ -147,7 +147,7 @@ class StepsInFlight:
         return RunnableSequences(tuple(decodes), tuple(prompts), tuple(ahead))
 
     def _microbatch(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Return a fair share of ``decodes``, those that rested longest; none of them is in the last pp - 1 steps.
+        """Return a fair share of ``decodes``, the longest unused ones; none of them is in the last pp - 1 steps.
 
         With at most pp steps in flight, the tokens that a step continues from have been applied when it is planned;
         with one more they may still be on the device.

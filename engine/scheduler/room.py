@@ -1,4 +1,4 @@
-"""Room for sequences: places among ``max_num_seqs``, and KV blocks. Who gets it, and who gives it up."""
+"""Room for sequences: places among ``max_num_seqs``, and KV blocks. Which sequence gets it or gives it up."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Room:
     def head(self) -> Sequence | None:
         """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running.
 
-        Sequences pass those that wait for a fetch.
+        Sequences pass others that wait for a fetch.
         """
         head = self._live.waiting.head if self.free_places > 0 else None
         if head is not None and self._tiers.fetching(head):
@@ -116,7 +116,7 @@ class Room:
         Loads pass prompts that wait for a step, unless these would lack room.
         """
         self._begin_fetches()
-        passed = passed_blocks = 0  # these prompts
+        passed = passed_blocks = 0  # prompts passed, and their blocks
         for sequence in list(self._live.waiting):
             if self.free_places <= passed:
                 return

@@ -305,7 +305,7 @@ class Scheduler:
         """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
 
         If blocks run out, take leases of pulls back, or else preempt. Return False while leases or steps in flight,
-        which write to the blocks, have to end first. So steps have if drafts follow their tokens.
+        which write to the blocks, must end first. Steps in flight must also end first if drafts follow their tokens.
         """
         if self._drafting.must_wait(self._live.running.values()):
             return False
@@ -325,7 +325,7 @@ class Scheduler:
                 self._refuse(self._live.newest_for_peers)
             runnable = self._select()
         self._prompts = []
-        waited = self._joining.longest_wait(runnable, self._busy)  # none joins any more once it is in the step
+        waited = self._joining.longest_wait(runnable, self._busy)  # no stream joins any more once it is in the step
         self._drafting.add_decodes(builder, runnable.decodes)
         if runnable.ahead:
             self._drafting.add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
@@ -377,7 +377,7 @@ class Scheduler:
     def _refuse(self, for_peers: Iterable[Sequence]) -> None:
         """Refuse prompts for peers, which have blocks for them and compute them, as this node lacks room.
 
-        They might wait forever: the peers for prompts of this node, and windows that grow for those of other prompts.
+        They might wait forever: the peers for prompts of this node, and growing windows for windows of other prompts.
         """
         text = "no room for prompts of peers while other prompts hold blocks; compute the prompt yourself"
         for sequence in list(for_peers):

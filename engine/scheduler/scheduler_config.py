@@ -1,4 +1,4 @@
-"""What a scheduler is told about its node: sizes and limits, none of which changes."""
+"""Sizes and limits of a node, as its scheduler knows them. None of them changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.kv_groups import KVCacheGroups
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int  # tokens
-    num_state_slots: int = 0  # of recurrent layers; 0: the model has none
+    num_state_slots: int = 0  # slots of recurrent state; 0: no recurrent layers
     groups: KVCacheGroups = ONE_GROUP
     max_num_seqs: int  # running sequences
     max_batch_tokens: int  # tokens of a step
@@ -22,7 +22,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tile: int = 1  # tokens that the device computes together: see StepBuilder
     drafts: DraftOptions = NO_DRAFTS
     max_waiting: int  # requests without output
-    stages: int = 1  # of the pipeline: see microbatch.py
+    stages: int = 1  # pipeline stages: see microbatch.py
     itl_target: float | None = 0.0  # seconds; 0: none, None: as itl_target.py measures
     idle_step: float = 0.0  # seconds of a step without work for the device
     vocab_size: int = 0

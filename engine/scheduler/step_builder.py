@@ -16,7 +16,7 @@ Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
 FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
 # Matrix products on an H200 compute tokens in tiles: one more than 1,024 costs as much as 96 more.
 TILE = {"cpu": 1, "cuda": 128, "simulated": 1}
-# Of a full step, for prompts of a crowding client: with an 8B model on an H200 6 ms, beside a decode step of 5 ms.
+# Share of a full step for prompts of a crowding client: 6 ms (8B, H200), beside a decode step of 5 ms.
 CROWDING_FRACTION = 1 / 8
 
 
@@ -55,13 +55,13 @@ class StepBuilder:
         self._prompt_tokens = 0
         self._attended = 0.0  # tokens that the prompt tokens attend to, summed over these
         self._find_crowding = crowding
-        self._crowding_tokens = max(1, int(full_step * CROWDING_FRACTION))  # of its prompts, that still fit
+        self._crowding_tokens = max(1, int(full_step * CROWDING_FRACTION))  # tokens of ``crowding`` that still fit
         self._new: list[NewSequence] = []
         self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
         self._masks: list[TokenMask] = []
         self._num_drafts = 0
-        self._drafts: list[Drafts] = []  # of these, those of the plan
+        self._drafts: list[Drafts] = []  # drafts that come with the plan
         self._decodes: list[Sequence] = []
         self._prompts: list[Sequence] = []
 
@@ -94,7 +94,7 @@ class StepBuilder:
     def add_decodes(self, sequences: Collection[Sequence], launch: Launch = Sequence.launch_decode) -> None:
         """Add the newest token of each sequence; called before any prompt is added.
 
-        A step has room for all that may run, with the drafts that ``launch`` adds.
+        A step has room for every sequence that may run, with the drafts that ``launch`` adds.
         """
         step, scheduled = self._step, self._scheduled
         for sequence in sequences:
@@ -155,7 +155,7 @@ class StepBuilder:
         )
 
     def _add_masks(self, sequence: Sequence, count: int = 1) -> None:
-        """Move the masks of a sequence that samples, behind drafts, too, into the step; a fixed one stays as well."""
+        """Move the masks of a sampling sequence into the step, also those behind drafts; a fixed mask stays as well."""
         constraint = sequence.constraint
         if constraint is not None:
             assert constraint.mask is not None, f"sequence {sequence.seq} is scheduled without the mask it needs"

@@ -143,7 +143,7 @@ class StepResults:
                 self._events.pooled.append(Pooled(sequence.rid, vector))
 
     def _settle(self, sequence: Sequence) -> bool:
-        """Cache the full blocks of a sequence, or free those of one that ended. Return whether it is still live."""
+        """Cache the full blocks of a sequence, or free all if it ended. Return whether it is still live."""
         if sequence.ended:
             self._live.free_unless_in_flight(sequence)
             return False

@@ -20,7 +20,7 @@ from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Totals
 from pdserve.kv_groups import KVCacheGroups, Windows, first_seen
 
-_FREE_SHARE = 1 / 16  # of all blocks: stores leave so many free, since a sequence waits for the blocks of a store
+_FREE_SHARE = 1 / 16  # share of blocks that stores leave free, since a sequence waits for the blocks of a store
 _NOTHING: frozenset[BlockKey] = frozenset()
 
 
@@ -57,7 +57,7 @@ class Area:
 
 
 class Available:
-    """Hashes of the blocks of a group that are on the device or in host memory; with ``below`` also there."""
+    """Hashes of the blocks of a group that are on the device or in host memory; with ``below`` also behind it."""
 
     def __init__(self, area: Area, group: int, below: bool) -> None:
         self._cached = area.pool.cached(group)
@@ -95,7 +95,7 @@ class Areas:
             yield self.slots
 
     def longest(self, hashes: Iterable[bytes], with_state: bool, below: bool = False) -> list[bytes]:
-        """Return the longest prefix of a hash chain of which a sequence could use all, without computing any of it.
+        """Return the longest prefix of a hash chain that a sequence could use entirely, without computing any of it.
 
         ``with_state``: it ends with a recurrent state.
         """
@@ -130,11 +130,11 @@ class Areas:
 class AreaWatcher(CacheWatcher):
     """Queues blocks for stores when they enter the prefix cache, or when a sequence ends that has used them.
 
-    Those of groups with a window only then: what the window has passed is hardly of use to other prompts.
+    Blocks of groups with a window wait for that end: other prompts hardly use blocks that the window has passed.
     """
 
     def __init__(self, area: Area, windows: Windows, totals: Totals, changes: KVEvents[bytes] | None = None) -> None:
-        """``changes`` are those of the first group, in all places together."""
+        """``changes``: where they report changes of the first group's blocks over all tiers."""
         self._area = area
         self._windows = windows
         self._totals = totals
@@ -143,7 +143,7 @@ class AreaWatcher(CacheWatcher):
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Users of blocks that are dropped meanwhile were of no use to a sequence."""
+        """Ignore the end of users meanwhile: none of them was a sequence."""
         self._quiet = True
         try:
             yield

@@ -14,7 +14,7 @@ from pdserve.state import StateLayout
 
 
 def build_tiers(parts: CacheParts, config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> Tiers:
-    """Return host memory, with a disk as its source if there is one; the layouts are those of all ranks."""
+    """Return host memory, with a disk as its source if there is one; the layouts belong to all ranks."""
     if not config.host_kv_memory:
         return Tiers()
     batch = max(1, STORE_BYTES // layout.block_bytes)

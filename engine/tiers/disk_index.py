@@ -1,7 +1,7 @@
-"""Which blocks are on disk, as far as this node knows, and the digests that are part of their names.
+"""Index of the blocks on disk that this node knows, with the digests that are part of their names.
 
-A scan of the directory finds what was written before the node started, and by other nodes. What it does not find again
-is gone. While a scan lists, blocks move from ``_before`` to ``_found``, so no call takes longer for many blocks.
+A scan of the directory finds blocks written before the node started, and by other nodes. A block that it does not find
+again is gone. While a scan lists, blocks move from ``_before`` to ``_found``, so no call takes longer for many blocks.
 """
 
 from __future__ import annotations

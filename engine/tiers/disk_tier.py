@@ -11,13 +11,13 @@ A read is ordered only if it is predicted to be faster, with the copy to the dev
 that was not measured for long, or was slow, is measured by small reads. No prompt waits for a read longer than its
 tokens take to compute.
 
-A read may be split, if the disk is about as fast as to compute: it brings the blocks behind a meeting point, while its
-sequence computes the tokens before it. There the sequence leaves the steps. It waits again, for this read if that has
-not ended, and host memory fetches what was read. Until then, these blocks are not evicted.
+A read may be split, if the disk is about as fast as computing: it brings the blocks behind a meeting point, while its
+sequence computes the tokens before it. There the sequence leaves the steps. It waits again, for this read if the read
+has not ended, and host memory fetches the blocks. Until then, they are not evicted.
 
     tokens    0 ·· known ·· ├──── steps compute ────┤ meeting ├──── read ────┤ ·· computed afterwards
 
-Nothing that was read is trusted: the device digests it when it is fetched, and the name of a file has the digest.
+Read blocks are not trusted: the device digests them when they are fetched, and the name of a file has the digest.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ from pdserve.request_cost import LinearCost, LoadPlan, Pace, plan_split
 _log = logging.getLogger(__name__)
 
 _KEEP = 0.95  # weight of earlier reads after each new one: about 20 count
-_PROBE_BLOCKS = 16  # of a prefix, to measure a disk
+_PROBE_BLOCKS = 16  # blocks of a prefix that are read to measure a disk
 _LEAST_PATIENCE = 0.1  # seconds that a prompt waits for a read, at least: short prompts are computed in a few ms
-_READ_SHARE = 1 / 2  # of host memory, at most, for reads in flight and those that were not fetched yet
+_READ_SHARE = 1 / 2  # largest share of host memory for reads in flight and blocks not fetched yet
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """Blocks on their way to host memory, or there until they are fetched. ``kept`` are those of the prefix in it."""
+    """Blocks on their way to host memory, or there until they are fetched. ``kept``: blocks of the prefix in it."""
 
     sequence: Sequence
-    num_tokens: int  # that need not be computed then
-    end: int  # tokens of the prefix that has KV then
-    plan: LoadPlan | None = None  # of a split
+    num_tokens: int  # prompt tokens that this read spares
+    end: int  # tokens of the prefix that have KV afterwards
+    plan: LoadPlan | None = None  # None: not split
     names: list[BlockName] = field(default_factory=list)
-    parts: list[DiskArea] = field(default_factory=list)  # of each block
+    parts: list[DiskArea] = field(default_factory=list)  # area of each block
     places: list[int] = field(default_factory=list)  # in host memory
-    kept: list[tuple[Area, HostEntry]] = field(default_factory=list)  # pinned; once it has ended, what it has read, too
+    kept: list[tuple[Area, HostEntry]] = field(default_factory=list)  # pinned; after the read, its blocks, too
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
-    awaited_since: float | None = None  # when its sequence began to wait; None: it computes the first part
+    awaited_since: float | None = None  # time when its sequence began to wait; None: it computes the first part
     expected: float = 0.0  # predicted seconds; 0: unknown
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     forgotten: bool = False  # the weights have changed meanwhile
@@ -109,17 +109,17 @@ class DiskTier(Source):
             index = DiskIndex(lambda key, added: slots.pool.recorder.tier_changed(Medium.DISK, key, added=added))
             self._parts[slots] = DiskArea(slots, index, per_write, True, self._totals)
         self._slot_blocks = slot_blocks
-        self._numbers = count(1)  # of transfers
+        self._numbers = count(1)  # ids of transfers
         self._writes = DiskWrites(list(self._parts.values()), self._numbers)
         self._may_split = not parts.states.recurrent and self._groups.windows == (None,)
         self._cost = LineFit(_KEEP)  # seconds of a read, by blocks
         self._measured_at = 0.0
-        self._version = ""  # of the weights; empty: not known yet
+        self._version = ""  # version of the weights; empty: not known yet
         self._orders: list[AnyDiskOrder] = []
         self._reads: dict[int, _Read] = {}  # by number of the transfer
         self._reading: dict[BlockName, int] = {}  # number of the latest read of a block
         self._waiting: dict[int, int] = {}  # number of the read that a sequence waits for
-        self._unfetched: dict[int, _Read] = {}  # ended, by the sequence that is to have it fetched
+        self._unfetched: dict[int, _Read] = {}  # ended, by the sequence that will have it fetched
         self._late: set[int] = set()  # reads
         self._considered: set[int] = set()  # sequences
 
@@ -162,13 +162,13 @@ class DiskTier(Source):
         self.let_go(sequence)
 
     def let_go(self, sequence: Sequence) -> None:
-        """What was read for a sequence is kept while it still computes the first part of a split."""
+        """Drop what was read for a sequence, unless it still computes the first part of a split."""
         computes = sequence.split is not None and not sequence.ended
         if not computes and (read := self._unfetched.pop(sequence.seq, None)) is not None:
             self._drop_kept(read)
 
     def _begin_read(self, sequence: Sequence) -> bool:
-        """Order what a sequence lacks in host memory, if that is worth its time. Return whether it waits for it."""
+        """Order a read of blocks that host memory lacks for a sequence, if worthwhile. Return whether it waits."""
         if not self.num_blocks or self._late:
             return False
         whole = self._find(sequence)
@@ -209,7 +209,7 @@ class DiskTier(Source):
             read.awaited_since = self._clock()
 
     def _in_flight(self, read: _Read) -> int | None:
-        """Return the number of a read in flight of some of the same blocks: a split one lacks the first of them."""
+        """Return the number of a read in flight that shares blocks with this one: a split one lacks the first ones."""
         return next((number for name in read.names if (number := self._reading.get(name)) is not None), None)
 
     def _find(self, sequence: Sequence, most: int | None = None, behind: int = 0) -> _Read | None:
@@ -252,7 +252,7 @@ class DiskTier(Source):
     def _split(self, whole: _Read, pace: Pace) -> _Read | None:
         """Return a read of what follows a meeting point; None if it is not clear that both ends together gain.
 
-        A prompt is split at its first admission, and one for a peer is not.
+        A prompt is split at its first admission only, and never for a peer.
         """
         request, compute = whole.sequence.request, self._host.seconds_to_compute(1)
         first_time = request.cached_tokens is None and request.mode is Mode.LOCAL
@@ -270,9 +270,9 @@ class DiskTier(Source):
         return read
 
     def _worthwhile(self, whole: _Read, seconds: float) -> _Read | None:
-        """Return the read, a small part of it that measures the disk, or None if to compute is faster.
+        """Return the read, a small part of it that measures the disk, or None if computing is faster.
 
-        ``seconds``: to compute its tokens; 0: unknown.
+        ``seconds``: predicted time to compute its tokens; 0: unknown.
         """
         size = whole.size + sum(read.size for read in self._reads.values())
         fetch = self._host.seconds_to_fetch(whole.size)
@@ -284,11 +284,11 @@ class DiskTier(Source):
         return self._find(whole.sequence, _PROBE_BLOCKS) or whole
 
     def _seconds_to_read(self, size: float) -> float:
-        """Return the predicted time of reads of so many blocks, less the longer none was measured."""
+        """Return the predicted seconds to read ``size`` blocks, lower the longer none was measured."""
         return self._cost.line.aged(self._clock() - self._measured_at).at(size)
 
     def _take_places(self, read: _Read) -> bool:
-        """Take host memory for a read, and keep what is there of its prefix. Return False if there is too little."""
+        """Take host memory for a read, and keep its prefix's blocks there. Return False if there is too little."""
         for area, entry in read.kept:
             area.host.pin(entry)
         taken = {part: part.area.host.take(read.parts.count(part)) for part in self._parts.values()}
@@ -305,7 +305,7 @@ class DiskTier(Source):
             area.host.unpin(entry)
 
     def _ended(self, result: DiskResult) -> None:
-        """A read has ended: let host memory have its blocks."""
+        """End a read: give its blocks to host memory."""
         read = self._reads.pop(result.order_id)
         if result.order_id in self._late:
             self._late.remove(result.order_id)
@@ -338,7 +338,7 @@ class DiskTier(Source):
         self._stop_waiting(result.order_id)
 
     def _keep(self, read: _Read, number: int) -> None:
-        """Keep what a read has brought until its sequence has it fetched, if that waits, or computes the first part."""
+        """Keep the blocks of a read until they are fetched, if its sequence waits, or computes the first part."""
         sequence = read.sequence
         waits = self._waiting.get(sequence.seq) == number
         computes = read.plan is not None and sequence.split is not None
@@ -350,7 +350,7 @@ class DiskTier(Source):
         self._unfetched[sequence.seq] = read
 
     def _report(self, read: _Read, *, succeeded: bool) -> None:
-        """Sequences wait for a read no longer: report that, and count what it has saved, or lost."""
+        """Report a read for which no sequence waits any longer, and count the time that it has saved, or lost."""
         now = self._clock()
         seconds, num_tokens = now - read.ordered_at, read.num_tokens if succeeded else 0
         computed = 0 if read.plan is None else read.plan.computed
@@ -363,7 +363,7 @@ class DiskTier(Source):
             self._totals.disk_kv_lost_seconds += max(0.0, -saved)
 
     def _is_late(self, number: int) -> None:
-        """A read takes longer than to compute its tokens: no sequence waits for it any longer."""
+        """Stop waiting for a read that takes longer than computing its tokens."""
         if number not in self._reads:
             return
         self._late.add(number)
@@ -373,7 +373,7 @@ class DiskTier(Source):
         self._stop_waiting(number)
 
     def _compute_on(self, read: _Read) -> None:
-        """End a split whose blocks do not come: its sequence computes all, unless it waits already."""
+        """End a split whose blocks do not come: its sequence computes all tokens, unless it waits already."""
         if read.plan is not None:
             read.sequence.end_split()
 

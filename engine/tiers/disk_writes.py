@@ -13,18 +13,18 @@ from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.messages import Totals
 
 _WRITES = 2  # in flight: one is written while the other one is reported
-_HELD_SHARE = 1 / 8  # of host memory, at most, for a write in flight: its blocks cannot be evicted
+_HELD_SHARE = 1 / 8  # largest share of host memory in a write in flight: its blocks cannot be evicted
 
 
 class DiskArea(HostWatcher):
     """Blocks of the KV cache, or slots of recurrent state: on disk, and in host memory to be written."""
 
     def __init__(self, area: Area, index: DiskIndex, batch: int, slot: bool, totals: Totals) -> None:
-        """``batch``: blocks of a write, at most."""
+        """``batch``: most blocks of a write."""
         self.area = area
         self.index = index
         self.slot = slot
-        self.faulty: list[BlockName] = []  # files to remove: their blocks were not what was written
+        self.faulty: list[BlockName] = []  # files to remove: their blocks had other bytes than written
         self._batch = batch
         self._totals = totals
         self._waiting: dict[BlockKey, HostEntry] = {}  # oldest first
@@ -61,7 +61,7 @@ class DiskArea(HostWatcher):
         return [entry for entry in entries if entry.key not in self.index]
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """Forget all blocks: the weights have changed."""
         self._waiting.clear()
         self.faulty.clear()
         self.index.clear()
@@ -75,7 +75,7 @@ class _Write:
 
 
 class DiskWrites:
-    """The writes in flight of one node. ``numbers`` are those of all transfers."""
+    """The writes in flight of one node. ``numbers`` yields ids of transfers."""
 
     def __init__(self, parts: list[DiskArea], numbers: count[int]) -> None:
         self._parts = parts
@@ -110,7 +110,7 @@ class DiskWrites:
         return DiskOrder(number, DiskWork.WRITE, tuple(names), tuple(entry.block for entry in write.entries))
 
     def ended(self, result: DiskResult) -> None:
-        """Let written blocks be found. Unknown numbers are those of removals."""
+        """Let written blocks be found. Unknown numbers belong to removals."""
         write = self._writes.pop(result.order_id, None)
         if write is None:
             return
@@ -121,6 +121,6 @@ class DiskWrites:
                 write.part.index.add(entry.key, entry.digest)
 
     def forget(self) -> None:
-        """The weights have changed: what is written now belongs to the old ones."""
+        """Forget writes in flight: their blocks belong to the old weights."""
         for write in self._writes.values():
             write.forgotten = True

@@ -27,7 +27,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """``kv`` and ``slots`` are what it loads. It ends with its copy and its digests."""
+    """A load of ``kv`` and ``slots``. It ends with its copy and its digests."""
 
     sequence: Sequence
     num_tokens: int  # prompt tokens that this fetch spares
@@ -39,9 +39,9 @@ class Fetch:
     ordered_at: float = 0.0
     expected: float = 0.0  # predicted seconds; 0: unknown
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
-    generation: int = 0  # of the weights
-    awaited: bool = True  # by its sequence, or for a pull
-    answer: Callable[[], None] | None = None  # of the pull that it is for, at the end
+    generation: int = 0  # counts changes of the weights
+    awaited: bool = True  # its sequence, or a pull, waits for it
+    answer: Callable[[], None] | None = None  # called at the end, if it is for a pull
     ended: bool = False
 
     @property

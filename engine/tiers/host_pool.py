@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from engine.kv_cache.free_runs import FreeRuns
 from pdserve.ipc.cache_changes import BlockKey
 
-_PROVEN_SHARE = 4 / 5  # of all blocks, for those that were of use; the others keep room to prove themselves
+_PROVEN_SHARE = 4 / 5  # largest share of blocks that were of use; the rest is for new blocks to prove themselves
 
 
 @dataclass(slots=True, eq=False)
 class HostEntry:
-    """A stored block. ``digest`` is that of its content; None without checksums."""
+    """A stored block. ``digest`` covers its content; None without checksums."""
 
     key: BlockKey
     block: int
     digest: int | None
     verified: bool = True  # False: it came from a tier below, and its digest has not been compared yet
     uses: int = 0
-    loads: int = 0  # that read it now
+    loads: int = 0  # loads that read it now
     listed: bool = True  # found by its key
     retired: bool = False  # its memory is faulty
 
@@ -38,7 +38,7 @@ class HostWatcher:
     """Learns what becomes of blocks in host memory; this one ignores it."""
 
     def added(self, entry: HostEntry) -> None:
-        """A block can be found now."""
+        """A block was added, and is found by its key."""
 
     def dropped(self, entry: HostEntry) -> None:
         """A block was evicted or dropped."""
@@ -51,7 +51,7 @@ class HostPool:
     """The host memory of one node, for one kind of block. Single-threaded."""
 
     def __init__(self, num_blocks: int, *watchers: HostWatcher) -> None:
-        """``num_blocks`` will be there in the end; ``grow`` says how many are there."""
+        """``num_blocks``: final size; ``grow`` tells how many are allocated."""
         self.total = 0
         self._free = FreeRuns(num_blocks, filled=False)
         self._entries: dict[BlockKey, HostEntry] = {}
@@ -76,7 +76,7 @@ class HostPool:
         return bool(len(self._free) or self._new or self._proven)
 
     def grow(self, num_blocks: int) -> None:
-        """So many blocks are allocated now."""
+        """Note that ``num_blocks`` blocks are allocated."""
         for block in range(self.total, num_blocks):
             self._free.add(block)
         self.total = max(self.total, num_blocks)
@@ -108,7 +108,7 @@ class HostPool:
         return True
 
     def use(self, key: BlockKey) -> None:
-        """Its content has been used, on the device or from here. An unknown key is ignored."""
+        """Count a use of a block's content, on the device or from here. An unknown key is ignored."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -124,7 +124,7 @@ class HostPool:
         return entry.block
 
     def unpin(self, entry: HostEntry) -> None:
-        """A load has ended."""
+        """End the load of a block."""
         entry.loads -= 1
         assert entry.loads >= 0, f"host block {entry.block} was unpinned more often than pinned"
         if entry.loads:

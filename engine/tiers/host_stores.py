@@ -20,7 +20,7 @@ from pdserve.ipc.cache_changes import BlockKey
 
 _log = logging.getLogger(__name__)
 
-STORE_BYTES = 32 << 20  # of a store on each rank, at most: a fraction of a millisecond at the speed of PCIe
+STORE_BYTES = 32 << 20  # most bytes of a store on each rank: a fraction of a millisecond at the speed of PCIe
 _STORES = 2  # in flight: one is copied while the other one is reported
 
 #: Orders the digests of blocks of an area: (area, blocks, groups of the blocks, taker).
@@ -41,7 +41,7 @@ class _Store:
 
 
 class HostStores:
-    """The stores in flight of one node. ``numbers`` are those of all copies."""
+    """The stores in flight of one node. ``numbers`` yields ids of copies."""
 
     def __init__(
         self,
@@ -121,6 +121,6 @@ class HostStores:
             area.host.add(key, block, digest)
 
     def forget(self) -> None:
-        """The weights have changed: what is copied now is of no use."""
+        """Forget stores in flight: their blocks belong to the old weights."""
         for store in self._stores.values():
             store.forgotten = True

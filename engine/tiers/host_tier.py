@@ -8,9 +8,9 @@ Stores are written through: a block is copied soon after it has entered the pref
 so its eviction costs nothing. A block that a store reads has a lease, so nothing overwrites it.
 
 A fetch fills blocks of its own, which nothing else uses before the copy has ended and, with checksums, its digests are
-those of the stored blocks. Then they enter the prefix cache. Only there sequences find them: a request that is
-cancelled, preempted or sent on meanwhile needs no care. Until its sequence is admitted, the tier holds all blocks of
-the prefix for it, unless others lack blocks.
+those of the stored blocks. Then they enter the prefix cache. Sequences find them only there: a request that is
+cancelled, preempted or moved meanwhile needs no special case. Until its sequence is admitted, the tier holds all blocks
+of the prefix for it, unless other sequences lack blocks.
 
 A recurrent state is a block of another kind: it is stored with its own pool, and fetched with the KV before it.
 """
@@ -59,7 +59,7 @@ def _sequence_of(message: LeaseCached, block_size: int) -> Sequence:
 
 
 class _Presence(HostWatcher):
-    """Tells routers what host memory has, and the device has not. Counts blocks that leave."""
+    """Tells routers which blocks host memory has and the device lacks. Counts blocks that leave."""
 
     def __init__(self, area: Area, totals: Totals, changes: KVEvents[bytes]) -> None:
         self._area = area
@@ -105,7 +105,7 @@ class HostTier(Tiers):
         store_blocks: int,
         slot_blocks: float = 0.0,
     ) -> None:
-        """``room``: once all memory is allocated. A store has up to ``store_blocks`` blocks.
+        """``room``: blocks and slots, once all memory is allocated. A store has up to ``store_blocks`` blocks.
 
         ``slot_blocks``: bytes of a slot of recurrent state, in blocks.
         """
@@ -121,7 +121,7 @@ class HostTier(Tiers):
         self.source = Source()
         self._checksum = checksum
         self._slot_blocks = slot_blocks
-        self._changes = KVEvents[bytes]()  # of the first group, in all places together
+        self._changes = KVEvents[bytes]()  # changes of the first group's blocks over all tiers
         parts.report.anywhere = self._changes
         most = max(1, self._pool.total // 4)
         kv = Area(self._pool, HostPool(room.num_blocks), min(store_blocks, most))
@@ -140,13 +140,13 @@ class HostTier(Tiers):
         self._measured_at = 0.0
         self._allocated = False  # ordered
         self._copies: list[HostCopy] = []
-        self._numbers = count(1)  # of copies
+        self._numbers = count(1)  # ids of copies
         self._stores = HostStores(self.areas, self._numbers, self._order_digests if checksum else None, self._quietly)
         self._loads: dict[int, Fetch] = {}  # by number of the copy
         self._fetches: dict[int, Fetch] = {}  # by sequence that waits
         self._considered: set[int] = set()  # sequences
         self._pulls: dict[int, Fetch] = {}  # by rid
-        self._generation = 0  # of the weights
+        self._generation = 0  # counts changes of the weights
 
     # ------------------------------------------------------------ fetches
 
@@ -213,7 +213,7 @@ class HostTier(Tiers):
         self.source.use_weights(version)
 
     def below_changed(self, key: BlockKey, added: bool) -> None:
-        """A tier behind host memory has a block of the KV cache now, or has lost it."""
+        """Note that a tier behind host memory has gained or lost a block of the KV cache."""
         group, block_hash = key
         if not group and key not in self.areas.kv.host and self._pool.find(block_hash) is None:
             (self._changes.add if added else self._changes.remove)(block_hash)
@@ -254,9 +254,9 @@ class HostTier(Tiers):
         return fetch
 
     def _worthwhile(self, fetch: Fetch) -> bool:
-        """Whether a fetch, behind those in flight, probably takes less time than to compute its tokens.
+        """Whether a fetch, behind fetches in flight, probably takes less time than computing its tokens.
 
-        What is unknown, or has not been measured for long, is tried.
+        A fetch is tried if its time is unknown, or was not measured for long.
         """
         compute = self.seconds_to_compute(fetch.num_tokens)
         return not compute or self.seconds_to_fetch(fetch.size) < compute
@@ -306,7 +306,7 @@ class HostTier(Tiers):
         self._copies.append(fetch.copy(copy_id))
 
     def _loaded(self, result: CopyResult) -> None:
-        """The copy of a fetch has ended: check its digests, if there are any."""
+        """End the copy of a fetch: check its digests, if there are any."""
         copy_id = result.copy_id
         fetch = self._loads[copy_id]
         self._totals.host_kv_load_bytes += result.num_bytes
@@ -369,7 +369,7 @@ class HostTier(Tiers):
             self._drop_kept(fetch)
 
     def _report(self, fetch: Fetch, seconds: float, *, succeeded: bool) -> None:
-        """Report a fetch, and count what it has saved, or lost."""
+        """Report a fetch, and count the time that it has saved, or lost."""
         rid, num_tokens = fetch.sequence.rid, fetch.num_tokens if succeeded else 0
         self._events.fetched.append(Fetched(rid, Medium.HOST, num_tokens, seconds, fetch.expected, fetch.compute))
         if fetch.compute:

@@ -15,7 +15,7 @@ class Source:
         return True
 
     def read(self, sequence: Sequence) -> bool:
-        """Begin to read what a waiting sequence lacks in host memory, if that is faster than to compute it.
+        """Begin to read blocks that host memory lacks for a waiting sequence, if that is faster than computing them.
 
         The first call decides. Return whether the sequence waits for a read now.
         """
@@ -26,13 +26,13 @@ class Source:
         return False
 
     def let_go(self, sequence: Sequence) -> None:
-        """Host memory has decided about the fetch of a sequence: what was read for it may be evicted."""
+        """Let blocks that were read for a sequence be evicted: host memory has decided about its fetch."""
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence has got its blocks, or does not wait for them any more."""
+        """Forget a sequence: it has its blocks, or does not wait for them any more."""
 
     def forget(self) -> None:
-        """Use nothing of what is there or being read, as the weights change."""
+        """Use no block that is there or being read, as the weights change."""
 
     def use_weights(self, version: str) -> None:
         """See ``Tiers.use_weights``."""

@@ -25,7 +25,7 @@ class AttentionBackend(ABC):
     recurrent: GatedDelta | None = None  # the states of recurrent layers; None: the model has none
 
     def plan(self, batch: AttentionBatch, graph: int = 0) -> None:
-        """Prepare the calls of one step, also those of ``recurrent`` unless ``batch`` has no slots of states.
+        """Prepare the calls of one step, and the calls of ``recurrent`` unless ``batch`` has no slots of states.
 
         With ``graph``, the following calls are captured into a CUDA graph, or a captured one is replayed, maybe with
         other lengths. ``graph`` is the most tokens that a sequence may have in a replay; 0: there is no graph. What
@@ -87,7 +87,7 @@ class LatentBackend(AttentionBackend):
         """Return the mean latents [tokens, num_heads, kv_lora_rank] that the first tokens of the step attend to.
 
         q [tokens, num_heads, kv_lora_rank] and the rotated q_rope [tokens, num_heads, qk_rope_head_dim], at any stride
-        of tokens and heads, are those of the tokens before ``first_expanded``.
+        of tokens and heads, belong to the tokens before ``first_expanded``.
         """
 
     def attend_expanded(self, layer: int, q: Tensor, weight: Tensor, out: Tensor) -> None:

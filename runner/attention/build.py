@@ -48,7 +48,7 @@ def build_backend(
     """Return the back end ``name`` of pdserve's ``ATTENTION_BACKENDS`` for layers that write to ``cache``.
 
     ``config`` is the rank's part of the model. ``max_num_seqs`` bounds the rows of a step. A back end may keep memory
-    for ``max_num_keys`` tokens of one layer. ``states`` are those of recurrent layers. Decodes have at most
+    for ``max_num_keys`` tokens of one layer. ``states``: the recurrent layers'. Decodes have at most
     ``max_drafts`` drafts.
     """
     backend = _build_attention(name, config, cache, placement, max_num_seqs, max_num_keys)

@@ -48,7 +48,7 @@ class Pages:
 class Sizes:
     heads: int
     kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # queries and keys
     value_dim: int
     page: int
     dtype: torch.dtype
@@ -74,10 +74,10 @@ class FlashInferPrefill:
         self._name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
         self._module: Any = get_batch_prefill_module(
             self._name,
-            dtype,  # of queries
-            dtype,  # of keys and values
-            dtype,  # of results
-            torch.int32,  # of indices
+            dtype,  # queries
+            dtype,  # keys and values
+            dtype,  # results
+            torch.int32,  # indices
             sizes.head_dim,
             sizes.value_dim,
             no_encoding,
@@ -100,8 +100,8 @@ class FlashInferPrefill:
     def plan(self, rows: Rows, gather: bool, graph: bool = False) -> None:
         """Divide the keys of these sequences over the device's processors, and copy the plan to the device.
 
-        With ``gather`` the plan is for ``run_gathered``, else for ``run_paged``. With ``graph`` its parts lie where
-        those of any plan for as many rows and tokens do, so a captured call finds them.
+        With ``gather`` the plan is for ``run_gathered``, else for ``run_paged``. With ``graph`` its parts lie where the
+        parts of any plan for as many rows and tokens do, so a captured call finds them.
         """
         self.gathers = gather
         host_plan = self._host_plans.pop(0)
@@ -154,7 +154,7 @@ class FlashInferPrefill:
         )
 
     def run_gathered(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Do the same over gathered keys [keys, kv_heads, head_dim] and values [keys, kv_heads, value_dim]."""
+        """Like ``run_paged``, over gathered keys [keys, kv_heads, head_dim] and values [keys, kv_heads, value_dim]."""
         self._module.ragged_run(
             self._workspace,
             self._device_plan,

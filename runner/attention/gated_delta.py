@@ -31,7 +31,7 @@ class GatedDelta(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch, graph: bool) -> None:
-        """Prepare the calls of one step; ``graph`` is that of ``AttentionBackend.plan``."""
+        """Prepare the calls of one step; ``graph``: whether a CUDA graph has them (``AttentionBackend.plan``)."""
 
     @abstractmethod
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
@@ -45,7 +45,7 @@ class GatedDelta(ABC):
     def commit(self, counts: Tensor) -> None:
         """Advance the states of all layers by the first counts[r] tokens of each row r with drafts.
 
-        counts [rows] int64, device: at least 1, 0 for rows without drafts. Drafts are those of the last step.
+        counts [rows] int64, device: at least 1, 0 for rows without drafts. Drafts belong to the last step.
         """
 
 

@@ -29,9 +29,9 @@ _SHARE_FOR_KEYS = 64  # expanded keys and values take at most this part of the d
 
 @dataclass(frozen=True)
 class _Chunks:
-    batch: AttentionBatch  # of the sequences from the first one with several tokens
+    batch: AttentionBatch  # the sequences from the first one with more than a few tokens
     num_keys: int  # with the rest of each sequence's last tile
-    longest: int  # sequence, in tokens
+    longest: int  # tokens of the longest sequence
 
 
 class LatentFlashInferAttention(LatentTritonAttention):
@@ -109,7 +109,7 @@ def _pays(lengths: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> bool:
 
 
 def _rows_of(batch: AttentionBatch, first: int, end: int) -> AttentionBatch:
-    """Return some sequences of a step; ``slots`` stay those of all tokens."""
+    """Return some sequences of a step; ``slots`` still has all tokens."""
     return replace(
         batch,
         query_starts=batch.query_starts[first : end + 1],

@@ -43,13 +43,13 @@ _SHARE_FOR_KEYS = 256  # gathered keys take at most this part of the device's me
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The sequences of a step from the first one with more than a few tokens; a Triton kernel attends those before.
+    """The sequences of a step from the first one with more than a few tokens; a Triton kernel attends earlier ones.
 
     A graph passes all sequences and tokens to both kernels.
     """
 
     has_few: bool
-    has_several: bool  # one of these has several
+    has_several: bool  # a sequence that Triton attends has several tokens
     tokens: slice
     pages: list[Pages]  # by group; filled if a kernel does not gather
 
@@ -72,11 +72,11 @@ class PagedFlashInferAttention(PagedTritonAttention):
         # Layers with a window never gather, so with an FP8 cache they have no kernel here; nor have layers with sinks.
         specs = {spec for spec in config.attention if not (spec.has_sinks or (cache.is_fp8 and spec.window))}
         self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in specs}
-        # Of all specs or of none: the dtypes are the same.
+        # All kernels run in graphs or none does: their dtypes are equal.
         self._graph_kernels = [each for each in self._kernels.values() if each.runs_in_graphs and not cache.is_fp8]
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
-        bytes_per_key = 2 * layout.num_kv_heads * layout.head_dim * placement.dtype.itemsize  # of one layer
+        bytes_per_key = 2 * layout.num_kv_heads * layout.head_dim * placement.dtype.itemsize  # K and V of one layer
         capacity = min(max_num_keys, room // bytes_per_key) if gathers else 0
         self._gathered = GatheredKeys(capacity, layout.num_kv_heads, layout.head_dim, placement.dtype, device)
         self._chunks: _Chunks | None = None

@@ -74,7 +74,7 @@ class _HostBatch:
     query_starts: NDArray[np.int64]  # [num_seqs + 1]
     seq_lens: NDArray[np.int64]  # [num_seqs]
     page_table: NDArray[np.int32]  # [num_seqs, max_pages]
-    num_tokens: int  # of the device's batch, with padding
+    num_tokens: int  # tokens of the device's batch, with padding
 
 
 class PagedTorchAttention(AttentionBackend):
@@ -98,9 +98,9 @@ class PagedTorchAttention(AttentionBackend):
         self._fp8_scales = _Fp8Scales(cache) if cache.is_fp8 else None
         self._norms: dict[int, _FusedNorms] = {}
         self._bands: dict[int | None, _BandMask] = {}
-        self._rotary: RotaryCosSin | None = None  # of the layer before; the model's layers have the same one
+        self._rotary: RotaryCosSin | None = None  # the latest one; all layers of a model have the same
         self._cos_sin: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))  # ``_rotary``, expanded
-        self._num_tokens = 0  # of sequences, without padding
+        self._num_tokens = 0  # tokens of sequences, without padding
         self._stored: Tensor | None = None  # tokens that have a slot, None for all
         self._slots: list[Tensor] = []  # by group: [stored tokens * planes * num_kv_heads] int64
         # Layers with the same pages and the same window share a plan.

@@ -29,7 +29,7 @@ from runner.placement import TensorPlacement
 class _Step:
     batches: tuple[AttentionBatch, ...]  # by group
     has_few: bool  # sequences with one token, or a few
-    has_several: bool  # one of these has several
+    has_several: bool  # one of these sequences has several
     has_chunks: bool  # sequences with more
 
 
@@ -44,7 +44,7 @@ class PagedTritonAttention(AttentionBackend):
         max_num_seqs: int,
         tiles: AttentionTiles | None = None,
     ) -> None:
-        """``config`` has the heads as kernels see them; ``tiles`` None: those for keys and values of heads."""
+        """``config`` has the heads as kernels see them; ``tiles`` None: tiles for keys and values of heads."""
         assert fits_triton(config.head_dim), config.head_dim
         self._layers, self._groups, self._scales = cache.layers, cache.groups, cache.scales
         self._specs, self._heads = config.attention, config.num_heads

@@ -29,7 +29,7 @@ class _Step:
     query_starts: Tensor  # [rows + 1] int32
     drafted: Tensor | None  # [rows] int32, see AttentionBatch
     has_short: bool  # rows of few tokens
-    chunks: DeltaChunks | None  # of the longer rows
+    chunks: DeltaChunks | None  # chunks of the longer rows; None: no such row
     snapshots: Tensor | None  # [rows, 2] int32, as kernels take them; None: every row has one token, or none
 
 

@@ -71,7 +71,7 @@ class PeerChannel:
 class ParallelState:
     """One rank's process groups. On a node of one rank every collective call returns its input.
 
-    Stages use the default process group, in which the rank numbers are those of ``pdserve.config.parallel``.
+    Stages use the default process group, with the rank numbers of ``pdserve.config.parallel``.
     """
 
     def __init__(self, position: RankPosition, device: DeviceInfo, rendezvous: str | socket.socket) -> None:

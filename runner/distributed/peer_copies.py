@@ -25,7 +25,7 @@ from torch import Tensor
 from runner.distributed.parallel_state import PeerChannel
 from runner.distributed.peer_memory import PeerMemory, map_memory
 
-_NUMBERS = 1024  # message numbers repeat after so many; two uses of one buffer are closer than that
+_NUMBERS = 1024  # messages until numbers repeat; two uses of one buffer are closer than that
 _ALIGNMENT = 256  # bytes
 _FLAG_BYTES = 4
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ

@@ -26,7 +26,7 @@ class _Handle(ctypes.Structure):
 def map_memory(num_bytes: int, rank: int, exchange: Callable[[bytes], list[bytes]]) -> PeerMemory | None:
     """Map memory of every rank's GPU into all ranks; return None on all ranks if one cannot reach another.
 
-    ``exchange`` passes one rank's bytes and returns those of all ranks, by rank.
+    ``exchange`` passes one rank's bytes and returns the bytes of all ranks, by rank.
     """
     memory = PeerMemory(num_bytes, rank)
     reached = memory.open_peers(exchange(memory.handle()))

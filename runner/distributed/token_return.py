@@ -21,7 +21,7 @@ from runner.step_parts import BatchT_contra, StepFeature
 class ReturnedMessage:
     """The tokens of one step, and where they belong."""
 
-    number: int  # of the message, from 1
+    number: int  # counts messages from 1
     seqs: tuple[int, ...]
     rows: NDArray[np.int64]
     positions: NDArray[np.int64]  # in the sequence of that row
@@ -29,7 +29,7 @@ class ReturnedMessage:
 
 
 class ReturnedTokens(StepFeature[BatchT_contra]):
-    """The expected messages, oldest first. Rows are those of the runner's table of sequences."""
+    """The expected messages, oldest first. Rows belong to the runner's table of sequences."""
 
     def __init__(self, receiver: TensorReceiver) -> None:
         self.receiver = receiver

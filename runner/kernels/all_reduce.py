@@ -26,7 +26,7 @@ from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
 _PACKET_BYTES = 8
 _MAILBOXES = 2
-_MOST_BYTES = 4 << 20  # that a rank sends; beyond, it matters that packets are twice as long as their values
+_MOST_BYTES = 4 << 20  # most that a rank sends; beyond, it matters that packets are twice as long as their values
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

@@ -22,16 +22,16 @@ from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
 RULE_TILES = 8, 1  # rows of a state in a program, warps: 8 × 128 float32 values are 32 registers of a thread
-_CHANNELS = 512  # of a program that stores history
+_CHANNELS = 512  # channels of a program that stores history
 
 
 class ConvolutionTiles(NamedTuple):
     """Sizes of a program that convolves prompts. ``bench/gated_delta.py`` compares them."""
 
-    tokens: int = 16  # of a tile: with 4 warps and 128 channels a thread has 16 values
+    tokens: int = 16  # tokens of a tile: with 4 warps and 128 channels a thread has 16 values
     tiles: int = 4
     warps: int = 4
-    registers: int | None = 128  # of a thread, at most
+    registers: int | None = 128  # most registers of a thread
 
 
 CONVOLUTION_TILES = ConvolutionTiles()
@@ -44,10 +44,10 @@ def _silu(x):
 
 @triton.jit
 def _store_history(
-    mixed,  # of the row's first token, first of these channels
+    mixed,  # input of the row's first token, first of these channels
     mixed_stride,
-    history,  # of the row, first of these channels
-    target,  # the same, or another slot's
+    history,  # the row's, first of these channels
+    target,  # ``history``, or another slot's
     length,  # tokens, at least 1
     channels,  # [BLOCK], relative
     mask,
@@ -56,7 +56,7 @@ def _store_history(
     """Store the last WIDTH - 1 inputs of history and tokens. No value is read after its place was written."""
     BEFORE: tl.constexpr = WIDTH - 1
     for index in tl.static_range(BEFORE):
-        local = channels * 0 + length - BEFORE + index  # token that is kept there; negative: it is of the history
+        local = channels * 0 + length - BEFORE + index  # token that is kept there; negative: it is in the history
         is_new = local >= 0
         new = tl.load(mixed + local.to(tl.int64) * mixed_stride + channels, mask=mask & is_new, other=0.0)
         old = tl.load(history + channels * BEFORE + BEFORE + local, mask=mask & (local < 0), other=0.0)
@@ -125,7 +125,7 @@ def _load_taps(weight, within, valid, WIDTH: tl.constexpr, CHANNELS: tl.constexp
 def _convolve_tile(
     mixed,  # first of the channels
     mixed_stride,
-    taps,  # of _load_taps
+    taps,  # result of _load_taps
     history,  # first of the channels
     history_stride,
     tokens,  # [TOKENS]
@@ -169,7 +169,7 @@ def _convolve_kernel(
     num_tokens,
     search,  # steps of a search among the rows
     q,  # out [num_tokens, KEY_HEADS, KEY_DIM]
-    k,  # out, the same
+    k,  # out [num_tokens, KEY_HEADS, KEY_DIM]
     v,  # out [num_tokens, VALUE_HEADS, VALUE_DIM]
     eps,
     KEY_HEADS: tl.constexpr,
@@ -179,7 +179,7 @@ def _convolve_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a tile
+    TOKENS: tl.constexpr,  # tokens of a tile
     TILES: tl.constexpr,
     ALIGNMENT: tl.constexpr,  # channels
 ):
@@ -217,7 +217,7 @@ def _convolve_kernel(
         for tile in range(TILES):
             tokens = start + tile * TOKENS + tl.arange(0, TOKENS)
             known = tokens < num_tokens
-            rows = tl.zeros([TOKENS], dtype=tl.int32)  # the same of each token
+            rows = tl.zeros([TOKENS], dtype=tl.int32)  # row of each token
             ends = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
             for _ in range(search):
                 middles = (rows + ends) // 2
@@ -241,7 +241,7 @@ def _convolve_singles_kernel(
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Do the same for rows that have one token, or none, and store their history. Grid (rows, heads)."""
+    """Convolve rows that have one token, or none, and store their history. Grid (rows, heads)."""
     BEFORE: tl.constexpr = WIDTH - 1
     row, head = tl.program_id(0), tl.program_id(1)
     channel, count = _channels_of(head, KEY_HEADS, KEY_DIM, VALUE_DIM, ALIGNMENT)
@@ -305,7 +305,7 @@ def log_gates(ba, token, head, a_log, dt_bias, VALUE_HEADS: tl.constexpr):
 @triton.jit
 def _delta_rule_kernel(
     q,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
-    k,  # the same
+    k,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
     v,  # [tokens, VALUE_HEADS, VALUE_DIM]
     ba,  # [tokens, 2 * VALUE_HEADS]
     a_log,  # [VALUE_HEADS] float32
@@ -481,7 +481,7 @@ def delta_rule(
     Advance their states, but not those of ``drafted`` rows [rows] int32, and store snapshots.
 
     q, k, v and snapshots are those of ``convolve``, ba [tokens, 2 * value_heads], out [tokens, value_heads, value_dim].
-    states: a layer's view of ``StateCache.delta``. Row r has the tokens query_starts[r] … ends[r] - 1, by default those
+    states: a layer's view of ``StateCache.delta``. Row r has the tokens query_starts[r] … ends[r] - 1, by default all
     before the next row.
     """
     (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape

@@ -34,7 +34,7 @@ _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 class DeltaTiles(NamedTuple):
     """The tile of the kernel that goes over chunks, and launch options of both."""
 
-    advance_values: int = 32  # of a value, in a program
+    advance_values: int = 32  # elements of a value in a program
     advance_warps: int = 4
     advance_stages: int = 3
     invert_warps: int = 4
@@ -109,7 +109,7 @@ def _inverse(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _invert_kernel(
     q,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
-    k,  # the same
+    k,  # [tokens, KEY_HEADS, KEY_DIM], of length 1
     v,  # [tokens, VALUE_HEADS, VALUE_DIM]
     ba,  # [tokens, 2 * VALUE_HEADS]
     a_log,  # [VALUE_HEADS] float32
@@ -127,7 +127,7 @@ def _invert_kernel(
     BLOCK_VALUE: tl.constexpr,
     CHUNK: tl.constexpr,
     DOT: tl.constexpr,  # dtype of products
-    PRECISION: tl.constexpr,  # of float32 products
+    PRECISION: tl.constexpr,  # input precision of float32 products
 ):
     """Grid (value heads, chunks)."""
     head = tl.program_id(0)
@@ -168,7 +168,7 @@ def _invert_kernel(
 @triton.jit
 def _advance(
     state,  # [BLOCK_KEY, TILE_VALUES] float32
-    tile,  # of the first chunk
+    tile,  # tile of the first chunk
     begin,  # first token
     end,
     values,  # [TILE_VALUES]
@@ -291,7 +291,7 @@ def chunk_delta_rule(
     planned: DeltaChunks,
     tiles: DeltaTiles | None = None,
 ) -> None:
-    """Do what ``gated_delta.delta_rule`` does for the rows that ``planned`` has, whose arguments these are.
+    """Do what ``gated_delta.delta_rule`` does, with its arguments, for the rows that ``planned`` has.
 
     Beside the inputs, this takes 40 KiB per chunk and value head of 128 values in 16 bits.
     """

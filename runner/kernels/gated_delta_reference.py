@@ -22,7 +22,7 @@ from torch import Tensor
 
 from runner.batch import GatedDeltaWeights
 
-NORM_EPS = 1e-6  # of the lengths of queries and keys
+NORM_EPS = 1e-6  # added to squared lengths of queries and keys
 _CHUNK = 64  # tokens
 
 
@@ -30,7 +30,7 @@ class DeltaInputs(NamedTuple):
     """Inputs of the delta rule for some tokens, in float32."""
 
     q: Tensor  # [tokens, heads, key_dim], of length 1; each key head is repeated for its value heads
-    k: Tensor  # the same
+    k: Tensor  # [tokens, heads, key_dim], of length 1, repeated as well
     v: Tensor  # [tokens, heads, value_dim]
     beta: Tensor  # [tokens, heads]
     log_decay: Tensor  # [tokens, heads]

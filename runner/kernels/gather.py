@@ -1,6 +1,6 @@
 """Copy keys and values of sequences out of their pages, token after token, for kernels that read whole tiles.
 
-Those of an FP8 cache are dequantized on the way.
+Keys and values of an FP8 cache are dequantized on the way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _gather_kernel(
     keys,  # out [KV_HEADS, …, HEAD_DIM], heads target_stride apart
     values,
     target_stride,
-    k_scale,  # of an FP8 cache
+    k_scale,  # scale of keys in an FP8 cache
     v_scale,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -86,7 +86,7 @@ class GatheredKeys:
         """Return keys and values of the planned sequences, [tokens, kv_heads, head_dim] each, until the next call.
 
         cache: the view [pages, kv_heads, 2, page_size, head_dim] of a layer of ``group``, which has no window; head_dim
-        a power of two. ``scales`` are those of an FP8 cache.
+        a power of two. ``scales`` belong to an FP8 cache.
         """
         page_table = self._page_tables[group]
         _, kv_heads, _, page_size, head_dim = cache.shape

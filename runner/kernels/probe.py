@@ -22,7 +22,7 @@ def _double(values_ptr, SIZE: tl.constexpr):
 def main(device: str) -> int:
     """Run a kernel with Triton's cache, which may hold libraries of another host, then compile one anew.
 
-    What an earlier run has left in the cache hides a compiler that has gone.
+    Cached kernels of an earlier run hide a missing compiler.
     """
     _run_kernel(torch.arange(_SIZE, device=device))
     cache = triton.knobs.cache.dir

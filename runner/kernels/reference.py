@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.batch import LatentNorm, RotaryCosSin
 
-FP8_MAX = 448.0  # of E4M3 without infinities (arXiv 2209.05433)
+FP8_MAX = 448.0  # largest value of E4M3 without infinities (arXiv 2209.05433)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:

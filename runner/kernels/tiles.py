@@ -12,7 +12,7 @@ import triton.language as tl
 from runner.kernels.device_limits import processors_of, shared_memory_of
 from runner.placement import TensorPlacement
 
-_KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
+_KEY_TILE_BYTES = 16384  # bytes of keys, and as many of values, per pipeline stage
 _SHORT_WINDOW = 512  # tokens; large tiles of keys would be masked for the most part
 _LATENT_HEADS = 16  # most query heads of a program that attends to latents: its results fill the registers
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
@@ -23,12 +23,12 @@ _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Launch options of the two kernels. Larger tiles than those of single tokens hold a few tokens of a sequence."""
+    """Launch options of the two kernels. Larger tiles than for single tokens hold a few tokens of a sequence."""
 
     processors: int
     few: int  # most tokens of a sequence in the tile ``several``
     decode: dict[str, Any]  # for sequences with one token
-    several: dict[str, Any]  # with a few: the same tile where that holds them
+    several: dict[str, Any]  # for sequences with a few: ``decode`` where it holds them
     prefill: dict[str, Any]
     windowed: dict[str, Any]  # prefill in short windows
 

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 class LibraryWeights(ModelWeights):
     def __init__(self, decoder: TransformersDecoder, layout: KVLayout, placement: TensorPlacement) -> None:
-        """``layout`` is that of the KV cache in the self-test."""
+        """``layout`` describes the KV cache of the self-test."""
         self._decoder, self._layout, self._placement = decoder, layout, placement
 
     def check(self, model_dir: Path, weights: OpenWeights) -> None:

@@ -36,12 +36,12 @@ class MemoryUse(NamedTuple):
     total: int
     free: int  # for any process
     allocated: int  # by PyTorch in this process: weights
-    peak: int  # of PyTorch in this process: weights and the largest step
+    peak: int  # PyTorch's in this process: weights and the largest step
     graphs: int  # CUDA graphs, captured later
-    libraries: int  # of this process, outside of PyTorch
+    libraries: int  # in this process, outside of PyTorch
 
     def room_for_kv(self, share: float) -> int:
-        """Return what is left for the KV cache of ``share`` of the GPU, at most what other processes leave free."""
+        """Return the bytes left for the KV cache of ``share`` of the GPU, at most what other processes leave free."""
         unused = int(self.total * share) - self.peak - self.graphs - self.libraries
         free = self.free - (self.peak - self.allocated) - self.graphs - _LATER
         return max(min(unused, free) - _FRAGMENTATION, 0)

@@ -66,7 +66,7 @@ class LoadedModel:
             self.decoder, self.weights = self._build()
         self.stored: StoredWeights | None = None  # None: of no checkpoint
         self._source: Mapping[str, StoredTensor] | None = None  # the checkpoint's tensors that are in memory
-        self.files: FileStates = {}  # that the weights were read from
+        self.files: FileStates = {}  # files that the weights were read from
         self._offered: list[Tensor] = []
         if isinstance(self.decoder, Decoder):
             if self.decoder.auxiliary is not None:

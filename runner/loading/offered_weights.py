@@ -1,4 +1,4 @@
-"""The tensors of a rank that peers may read: those in memory as the checkpoint stores them.
+"""The tensors of a rank that peers may read: all that are in memory as the checkpoint stores them.
 
 On GPUs these are nearly all unquantized weights. On CPUs linear weights are packed, and so not among them.
 
@@ -18,7 +18,7 @@ from pdserve.weights.sharing import OfferedMemory, TensorPart
 from runner.loading.stored_dtypes import STORED_DTYPES
 from runner.models.layers.weight_shard import WeightShard
 
-_MOST_RUNS = 256  # of a tensor; a reader needs about 0.1 ms for each
+_MOST_RUNS = 256  # most runs of a tensor; a reader needs about 0.1 ms for each
 
 
 def offer_shards(
@@ -29,7 +29,7 @@ def offer_shards(
     regions: dict[int, KVRegion] = {}
     kept: list[Tensor] = []
     for shard_name, shard in shards:
-        name = shard_name if shard_name in stored else shard_name.removeprefix("model.")  # of a body
+        name = shard_name if shard_name in stored else shard_name.removeprefix("model.")  # in a body
         memory = shard.memory
         if name not in stored or not _equals_stored(shard, stored[name]):
             continue

@@ -211,7 +211,7 @@ def _scatter(shard: WeightShard, first: int, piece: Piece) -> None:
 
 
 def _scatter_rows(shard: WeightShard, rows: Tensor, first: int, piece: Piece) -> None:
-    """Do the same for a shard that holds ``rows`` of the full tensor."""
+    """Write a piece's values to a shard that holds ``rows`` of the full tensor."""
     memory, inner = shard.memory, prod(shard.full_shape[1:])
     piece = piece.between(first, first + prod(shard.full_shape))
     places, values = piece.places(memory.device) - first, piece.values.to(memory.device)

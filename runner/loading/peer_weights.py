@@ -7,7 +7,7 @@ Reads of different tensors follow each other, as one fills the network. Digests 
 them, each with staging memory of its own, and on a GPU piece by piece while the next piece is copied to the host.
 
 The digests and sizes are this node's own, and time on a peer is bounded (connector/backends/nixl/weight_transfer.py).
-So a peer whose words or bytes are wrong costs some time, but neither the node nor its answers.
+So a peer whose messages or bytes are wrong costs some time, but neither the node nor its answers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from runner.loading.stored_dtypes import STORED_DTYPES
 _log = logging.getLogger(__name__)
 
 _THREADS = 4  # one digests about 11 GB/s
-_STAGING_FRACTION = 1 / 4  # of the free memory, at most
+_STAGING_FRACTION = 1 / 4  # largest share of the free memory
 PIECE_BYTES = 16 << 20  # bytes of pinned memory, twice per thread: one half is digested while the other one is filled
 _ALIGNMENT = 512  # bytes
-_MAX_CORRUPT = 4  # tensors, then a peer is not asked again
+_MAX_CORRUPT = 4  # tensors, after which a peer is not asked again
 
 _abandoned: list[Any] = []  # staging memory that a hung peer may still write to
 
@@ -46,7 +46,7 @@ _abandoned: list[Any] = []  # staging memory that a hung peer may still write to
 class PeerWeights:
     """Reads whole tensors from one peer, on any thread. ``digests`` are by tensor, as this node's files have them."""
 
-    threads = _THREADS  # that read at the same time
+    threads = _THREADS  # threads that read at the same time
 
     def __init__(self, reader: WeightReader, digests: Mapping[str, str], device: torch.device) -> None:
         self.num_bytes = 0  # used from the peer
@@ -57,9 +57,9 @@ class PeerWeights:
         self._digests = digests
         self._device = device
         self._parts = find_tensors(reader.peer)
-        self._largest = 0  # bytes of a tensor that is asked for
+        self._largest = 0  # bytes of the largest tensor to read
         self._staging: Tensor | None = None
-        self._unused: queue.SimpleQueue[int] = queue.SimpleQueue()  # offsets in it, each with room for any tensor
+        self._unused: queue.SimpleQueue[int] = queue.SimpleQueue()  # offsets in ``_staging``, with room for any tensor
         self._lock = threading.Lock()  # for the reader and the counters
         self._pieces = threading.local()
         self._started = time.monotonic()
@@ -121,7 +121,7 @@ class PeerWeights:
         count = min(self.threads, max(1, int(free * _STAGING_FRACTION) // size))
         try:
             self._staging = torch.empty(count * size, dtype=torch.uint8, device=self._device)
-        except RuntimeError as exc:  # of CPUs as of GPUs
+        except RuntimeError as exc:  # raised for CPU and GPU memory
             raise CapacityError(f"staging memory for {count} tensors of {size} B cannot be allocated") from exc
         region = KVRegion(self._staging.data_ptr(), count * size, self._device.type, self._device.index or 0)
         self._reader.open(region)

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are in the model, by name: what a patch of the checkpoint's tensors must know."""
+"""Places of a checkpoint's tensors in the model, by name, as a patch of these tensors needs them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class StoredWeight(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[WeightPart, ...]  # also those of other ranks, and of layers that are not loaded
+    parts: tuple[WeightPart, ...]  # including parts of other ranks, and of layers that are not loaded
 
 
 class StoredWeights:
     """The tensors of the checkpoint in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], sources: Mapping[str, Any]) -> None:
-        """``tensors`` are those in the files, ``sources`` the slices that the model's weights are read from."""
+        """``tensors`` are in the files; the model's weights are read from the slices ``sources``."""
         parts: dict[str, list[WeightPart]] = {}
         for weight, source in sources.items():
             origin = getattr(source, "origin", None)  # quantized weights have none

@@ -42,11 +42,11 @@ _CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _FLOATS = ("F64", "F32", "BF16", "F16")  # their names in safetensors
 
-_EMBEDDING = "embed_tokens.weight"  # of a body
+_EMBEDDING = "embed_tokens.weight"  # name in a body
 _HEADS = ("lm_head.",)  # beside the body
 
 _DUMMY_DEVIATION = 0.02
-_DUMMY_FP8_DEVIATION = 64.0  # of FP8 values before their scale; they end at 448
+_DUMMY_FP8_DEVIATION = 64.0  # before the scale is applied; FP8 values end at 448
 _DUMMY_E8M0 = 120  # 2^-7, which leaves random E2M1 values a deviation of 0.023
 
 
@@ -54,7 +54,7 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
     """Fill in place, on the device: norms with 1, all else with normal numbers of standard deviation 0.02.
 
     The numbers of a tensor depend on its name, its full shape and the seed, so ranks with parts of a model hold
-    parts of the same one. Devices of one kind draw the same numbers; those of a CPU and a GPU differ.
+    parts of the same one. Devices of one kind draw the same numbers; a CPU and a GPU draw different ones.
     """
     for name, shard in shards.items():
         memory = shard.memory
@@ -92,7 +92,7 @@ class OpenWeights(dict[str, Any]):
         super().__init__(slices)
         self.threads = threads
         self.tensors = tensors  # as stored
-        self.files = files  # that are open; one that replaces them meanwhile is not read
+        self.files = files  # open files; one that replaces them meanwhile is not read
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _asking(peer: PeerWeights | None, stored: dict[str, Any]) -> dict[str, Any]:
 def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return weights by the names of a causal model.
 
-    Tensors of a multimodal checkpoint have other prefixes, and those of a body that was saved alone have none.
+    Tensors of a multimodal checkpoint have other prefixes, and tensors of a body that was saved alone have none.
     """
     if model.multimodal:
         return {str(causal_name(name)): weight for name, weight in weights.items()}
@@ -185,7 +185,7 @@ def check_weights(
         if name.endswith(_COMPUTED) or name in ignored or (name not in shards and is_padding_bias(name, weights)):
             continue
         if name not in shards and 0 in source.get_shape():
-            continue  # no values: of a layer of size 0, such as GLM's with n_shared_experts 0
+            continue  # no values: in a layer of size 0, such as GLM's with n_shared_experts 0
         if name not in shards:
             raise CheckpointError(
                 f"{model_dir}: tensor {name} has no place in the model that config.json describes; leaving it out "

@@ -41,10 +41,10 @@ class Decoder(Model):
     """
 
     unused_tensors: tuple[str, ...] = ()  # first parts of the names of tensors that are not loaded
-    predictor_names: PredictorNames | None = None  # of checkpoints that have a layer that predicts further tokens
+    predictor_names: PredictorNames | None = None  # None: no checkpoint has a layer that predicts further tokens
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
-        """``config`` is that of the whole model."""
+        """``config`` describes the whole model."""
         self.config = config
         self.context = ModelContext.build(config, parallel, placement)
         position = self.context.position
@@ -80,7 +80,7 @@ class Decoder(Model):
         return DecoderLayer(self.context, self.make_mixer(layer), self.make_mlp(self.first_layer + layer))
 
     def make_mixer(self, layer: int) -> Mixer:
-        """Create what mixes tokens in a layer; ``layer`` counts from 0 on this rank."""
+        """Create the token mixer of a layer; ``layer`` counts from 0 on this rank."""
         return self.make_attention(layer)
 
     def _make_predictor(self) -> TokenPredictor:

@@ -8,7 +8,7 @@ from runner.models.layers.token_predictor import NEXTN_NAMES
 
 
 class DeepseekV2ForCausalLM(Decoder):
-    predictor_names = NEXTN_NAMES  # of DeepSeek-V3 and GLM-4.7-Flash
+    predictor_names = NEXTN_NAMES  # for DeepSeek-V3 and GLM-4.7-Flash
 
     def make_attention(self, layer: int) -> LatentAttention:
         return LatentAttention(self.context, layer)

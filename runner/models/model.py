@@ -23,8 +23,8 @@ from runner.distributed.pipeline_stages import Beside
 class Model(ABC):
     """Token ids to hidden states, hidden states to logits."""
 
-    config: ModelConfig  # of the whole model
-    attention: tuple[AttentionSpec, ...]  # of each layer of this rank; known once the weights are loaded
+    config: ModelConfig  # the whole model's
+    attention: tuple[AttentionSpec, ...]  # by layer of this rank; known once the weights are loaded
     depends_on_length: bool  # whether rotary frequencies depend on the length of a sequence
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Model(ABC):
 
         ``inputs`` is the token ids [tokens] on the first stage, else the result of the stage before, which may be
         overwritten. The result is hidden states [tokens, hidden_size]: on the last stage normed for ``logits``, else
-        those after these layers, the next stage's input.
+        the states after these layers, the next stage's input.
 
         ``lengths``: see RotaryEmbedding. ``backend`` has planned the same tokens. ``output_tokens`` [kept] selects, on
         the last stage, the tokens of the result.
@@ -71,7 +71,7 @@ class Model(ABC):
     ) -> Tensor:
         """Predict one token further, on the last stage of a model with draft layers; see TokenPredictor, Eagle3Head.
 
-        The layer's keys and values are those of the last layer of ``backend``.
+        The layer's keys and values belong to the last layer of ``backend``.
         """
         raise NotImplementedError(f"{type(self).__name__} predicts no further tokens")
 
@@ -93,7 +93,7 @@ class Model(ABC):
 
     @abstractmethod
     def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Multiply by a weight of each shape for these numbers of tokens, and compute logits for those of samples.
+        """Multiply by a weight of each shape for these numbers of ``tokens``, and compute logits of these ``samples``.
 
         cuBLAS chooses kernels by these numbers. Loading one that was not used before waits until the device is idle.
         """

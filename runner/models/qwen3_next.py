@@ -11,7 +11,7 @@ from runner.models.layers.token_predictor import QWEN_NAMES
 class Qwen3NextForCausalLM(Decoder):
     unused_tensors = ("mtp.",)
     predictor_names = QWEN_NAMES
-    merged_inputs = True  # of gated delta nets
+    merged_inputs = True  # gated delta nets have merged input projections
 
     def make_attention(self, layer: int) -> Attention:
         bias = self.config.attention_bias

@@ -43,7 +43,7 @@ class DraftRows:
     starts: Tensor  # [rows + 1] int32, device: 0, 1, 2 …; without a further token for rows of padding
     page_table: Tensor  # [rows, max_pages] int32, device: pages from position 0
     limits: NDArray[np.int64]  # [rows], host: tokens that have a page
-    device_limits: Tensor  # [rows] int64, device: the same
+    device_limits: Tensor  # [rows] int64, device: tokens that have a page
     seq_lens: NDArray[np.int64]  # [rows], host: tokens in the cache with the last one; at least, if the device knows
 
 

@@ -20,7 +20,7 @@ from runner.pending_step import HostCopy
 from runner.sampling.prompt_targets import PromptTargets, Targets
 from runner.step_parts import StepFeature, StepPart
 
-_ROWS = 128  # of logits at a time: 80 MB of float32 with a vocabulary of 152 k
+_ROWS = 128  # rows of logits at a time: 80 MB of float32 with a vocabulary of 152 k
 _TOKENS_PER_RECORD = 1024
 
 

@@ -2,7 +2,7 @@
 
 Order: logit bias · min_tokens · repetition, presence and frequency penalties · mask · temperature ·
 top-k · top-p · min-p · Gumbel noise (noise.py) · argmax. Greedy rows skip the stages from temperature to noise.
-Log-probabilities are those of the raw logits. A mask, of a grammar or of token rules, respects min_tokens already. Each
+Log-probabilities come from the raw logits. A mask, of a grammar or of token rules, respects min_tokens already. Each
 stage touches only the rows that need it, so plain greedy decoding costs one argmax.
 """
 
@@ -45,7 +45,7 @@ def requested_ids(params: Iterable[SamplingParams]) -> NDArray[np.int64] | None:
 def best_logprobs(
     logprobs: Tensor, tokens: Tensor, num_top: int, requested: RequestedIds | None = None
 ) -> LogprobTable:
-    """Take those of ``tokens`` [rows] and of the best ``num_top``, or requested, from logprobs [rows, vocab_size]."""
+    """Take entries for ``tokens`` [rows] and the best ``num_top``, or requested, from logprobs [rows, vocab_size]."""
     chosen = logprobs.gather(1, tokens[:, None].long())[:, 0]
     top = logprobs.topk(num_top, dim=-1)
     if requested is not None:

@@ -1,4 +1,4 @@
-"""Which drafts of a step are accepted: those that equal the samples, up to the first one that does not.
+"""Acceptance of a step's drafts: all that equal the samples, up to the first one that does not.
 
 A sample is drawn at the newest token of a sequence and at each draft, with the noise of its position:
 
@@ -24,7 +24,7 @@ def without_rejected(plan: StepPlan, sampled: StepOutput) -> StepOutput:
 
     Drafts that are accepted on order, ``Drafts.accept``, replace the samples, so that KV and tokens agree.
 
-    ``sampled`` has a sample for each token of the decodes, then those of the prompts.
+    ``sampled`` has a sample for each token of the decodes, then the samples of prompts.
     """
     drafts_of = {drafts.seq: drafts for drafts in plan.drafts}
     counts = tuple(_counts(plan, drafts_of, sampled.token_ids))

@@ -49,7 +49,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
 
     def _prepare(self, plan: StepPlan) -> HostBatch:
         for drafts in plan.drafts:
-            if not self._is_last_stage:  # which has counted them
+            if not self._is_last_stage:  # the last stage has counted them
                 self._sequences.count_yielded(drafts.seq, drafts.yielded)
             self._sequences.put_drafts(drafts.seq, drafts.token_ids)
         batch = HostBatch.of(plan.scheduled, plan.num_decodes, self._sequences.rows_of(plan.scheduled))
@@ -69,7 +69,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         return hidden, self._model.decoder.logits(last_hidden)
 
     def _count_computed(self, batch: HostBatch) -> None:
-        """Count the tokens of a step as computed. Of decodes with drafts, ``count_yielded`` counts those that stay."""
+        """Count the tokens of a step as computed. For decodes with drafts, ``count_yielded`` does that."""
         lengths = batch.lengths
         if batch.has_drafts:
             lengths = lengths.copy()

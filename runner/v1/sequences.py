@@ -32,7 +32,7 @@ class SequenceTable(SequenceRows):
         self.num_tokens: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_pages: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
-        self.state_slots: NDArray[np.int32] = np.zeros(rows, dtype=np.int32)  # of recurrent state, if there is any
+        self.state_slots: NDArray[np.int32] = np.zeros(rows, dtype=np.int32)  # recurrent state, if there is any
 
     def add(self, new: NewSequence) -> int:
         row = super().add(new)

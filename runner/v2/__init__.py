@@ -1,6 +1,6 @@
 """The V2 model runner: the state of sequences lives on the device.
 
-    request_states.py     sequences by slot, and what the host knows of them
+    request_states.py     sequences by slot, as far as the host knows them
     device_state.py       token ids, block tables and counts of each slot, on the device; the host's writes to them
     input_batch.py        the batch of one step, and the tensors that its inputs are built in
     forward.py            the layers of a rank, between its neighbour stages

@@ -78,12 +78,12 @@ class StagedWrites:
         self._device = device
         self._destinations: list[int] = []
         self._lengths: list[int] = []
-        self._values: list[NDArray[np.int32]] = []  # of all writes, one after the other
+        self._values: list[NDArray[np.int32]] = []  # values of all writes, one after the other
         self._extra: list[NDArray[np.int32]] = []
         self._next = 0
         self._ring = max_in_flight + 2  # buffers of the steps in flight, one that is being written, one to spare
         self._host: list[Tensor] = []
-        self._host_words: list[NDArray[np.int32]] = []  # the same memory
+        self._host_words: list[NDArray[np.int32]] = []  # views of ``_host``
         self._words = torch.empty(0)
         self._allocate(capacity)
 

@@ -69,7 +69,7 @@ class DeviceDrafts:
         self._graphs = CudaGraphs(GraphSizes(()))
         self._hidden = hidden
         rows = max((each.rows for each in self._sizes.descriptors), default=0)
-        self._drafts = torch.zeros(rows, self._most, dtype=torch.int32, device=hidden.device)  # of graphs
+        self._drafts = torch.zeros(rows, self._most, dtype=torch.int32, device=hidden.device)  # output of graphs
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
         """Capture the graphs of all sizes, or of the ``most`` largest."""
@@ -117,7 +117,7 @@ class DeviceDrafts:
     # ------------------------------------------------------------ behind decodes
 
     def _captured(self, size: BatchDescriptor, padding: AttentionBatch) -> None:
-        """Compute what the graph of this size captures."""
+        """Run the calls that the graph of this size captures."""
         assert self._drafter is not None
         self._backend.plan(padding, graph=size.longest)
         sampled, any_values = self._verification.sampled[: size.tokens], np.ones(size.rows, dtype=np.int64)
@@ -178,7 +178,7 @@ class DeviceDrafts:
             self._state.token_ids.index_put_((slots, at.long()), sampled[drafted])
 
     def _tokens(self, batch: InputBatch, hidden: Tensor) -> PredictedTokens:
-        """The tokens behind those of the step are in the state: of the prompt, or sampled."""
+        """Return the step's tokens with their next ones, which the state has: from the prompt, or sampled."""
         indices, positions = batch.indices, self._inputs.positions[: batch.indices.num_tokens]
         slots = batch.sent.array(SLOTS, indices.num_seqs)
         if indices.num_tokens > indices.num_seqs:
@@ -193,5 +193,5 @@ class DeviceDrafts:
         return np.minimum(batch.num_blocks.astype(np.int64) * self._block_size, self._max_model_len)
 
     def _device_limits(self, num_blocks: Tensor) -> Tensor:
-        """Return the same on the device."""
+        """Return the tokens of each sequence that have a page, at least 1, on the device."""
         return (num_blocks.long() * self._block_size).clamp(1, self._max_model_len)

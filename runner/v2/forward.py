@@ -33,7 +33,7 @@ class ForwardPass:
         self._position = config.position
         self.sizes = GraphSizes.of_node(config)
         self._graphs = CudaGraphs(GraphSizes(()))
-        self._decode_sizes = GraphSizes(())  # of the graphs
+        self._decode_sizes = GraphSizes(())  # sizes of graphs for decodes
         dtype, device = model.placement.dtype, model.device
         hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size
         most = self.sizes.most_tokens if config.cuda_graphs else 0
@@ -54,7 +54,7 @@ class ForwardPass:
     def graph_for(self, indices: BatchIndices) -> BatchDescriptor | None:
         """Return the size of the graph for this batch, None if none fits.
 
-        Decodes of a model that drafts get one for decodes, even if a smaller one fits: drafts have a graph of its size.
+        Decodes of a model that drafts get a graph for decodes, even if a smaller one fits: drafts have one as large.
         """
         found = None
         if self._keeps_hidden and indices.only_decodes:
@@ -64,8 +64,8 @@ class ForwardPass:
     def run(self, batch: InputBatch, all_hidden_states: bool) -> Pausing[tuple[Tensor, Tensor | None]]:
         """Return hidden states, and logits [sampling rows, vocab_size] on the last stage if any row samples.
 
-        The inputs have been built, padded to ``batch.graph`` if there is one. Hidden states are those of all tokens if
-        ``all_hidden_states``, for which there must be none unless the model drafts.
+        The inputs have been built, padded to ``batch.graph`` if there is one. Hidden states are of all tokens if
+        ``all_hidden_states``, which excludes a graph unless the model drafts.
         """
         indices, descriptor = batch.indices, batch.graph
         selects = self._position.is_last and not indices.every_token_samples
@@ -103,7 +103,7 @@ class ForwardPass:
         return self.hidden[:tokens]
 
     def _captured(self, descriptor: BatchDescriptor, padding: AttentionBatch) -> None:
-        """Compute what the graph of this size captures."""
+        """Run the layers, and compute the logits, that the graph of this size captures."""
         self._backend.plan(padding, graph=descriptor.longest)
         tokens = descriptor.tokens
         start = self._inputs.input_ids if self._position.is_first else self._start

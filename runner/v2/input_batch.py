@@ -33,7 +33,7 @@ HAS_DRAFTS = -2  # in place of a sample: the host counts the samples that stay
 
 @dataclass
 class BatchIndices(StepBatch):
-    """Stays the same from step to step while the same sequences decode. Rows are slots.
+    """Stays valid from step to step while the same sequences decode. Rows are slots.
 
     ``sample_of_row`` is -1 on ranks that sample nothing, HAS_DRAFTS for sequences with drafts.
     """
@@ -98,7 +98,7 @@ class InputBuffers:
     def __init__(
         self, config: NodeConfig, layout: KVLayout, max_pages: int, device: torch.device, makes_drafts: bool
     ) -> None:
-        """Rows of tables have ``max_pages``. If the model ``makes_drafts``, also the pages of those behind a step."""
+        """Rows of tables have ``max_pages``. If the model ``makes_drafts``, including pages of drafts behind a step."""
         max_seqs, max_tokens = config.max_num_seqs, config.max_batch_tokens
         self._layout, self._has_drafts = layout, config.max_drafts > 0
         self._ahead = config.max_drafts if makes_drafts else 0

@@ -1,4 +1,4 @@
-"""Sequences by slot, and what the host knows of them: everything but the tokens that are still being computed."""
+"""Sequences by slot, as far as the host knows them: all but the tokens that are still being computed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RequestStates(SequenceRows):
         self._writes = writes
         self._is_last_stage = is_last_stage
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
+        self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # including tokens being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self._state_slots: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # of recurrent state, if there is any
+        self._state_slots: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # recurrent state, if there is any
         self._recent: deque[BatchIndices] = deque(maxlen=microbatches + 1)
 
     def __len__(self) -> int:

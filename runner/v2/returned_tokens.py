@@ -40,7 +40,7 @@ class DeviceReturnedTokens(ReturnedTokens[InputBatch]):
 @dataclass
 class _Part(StepPart[InputBatch]):
     feature: DeviceReturnedTokens
-    offsets: list[NDArray[np.int32]]  # of each message: where its tokens belong
+    offsets: list[NDArray[np.int32]]  # by message: places of its tokens in the state
 
     def before_forward(self, batch: InputBatch) -> None:
         for offsets, offsets_at in zip(self.offsets, batch.sent.extra_at, strict=True):
@@ -51,5 +51,5 @@ class _Part(StepPart[InputBatch]):
 
     def after_forward(self, batch: InputBatch, hidden: Tensor) -> None:
         indices = batch.indices
-        slots = indices.rows[indices.continued]  # what decodes with drafts yield comes with their next plan
+        slots = indices.rows[indices.continued]  # tokens of decodes with drafts come with their next plan
         self.feature.expect(indices.continued_sequences, slots, self.feature.requests.num_tokens[slots] - 1)

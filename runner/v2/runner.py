@@ -66,7 +66,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         return features
 
     def launches_by_layer(self, plan: StepPlan) -> bool:
-        """By size, also if no graphs are captured: then all steps are, and waiting before each would idle the GPU."""
+        """Decide by size, even without graphs: then all steps launch by layer, and a wait before each idles the GPU."""
         return not self._forward.sizes.have(plan)
 
     @torch.inference_mode()

@@ -35,7 +35,7 @@ class DeviceVerification:
         self._graphs = CudaGraphs(GraphSizes(()))
         device = inputs.input_ids.device
         self.sampled = torch.zeros(self.sizes.most_tokens, dtype=torch.int32, device=device)
-        # Drafts of each sequence that are accepted on order; -1: those that are right.
+        # Drafts of each sequence that are accepted on order; -1: the right ones.
         self._ordered = torch.full((config.max_num_seqs,), -1, dtype=torch.int64, device=device)
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:

@@ -4,8 +4,8 @@
                     └─────► queue of writes ──► thread ─┼► results ──poll──► step loop
                             scans, on rank 0  ─ thread ─┘
 
-What fails is not tried again for a while: a failing disk costs a log line, and no time. Reads, writes and removals fail
-apart. Where some blocks of an order can be moved, the disk works.
+A failed operation is not tried again for a while: a failing disk costs a log line, and no time. Reads, writes and
+removals fail separately. The disk works if some blocks of an order can be moved.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds without attempts after a failure
 _OPEN_FILES = 64  # at once
-_SCAN_SECONDS = 60.0  # between scans, at least: they find what other nodes have written and evicted
-_SCAN_SHARE = 1 / 100  # of the time, at most
+_SCAN_SECONDS = 60.0  # least pause between scans: they find what other nodes have written and evicted
+_SCAN_SHARE = 1 / 100  # largest share of the time for scans
 _LISTED_AT_ONCE = 500  # names
-_LISTED_AHEAD = 4  # events that the step loop has not taken: a scan waits
-_CLOSE_SECONDS = 2.0  # that a thread has to end: a transfer may hang with its disk
+_LISTED_AHEAD = 4  # events that the step loop has not taken: with more of them, a scan waits
+_CLOSE_SECONDS = 2.0  # seconds for a thread to end: a transfer may hang with its disk
 
 
 class DiskSetup(NamedTuple):
@@ -94,7 +94,7 @@ class _Events:
         self._events: list[DiskEvent] = []
 
     def __len__(self) -> int:
-        """Events that were not taken yet."""
+        """Number of events that were not taken yet."""
         return len(self._events)
 
     def add(self, event: DiskEvent) -> None:
@@ -122,7 +122,7 @@ class DiskThreads:
         self._folder = ""
         self._closed = False
         self._timers: dict[int, threading.Timer] = {}  # by id of the read
-        self._transfers: dict[bool, FileTransfer] = {True: NoTransfer(), False: NoTransfer()}  # of reads, of writes
+        self._transfers: dict[bool, FileTransfer] = {True: NoTransfer(), False: NoTransfer()}  # keys: True for reads
         self._attempts = {
             DiskWork.READ: _Attempts("reads"),
             DiskWork.WRITE: _Attempts("writes"),
@@ -206,7 +206,7 @@ class DiskThreads:
             )
         )
 
-    # Each returns the first error that is not one of a single block, or an empty string.
+    # Each returns the first error that concerns more than a single block, or an empty string.
 
     def _write(self, blocks: list[tuple[BlockName, int]], folder: str, part: _Part) -> str:
         new: dict[int, tuple[NewFile, HostPlace]] = {}
@@ -237,7 +237,7 @@ class DiskThreads:
         return error
 
     def _create(self, path: Path, num_bytes: int, part: _Part) -> NewFile | None:
-        """Create a file, for which others may have to go. Return None if there is no room for it. Raises OSError."""
+        """Create a file, and evict others for it. Return None if there is no room for it. Raises OSError."""
         with suppress(InTheWay):
             try:
                 return self._directory.create(path, num_bytes)
@@ -329,7 +329,7 @@ class _Part:
 
     def __init__(self, count: int) -> None:
         self.outcomes = [Outcome.FAILED] * count
-        self.num_done = 0  # without those that were there already
+        self.num_done = 0  # without the blocks that were there already
         self.num_bytes = 0
         self.num_failed = 0
         self.num_evicted = 0

@@ -6,12 +6,12 @@
     PATH/<folder>/3f/<name>.….new   a block that is being written, locked by its writer
 
 A name has the hash of the block and the digest of its bytes (pdserve/disk_kv.py). A file is written under another name
-and renamed, so a name has a whole block, or after a crash of the host anything: the digest tells. No file is ever
-changed. Bytes are counted before they are written, and until their file is gone: a process that dies in between leaves
-the count too high, until the next scan corrects it.
+and renamed, so a name has a whole block. After a crash of the host its bytes may be wrong: the digest tells. No file is
+ever changed. Bytes are counted before they are written, and until their file is gone: a process that dies in between
+leaves the count too high, until the next scan corrects it.
 
-Folders have names of hexadecimal digits. Whatever else lies in the directory is left alone. Where it lies in place of a
-block or its folder, there is no block, and none is written.
+Folders have names of hexadecimal digits. Other files in the directory are left alone. Where one lies in place of a
+block or its folder, no block is read or written.
 
 Order of eviction: by the last use but one (LRU-2), which is the access time of a file; the last use is its modification
 time. Blocks that were used only once, when they were written, have access time 0: they go first, until those that were
@@ -34,13 +34,13 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-_PROVEN_SHARE = 4 / 5  # of the room, for blocks that were used again
-_EVICTED_AT_ONCE = 1 / 20  # of the room: few evictions need a scan
-_CANDIDATES = 20_000  # that a scan finds, of each kind
+_PROVEN_SHARE = 4 / 5  # largest share of the room for blocks that were used again
+_EVICTED_AT_ONCE = 1 / 20  # share of the room that an eviction leaves free: few evictions need a scan
+_CANDIDATES = 20_000  # files that a scan finds, of each kind
 _PAUSE = 1e-3  # seconds between parts of a scan, so that it holds the interpreter for short times only
 _PART = 64  # files
 _NEW = ".new"
-_NEW_SECONDS = 60.0  # after which a file that is being written has been locked by its writer
+_NEW_SECONDS = 60.0  # time for the writer of a new file to lock it
 _FOLDER, _PART_FOLDER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[bs][0-9]+(\.[0-9a-f]+-[0-9]+\.new)?")  # pdserve.disk_kv.BlockName
 #: Errors of a path with something else in place of a block or its folder: a directory, a file, a link, a socket.
@@ -70,11 +70,11 @@ class _Candidate(NamedTuple):
 
 
 class _Oldest:
-    """The first ``_CANDIDATES`` of all that are added."""
+    """The ``_CANDIDATES`` oldest of all that are added."""
 
     def __init__(self) -> None:
         self._kept: list[_Candidate] = []
-        self.num_bytes = 0  # of all
+        self.num_bytes = 0  # bytes of all added candidates, kept or not
 
     def add(self, candidate: _Candidate) -> None:
         self.num_bytes += candidate.num_bytes
@@ -95,7 +95,7 @@ class KVDirectory:
         self.limit = limit
         self._evicting = threading.Lock()
         self._once: list[_Candidate] = []  # used once, the next one to evict last
-        self._again: list[_Candidate] = []  # used again, likewise
+        self._again: list[_Candidate] = []  # used again, the next one to evict last
         self._again_bytes = 0
         self._direct = True  # until the file system refuses it
         self._stopped = False
@@ -125,7 +125,7 @@ class KVDirectory:
         return None
 
     def touch(self, fd: int) -> None:
-        """A block has been used: its last use becomes the last but one."""
+        """Note a use of a block: its last use becomes the last but one."""
         with suppress(OSError):  # a read-only directory keeps its order
             os.utime(fd, ns=(os.fstat(fd).st_mtime_ns, time.time_ns()))
 
@@ -178,7 +178,7 @@ class KVDirectory:
         return file
 
     def _open(self, path: Path, flags: int, num_bytes: int) -> int:
-        """Open a file past the page cache if possible. So the pace that is measured is the disk's."""
+        """Open a file past the page cache if possible, so that measured throughput is the disk's."""
         if self._direct and num_bytes % _DIRECT_BYTES == 0:
             try:
                 return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o600)
@@ -200,7 +200,7 @@ class KVDirectory:
         return self._add_used(0)
 
     def _add_used(self, num_bytes: int, limit: int | None = None) -> int:
-        """Change the count. Return it, or -1 if it would exceed ``limit``: then it stays."""
+        """Change the count. Return the new one, or -1 if it would exceed ``limit``: then it stays."""
         with self._locked("used") as fd:
             used = int.from_bytes(os.pread(fd, 8, 0), "little")  # 0 if the file is new
             total = max(0, used + num_bytes)
@@ -261,7 +261,7 @@ class KVDirectory:
                 self._scan(found, correct=False)
 
     def _scan(self, found: Callable[[str, str], None], correct: bool = True) -> None:
-        """Find what to evict next. What is written meanwhile may be counted twice, until the next scan."""
+        """Find what to evict next. Blocks written meanwhile may be counted twice, until the next scan."""
         before = self.used if correct else 0
         once, again, being_written = _Oldest(), _Oldest(), 0
         for number, entry in enumerate(self._entries()):

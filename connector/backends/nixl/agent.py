@@ -64,7 +64,7 @@ class NixlAgent:
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
-        """Return what a peer needs to connect: addresses and keys of registered memory."""
+        """Return the addresses and keys of registered memory, which a peer needs to connect."""
         return bytes(self._agent.getLocalMD())
 
     def add(self, metadata: bytes) -> str:

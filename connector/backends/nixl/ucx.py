@@ -35,7 +35,7 @@ class UcxLog:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[str, str] = {}  # of the latest new kind of connection, by worker
+        self._lanes: dict[str, str] = {}  # lanes logged last, by worker
         self._file = os.memfd_create("ucx-log", os.MFD_CLOEXEC)
         self._read = 0  # bytes forwarded so far
         self._lock = threading.Lock()

@@ -26,7 +26,7 @@ _BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, an ui
 # An interface in the metadata, as UCX packs it (uct_tcp_device_addr_t, ucp_address_packed_iface_attr_t):
 #     0 or 1 for loopback | address family | address, or the identity of the host | attributes | length 2, flags | port
 _ATTRIBUTES_AND_LENGTH = rb"(?:.{18}|.{10})[\x02\x42\x82\xc2]"  # UCX_ADDRESS_VERSION v1 or v2
-_HOST_IDENTITY_BYTES = 12  # of a machine and its network namespace: 127.0.0.1 of another host is not ours
+_HOST_IDENTITY_BYTES = 12  # identifies a machine and its network namespace: 127.0.0.1 of another host is not ours
 
 
 class PeerSockets:
@@ -38,7 +38,7 @@ class PeerSockets:
         self._earlier = frozenset(_sockets())
 
     def shut(self) -> int:
-        """Shut them down; return how many.
+        """Shut the sockets down; return how many.
 
         No other way ends a transfer with a hung peer: UCX sees the end of the stream, declares the endpoint dead and
         fails its transfers, and no byte can arrive any more. After removing the agent or releasing the handle, bytes
@@ -48,7 +48,7 @@ class PeerSockets:
         return sum(_drain.add(connection) for connection in self._open())
 
     def received_bytes(self) -> int:
-        """Return the bytes received over those that are open."""
+        """Return the bytes received over the open sockets."""
         total = 0
         for connection in self._open():
             with connection:

@@ -35,7 +35,7 @@ from runner.kernels.tiles import AttentionTiles
 _PROGRAMS_PER_PROCESSOR = 3  # as shared memory allows
 _PARTS_PER_PROGRAM = 4  # with one, all would wait for the longest
 _PARTS_PER_SEQUENCE, _MOST_PARTS_PER_SEQUENCE = 8, 64  # on average: each adds to the time of the merge
-_LEAST_TILES = 4  # of a part, if the sequences keep the device busy: a merge takes longer than a few tiles
+_LEAST_TILES = 4  # least tiles of a part, if the sequences keep the device busy: a merge takes longer than a few tiles
 
 
 # Fields of a part, adjacent so that a program loads them at once.
@@ -70,7 +70,7 @@ def _plan_parts_kernel(
     num_tokens = tl.load(query_starts + row + 1, mask=known, other=0) - token
     taken = (num_tokens >= LEAST_TOKENS) & (num_tokens <= MOST_TOKENS)
     seq_len = tl.load(seq_lens + row, mask=known, other=0)
-    position = seq_len - num_tokens  # of the first query
+    position = seq_len - num_tokens  # position of the first query
     first_key = seq_len * 0
     if WINDOW > 0:
         first_key = tl.maximum(position + 1 - WINDOW, 0)
@@ -173,8 +173,8 @@ def _decode_attention_kernel(
     weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32: log2 of the sum of exp that each stands for
     done,  # [rows, KV_HEADS] int32: how many parts are, zero before and after
     sinks,  # [KV_HEADS * GROUP] scores without a value, read if HAS_SINKS
-    scale,  # of scores, times log2(e) and the scale of keys in an FP8 cache
-    v_scale,  # of values in an FP8 cache
+    scale,  # scale of scores, times log2(e) and the scale of keys in an FP8 cache
+    v_scale,  # scale of values in an FP8 cache
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -287,7 +287,7 @@ def _decode_attention_kernel(
 
 
 class _Cut:
-    """Cuts the sequences with so many tokens into parts, which a launch with some tiles attends."""
+    """Cuts sequences whose number of tokens is within limits into parts, which one launch attends."""
 
     def __init__(
         self, tiles: dict[str, Any], tokens: tuple[int, int], programs: int, max_seqs: int, windows: set[int | None],
@@ -341,7 +341,7 @@ class SplitDecode:
         device: torch.device,
         scales: Sequence[KVScales],
     ) -> None:
-        """``config`` is the rank's part of the model; ``scales`` has those of each layer, 1.0 without an FP8 cache."""
+        """``config`` is the rank's part of the model; ``scales`` has one per layer, 1.0 without an FP8 cache."""
         self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         self._group = config.num_heads // config.num_kv_heads
         self._windows = [spec.window for spec in config.attention]
@@ -360,7 +360,7 @@ class SplitDecode:
         self._mixed = (
             [self._all] if tiles.several is tiles.decode else [self._singles, cut(tiles.several, 2, tiles.few)]
         )
-        self._cuts: dict[int | None, list[_Cut]] = {}  # of the current step, by window
+        self._cuts: dict[int | None, list[_Cut]] = {}  # cuts of the current step, by window
         elements = max(each.most_parts * each.tiles["BLOCK_ROWS"] for each in (self._singles, self._all))
         elements *= self._kv_heads
         self._results = torch.empty(elements * config.head_dim, dtype=torch.float32, device=device)
@@ -380,7 +380,7 @@ class SplitDecode:
         With ``q_rope`` [tokens, num_heads, rope_dim] the cache has latents [pages, num_kv_heads, 1, page_size,
         head_dim + rope_dim]: keys are whole rows, values their first part.
 
-        Covers sequences with one token, and if ``several`` also those with up to ``AttentionTiles.few``. ``cache`` is
+        Covers sequences with one token, and if ``several`` also ones with up to ``AttentionTiles.few``. ``cache`` is
         the layer's view, ``sinks`` [num_heads]. The first layer with a window cuts the sequences for the later ones, or
         the first one of them that a step has.
         """

@@ -1,4 +1,4 @@
-"""Kernels of latent attention beside the attention itself: store the rows of tokens, and gather those of sequences."""
+"""Kernels of latent attention beside the attention itself: store rows of tokens, and gather rows of sequences."""
 
 from __future__ import annotations
 

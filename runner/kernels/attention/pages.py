@@ -60,7 +60,7 @@ class PageLists:
     """Buffers that keep their addresses after the widest batch, so that captured graphs may read them."""
 
     def __init__(self, max_rows: int, page_size: int, device: torch.device, window: int | None = None) -> None:
-        """``window`` is that of the KV cache group, in tokens."""
+        """``window``: the KV cache group's, in tokens."""
         self._max_rows, self._page_size, self._window = max_rows, page_size, window
         self.starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.last_lens = torch.ones(max_rows, dtype=torch.int32, device=device)

@@ -41,7 +41,7 @@ def _attend(
     result,
     begin,
     end,
-    first_key,  # that a query sees, with a window: pages before it may belong to another sequence by now
+    first_key,  # first key that a query sees, with a window: pages before it may belong to another sequence by now
     positions,  # [BLOCK_ROWS] of the queries
     keys_of_head,
     page_stride,
@@ -118,8 +118,8 @@ def _prefill_attention_kernel(
     seq_lens,  # [rows] int32
     out,  # out [tokens, KV_HEADS * GROUP, HEAD_DIM]
     sinks,  # [KV_HEADS * GROUP] scores without a value, read if HAS_SINKS
-    scale,  # of scores, times log2(e) and the scale of keys in an FP8 cache
-    v_scale,  # of values in an FP8 cache
+    scale,  # scale of scores, times log2(e) and the scale of keys in an FP8 cache
+    v_scale,  # scale of values in an FP8 cache
     rows,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -128,7 +128,7 @@ def _prefill_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
     HAS_SINKS: tl.constexpr,
-    FEW: tl.constexpr,  # sequences with at most so many queries are skipped
+    FEW: tl.constexpr,  # sequences with at most this many queries are skipped
     BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -199,7 +199,7 @@ def prefill_attention(
     """Write the attention output of queries ``q`` to ``out``, for sequences with more than ``tiles.few`` tokens.
 
     Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
-    ``scales`` are those of an FP8 cache, whose keys and values are multiplied as they are stored.
+    ``scales`` belong to an FP8 cache, whose keys and values are multiplied as they are stored.
     ``sinks`` [num_heads] are given where the spec has them. With ``q_rope`` [tokens, num_heads, rope_dim] the cache has
     latents [pages, num_kv_heads, 1, page_size, head_dim + rope_dim]: keys are whole rows, values their first part.
     """

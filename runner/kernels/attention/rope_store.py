@@ -23,9 +23,9 @@ def _store_rotated(
     sin,
     norm_weight,
     eps,
-    target,  # of the first head; the others are target_stride apart
+    target,  # place of the first head; the others are target_stride apart
     target_stride,
-    inverse_scale,  # of an FP8 target
+    inverse_scale,  # 1 / scale of an FP8 target
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -56,7 +56,7 @@ def _store_plain(
     num_heads,
     target,
     target_stride,
-    inverse_scale,  # of an FP8 target
+    inverse_scale,  # 1 / scale of an FP8 target
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
@@ -137,7 +137,7 @@ def rope_store(
     qkv [tokens, (num_heads + 2 * num_kv_heads) * head_dim], with rows at any stride; head_dim a power of two, at least
     16. slots [tokens] int64: page * page_size + offset, -1 to store nothing. cache: a layer's view [pages,
     num_kv_heads, 2, page_size, head_dim].
-    ``scales`` are those of an FP8 cache.
+    ``scales`` belong to an FP8 cache.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     tokens = qkv.shape[0]

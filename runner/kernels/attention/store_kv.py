@@ -17,7 +17,7 @@ def _store_kv_kernel(
     k,  # [tokens, KV_HEADS, HEAD_DIM], the last dense
     k_token_stride,
     k_head_stride,
-    v,  # the same
+    v,  # [tokens, KV_HEADS, HEAD_DIM], the last dense
     v_token_stride,
     v_head_stride,
     slots,  # [tokens] int64
@@ -50,7 +50,7 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, cache: Tensor, scales: KVScale
     """Store k and v [tokens, num_kv_heads, head_dim]; slots [tokens] int64, -1 to store nothing.
 
     Tokens and heads may lie at any stride. cache: a layer's view [pages, num_kv_heads, 2, page_size, head_dim];
-    head_dim a power of two. ``scales`` are those of an FP8 cache.
+    head_dim a power of two. ``scales`` belong to an FP8 cache.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     assert k.stride(2) == v.stride(2) == 1

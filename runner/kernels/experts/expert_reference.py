@@ -24,7 +24,7 @@ def choose_experts(
 ) -> Routing:
     """Return the ``top_k`` experts of each token by logits [tokens, experts] float32, as ``MoEConfig`` describes.
 
-    bias [experts] float32 is the correction bias. ``groups`` are the groups of experts, and how many of them are kept.
+    bias [experts] float32 is the correction bias. ``groups``: how many groups of experts there are, and are kept.
     """
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     choice = scores if bias is None else scores + bias

@@ -24,7 +24,7 @@ from runner.kernels.experts.grouped_tiles import (
 )
 
 #: Rows of a tile from which products bound its time, not reads of weights. On an H200, 8,192 tokens of Qwen3-30B-A3B's
-#: experts took 908 us in tiles of so many rows, and 986 in tiles of twice as many.
+#: experts took 908 us in tiles of this many rows, and 986 in tiles of twice as many.
 MOST_ROWS = 64
 
 
@@ -38,7 +38,7 @@ def _grouped_fp8_kernel(
     assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
     experts,  # [tiles] int32
     count,
-    first_expert,  # of ``experts`` if not SORTED
+    first_expert,  # this rank's first expert, for ``experts`` if not SORTED
     num_experts,
     tiles,
     IN: tl.constexpr,
@@ -121,10 +121,10 @@ def _scaled(sums, scale, x_scale, ONE_SCALE: tl.constexpr, QUANTIZED: tl.constex
 def grouped_fp8(
     x: Tensor | Quantized, weight: Tensor, scales: Tensor, row_block: int, group: int, rows: GroupedRows
 ) -> Tensor:
-    """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
+    """Return the product of each assignment, [tokens * top_k, out_features]; undefined for other ranks' experts.
 
-    x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment; of quantized numbers the
-    product is bfloat16. weight [experts, out_features, in_features] has scales [experts, out_features / row_block,
+    x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment; the product of quantized
+    numbers is bfloat16. weight [experts, out_features, in_features] has scales [experts, out_features / row_block,
     in_features / group], as quantized x has; a ``group`` of several is a power of two.
     """
     is_quantized = isinstance(x, Quantized)

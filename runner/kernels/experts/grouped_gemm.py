@@ -26,7 +26,7 @@ from runner.kernels.experts.grouped_tiles import (
 _LARGE_MEMORY = 200 << 10  # bytes of shared memory, as Hopper has
 _SUM_BLOCK = 1024  # values that a program sums
 _TOGETHER = 8  # tiles whose programs run together
-_MANY_TILES = 3  # of an expert on average: with two, Qwen3-Next's products of 8,192 tokens take 9 % longer together
+_MANY_TILES = 3  # least mean tiles per expert to run together: with two, 8,192 tokens of Qwen3-Next take 9 % longer so
 
 
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles", "together"])
@@ -38,7 +38,7 @@ def _grouped_gemm_kernel(
     assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
     experts,  # [tiles] int32
     count,
-    first_expert,  # of ``experts`` if not SORTED
+    first_expert,  # this rank's first expert, for ``experts`` if not SORTED
     num_experts,
     tiles,
     together,
@@ -117,7 +117,7 @@ def _sum_kernel(
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | None = None) -> Tensor:
-    """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
+    """Return the product of each assignment, [tokens * top_k, out_features]; undefined for other ranks' experts.
 
     x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment; weight [experts,
     out_features, in_features] and bias [experts, out_features] are of this rank's experts.
@@ -142,7 +142,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | No
         rows.local.start,
         len(rows.local),
         rows.tiles,
-        # Of experts with few tiles, their weights are in the cache anyway.
+        # With few tiles per expert, its weights are in the cache anyway.
         _TOGETHER if count >= _MANY_TILES * len(rows.local) * rows.tile_rows else 1,
         IN=in_features,
         OUT=out_features,

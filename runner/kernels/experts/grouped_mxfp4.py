@@ -34,7 +34,7 @@ from runner.kernels.experts.grouped_tiles import (
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
 _REST = tl.constexpr(2.0 ** (126 - mxfp4_words.SCALE_SHIFT))  # the part of a weight's scale that stored scales lack
 _SHARED_TILES = 8  # tiles of rows whose programs share blocks of weights in the cache
-_LEAST_ROWS = 8  # of a tile, as a product's right operand
+_LEAST_ROWS = 8  # least rows of a tile, as a product's right operand
 
 # Two words, and the scales of two columns in both blocks: the four values of each word, scaled.
 _UNPACK = tl.constexpr("""{
@@ -69,7 +69,7 @@ def _dequantized(bits, exponents, DOT: tl.constexpr):
 
 @triton.jit
 def _unpack(words, first, second, DOT: tl.constexpr):
-    """Return the four values of each word [outputs, words]; those of bfloat16 lack the factor _REST.
+    """Return the four values of each word [outputs, words]; bfloat16 values lack the factor _REST.
 
     ``first`` [outputs] int32 has the stored scales of values 0 and 1, ``second`` of 2 and 3.
     """
@@ -146,7 +146,7 @@ def _multiply_tile(
     bias,
     y,
     assignment,  # [rows] of the tile
-    expert,  # of this rank's
+    expert,  # number on this rank
     out_block,
     count,
     alpha,
@@ -209,10 +209,10 @@ def _grouped_mxfp4_kernel(
     assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
     experts,  # [tiles] int32
     count,
-    first_expert,  # of ``experts`` if not SORTED
+    first_expert,  # this rank's first expert, for ``experts`` if not SORTED
     num_experts,
     tiles,
-    alpha,  # of the activation, if GATED
+    alpha,  # parameter of the activation, if GATED
     limit,
     IN: tl.constexpr,
     OUT: tl.constexpr,
@@ -220,7 +220,7 @@ def _grouped_mxfp4_kernel(
     ROWS_PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    FEW_ROWS: tl.constexpr,  # sorted tiles with at most so many rows are multiplied as smaller ones; 0: none are
+    FEW_ROWS: tl.constexpr,  # sorted tiles with at most this many rows are multiplied as smaller ones; 0: none are
     BLOCK_OUT: tl.constexpr,
     TOGETHER: tl.constexpr,
     UNROLL: tl.constexpr,  # groups of inputs in a step
@@ -284,14 +284,14 @@ class ClampedSwiGLU(NamedTuple):
 def grouped_mxfp4(
     x: Tensor, words: Tensor, scales: Tensor, bias: Tensor, rows: GroupedRows, activation: ClampedSwiGLU | None = None
 ) -> Tensor:
-    """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
+    """Return the product of each assignment, [tokens * top_k, out_features]; undefined for other ranks' experts.
 
-    With an ``activation``, words and scales have the order of ``mxfp4_words.gates_first``, and the result is that of
-    their gates and ups, [tokens * top_k, out_features / 2].
+    With an ``activation``, words and scales have the order of ``mxfp4_words.gates_first``, and the result is the
+    activation of gates and ups, [tokens * top_k, out_features / 2].
 
-    x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment. Of this rank's experts are
-    words [experts, groups, out_features, 16] and scales [experts, groups / 2, out_features, 4] of ``mxfp4_words.py``,
-    and bias [experts, out_features]. ``rows`` are those of ``rows_of_experts``.
+    x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment. This rank's experts
+    have words [experts, groups, out_features, 16] and scales [experts, groups / 2, out_features, 4] of
+    ``mxfp4_words.py``, and bias [experts, out_features]. ``rows`` come from ``rows_of_experts``.
     """
     assert x.is_contiguous()
     assert words.is_contiguous()

@@ -20,7 +20,7 @@ from runner.kernels.experts.routing import SortedTokens, sort_by_expert
 
 DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS = 16  # least rows of a tensor core product
-_UNSORTED = 4  # assignments are not sorted if experts are at least so many times as many
+_UNSORTED = 4  # assignments are not sorted if there are at least this many experts per assignment
 
 
 class GroupedRows(NamedTuple):

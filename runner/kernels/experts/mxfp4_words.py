@@ -21,7 +21,7 @@ from torch import Tensor
 
 BLOCK = 32  # inputs that share a scale
 GROUP = 64
-WORDS = GROUP // 4  # of an output, in a group
+WORDS = GROUP // 4  # words of an output in a group
 SCALED_GROUPS = 2  # groups whose scales are stored together
 E8M0_BIAS = 127
 #: A stored scale is an exponent of bfloat16: that of 2^110 times the scale. The other 2^16 might overflow.
@@ -29,7 +29,7 @@ SCALE_SHIFT = 110
 LARGEST_SCALE = 254 - SCALE_SHIFT
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_PAIRS = 8  # of gates and ups: a thread of a tensor core product holds outputs m and m + 8
+_PAIRS = 8  # pairs of gate and up: a thread of a tensor core product holds outputs m and m + 8
 _BYTES = SCALED_GROUPS * GROUP // BLOCK
 
 

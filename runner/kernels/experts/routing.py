@@ -15,8 +15,8 @@ from torch import Tensor
 from runner.batch import Routing
 
 _CHUNK = 2048  # assignments that a program reads at a time
-_PARTS = 8  # of many assignments, at most; they are counted and placed side by side
-_LEAST_BINS = 32  # of a histogram
+_PARTS = 8  # most parts of the assignments; they are counted and placed side by side
+_LEAST_BINS = 32  # least bins of a histogram
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _choose_kernel(
     HAS_BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Grid (tokens,). Of equal scores, the expert with the lowest number is chosen."""
+    """Grid (tokens,). Among equal scores, the expert with the lowest number is chosen."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     known = expert < NUM_EXPERTS
@@ -54,7 +54,7 @@ def _choose_kernel(
     if GROUPS > 1:
         SIZE: tl.constexpr = NUM_EXPERTS // GROUPS
         group_of = expert // SIZE
-        group_scores = tl.full([BLOCK], -float("inf"), tl.float32)  # of each expert's group
+        group_scores = tl.full([BLOCK], -float("inf"), tl.float32)  # score of each expert's group
         for group in tl.static_range(GROUPS):
             inside = tl.where(group_of == group, choice, -float("inf"))
             best = tl.max(inside, axis=0)
@@ -136,7 +136,7 @@ class SortedTokens(NamedTuple):
     """
 
     assignments: Tensor  # [tiles * tile_rows] int32; the number of assignments where a tile has no further row
-    experts: Tensor  # [tiles] int32, of this rank's experts; -1: the tile is empty
+    experts: Tensor  # [tiles] int32, number on this rank; -1: the tile is empty
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (num_experts + 1, parts): write the tiles of an expert; the last row those without any token."""
+    """Grid (num_experts + 1, parts): write the tiles of an expert; the last row writes empty tiles."""
     expert, part = tl.program_id(0), tl.program_id(1)
     others = tl.arange(0, BLOCK)
     if PARTS == 1:

@@ -12,7 +12,7 @@ from runner.kernels.reference import FP8_MAX
 
 _FP8 = tl.constexpr(tl.float8e4nv)
 _MAX = tl.constexpr(FP8_MAX)
-_LEAST_SCALE = tl.constexpr(1e-12)  # of rows that are all zero
+_LEAST_SCALE = tl.constexpr(1e-12)  # scale of rows that are all zero
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -65,7 +65,7 @@ def to_cache(values, inverse_scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def from_cache(values, scale, DTYPE: tl.constexpr):
-    """Return values in DTYPE, those of an FP8 cache times their scale."""
+    """Return values in DTYPE; values of an FP8 cache are multiplied by their scale."""
     if values.dtype == _FP8:
         values = values.to(tl.float32) * scale
     return values.to(DTYPE)

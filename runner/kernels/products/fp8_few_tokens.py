@@ -24,7 +24,7 @@ from torch import Tensor
 from runner.batch import Quantized
 from runner.kernels.device_limits import processors_of, shared_memory_of
 
-_LEAST_TOKENS = 16  # of a tile
+_LEAST_TOKENS = 16  # least tokens of a tile
 _BLOCK_OUT = 64  # a large weight has twice as many
 _MOST_SPLITS = 4
 _STAGES = 4
@@ -142,7 +142,7 @@ class FewTokens:
         self._splits = max(1, min(wanted // self._tiles, steps, _MOST_SPLITS))
         self._arrived = torch.zeros(self._tiles, dtype=torch.int32, device=weight.device)
         self._shared_memory = shared_memory_of(weight.device)
-        self.most_tokens = 64 if is_large else 128  # of a step that these products compute faster than others
+        self.most_tokens = 64 if is_large else 128  # most for which these products are faster than others
 
     def __call__(self, x: Quantized) -> Tensor:
         """Return bfloat16 [tokens, out_features] of at most ``most_tokens``, quantized in the weight's groups."""

@@ -17,7 +17,7 @@ from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.products.fp8 import quantized_rows, rounded_to
 
 _QUANTIZED = 2048  # values that a program quantizes; a larger group is one program's
-_ROWS = 4  # of a weight per program of ``gemv``
+_ROWS = 4  # rows of a weight per program of ``gemv``
 _CHUNK = 2048  # values of a row that a program of ``gemv`` reads at a time
 _PART = tl.constexpr(16)  # values of a row that a thread reads at once, and sums by itself
 
@@ -27,7 +27,7 @@ def _quantize_kernel(
     x,  # [tokens, IN], or gates and ups [tokens, 2 * IN] if GATED
     values,  # out [tokens, IN]
     scales,  # out [groups]
-    groups,  # of all tokens
+    groups,  # number of groups of all tokens
     IN: tl.constexpr,
     GROUP: tl.constexpr,
     GATED: tl.constexpr,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
-_ROWS = 4  # of the weight per program
+_ROWS = 4  # rows of the weight per program
 _CHUNK = 1024  # values of a row that a program reads at a time
 _WARPS = 4
 _ALIGNED = 8  # values: 16 bytes, one load of a thread

@@ -39,7 +39,7 @@ class AttentionCalls(Protocol):
         ...
 
 
-_running: list[AttentionCalls] = []  # of the forward pass that runs; a rank has one thread for it
+_running: list[AttentionCalls] = []  # for the running forward pass; a rank has one thread for it
 
 
 def run_with(calls: AttentionCalls, forward: Callable[[], Any]) -> Any:

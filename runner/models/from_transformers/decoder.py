@@ -49,7 +49,7 @@ class TransformersDecoder(Model):
     depends_on_length = False
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
-        """``config`` is that of the whole model."""
+        """``config`` describes the whole model."""
         self.config, self.parallel = config, parallel
         self.attention = ()  # until the weights are loaded
         self._placement, self._position = placement, parallel.position

@@ -57,7 +57,7 @@ def _widen_while_it_runs(layer: nn.Module, hooks: ExitStack) -> None:
 def _widen(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Put float32 copies in place of tensors of 16 bits; return what puts the originals back."""
     originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    copies: dict[int, Tensor] = {}  # of tied tensors there is one
+    copies: dict[int, Tensor] = {}  # by id: tied tensors share one copy
     module: Any
     for module in list(modules):
         if isinstance(module, PackedLinear) and "weight" not in module._parameters:

@@ -20,13 +20,13 @@ from runner.models.quantization.dequantize import is_padding_bias
 from runner.placement import TensorPlacement
 
 _HEAD = "lm_head.weight"
-_DEVIATION = 0.02  # of random weights
+_DEVIATION = 0.02  # standard deviation of random weights
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 NO_INTERFACE = "its layers do not call a given attention function"
 
-# What the library raises for checkpoints that it cannot read.
+# Errors that the library raises for checkpoints that it cannot read.
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
 
 
@@ -35,7 +35,7 @@ def build_model(
 ) -> Any:
     """Return a part of a checkpoint's causal model on the device.
 
-    ``weights`` has slices of safetensors, dequantized. Without, weights are random; they depend on names and shapes, so
+    ``weights`` has slices of safetensors, dequantized. None: weights are random; they depend on names and shapes, so
     that parts in all processes are parts of one model. Raises ConfigError for a model that cannot use a given attention
     function or has no plan for such a part, CheckpointError for a broken checkpoint.
     """
@@ -154,7 +154,7 @@ def _draw(model_class: Any, config: Any, placement: TensorPlacement, attention: 
         for key, parameter in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{key}"
             whole = empty(name, parameter)
-            if parameter.ndim > 1 or key != "weight":  # else of a norm
+            if parameter.ndim > 1 or key != "weight":  # else the weight of a norm
                 seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
                 whole.normal_(0.0, _DEVIATION, generator=torch.Generator(placement.device).manual_seed(seed))
             mine = whole if part.shards is None else part.shards.part(name, whole)

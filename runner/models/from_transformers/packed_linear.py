@@ -1,4 +1,4 @@
-"""Linear layers of a model of the library on a CPU: packed once, as those of native models are."""
+"""Linear layers of a model of the library on a CPU: packed once, as native models pack theirs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PackedLinear(nn.Linear):
     """A linear layer whose weight is packed, and unpacked for the few layers that read it themselves."""
 
     method: UnquantizedLinearMethod
-    dtype: torch.dtype  # of packed products
+    dtype: torch.dtype  # dtype of packed products
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -32,7 +32,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linear_layers(model: nn.Module, placement: TensorPlacement) -> None:
-    """Pack the weights of plain linear layers for oneDNN. A weight that another module also uses is kept beside."""
+    """Pack the weights of plain linear layers for oneDNN. A weight that another module also uses is kept, too."""
     if placement.device.type != "cpu":
         return
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))

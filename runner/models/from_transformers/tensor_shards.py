@@ -1,4 +1,4 @@
-"""Tensor shards of a model of the library, by its own plan: which tensors are cut, and who sums or gathers results.
+"""Tensor shards of a model of the library, by its own plan: tensors to cut, and results to sum or gather.
 
 The plan gives modules a style, such as ``{"layers.*.self_attn.q_proj": "colwise"}``. The library reads only a rank's
 part of a tensor that is a DTensor, through all its renamings and conversions. So cut tensors are DTensors while weights
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         return torch.cat(parts, self.dim)
 
 
-_OUTPUTS, _INPUTS = Cut(-2), Cut(-1)  # of a weight [outputs, inputs], or of experts [experts, outputs, inputs]
+_OUTPUTS, _INPUTS = Cut(-2), Cut(-1)  # for weights [outputs, inputs], and for experts [experts, outputs, inputs]
 _CUTS: dict[str, Cut] = {
     "colwise": _OUTPUTS,
     "colwise_gather_output": _OUTPUTS,
@@ -63,12 +63,12 @@ class TensorShards:
     """The cuts of one rank: ``cut`` before weights are read, ``finish`` afterwards."""
 
     def __init__(self, parallel: ParallelState, num_kv_heads: int) -> None:
-        """``num_kv_heads`` is that of the whole model."""
+        """``num_kv_heads`` counts the whole model's."""
         self._parallel, self._num_kv_heads = parallel, num_kv_heads
         self.tp, self.shard = parallel.position.parallel.tp, parallel.position.shard
-        self._styles: dict[str, str] = {}  # of each module that has one
-        self.cuts: dict[str, Cut] = {}  # of each parameter that is cut
-        self._whole: dict[str, torch.Size] = {}  # the shapes of these parameters on one rank
+        self._styles: dict[str, str] = {}  # by module, if it has one
+        self.cuts: dict[str, Cut] = {}  # by parameter, if it is cut
+        self._whole: dict[str, torch.Size] = {}  # uncut shapes of these parameters
 
     def cut(self, model: Any) -> None:
         """Replace a model's parameters, on the device meta, by their cut form. Raises ConfigError."""
@@ -138,7 +138,7 @@ class TensorShards:
         )
 
     def _connect(self, module: nn.Module, style: str) -> None:
-        """Wrap the module's forward in what the style says of its input and output."""
+        """Let the module's forward split its input, and sum or gather its output, as the style says."""
         forward = module.forward
         if style in ("colwise_gather_output", "colwise_rep", "embedding_colwise"):
             module.forward = lambda *args, **kwargs: self._gather(forward(*args, **kwargs))

@@ -33,7 +33,7 @@ class Attention:
     ) -> None:
         """``layer`` counts the layers of this rank that attend; ``head_norms`` norms each query and key head.
 
-        ``in_features`` are those of queries, keys and values; 0: the model's hidden_size.
+        ``in_features``: inputs of queries, keys and values; 0: the model's hidden_size.
         """
         config, position = context.config, context.position
         self._layer = layer
@@ -51,7 +51,7 @@ class Attention:
         self._ops = context.ops
         self._out = RowParallelLinear(context, "o_proj", heads, config.hidden_size, out_bias)
         self.quantized_group = self._qkv.quantized_group  # see MLPBlock
-        self._head_norms: tuple[NormWeight, NormWeight] | None = None  # of queries and keys
+        self._head_norms: tuple[NormWeight, NormWeight] | None = None  # norms of queries and keys
         self._norms: HeadNorms | None = None
         if head_norms:
             q, k = (NormWeight(config.head_dim, context.placement, config.centered_norms) for _ in range(2))

@@ -22,11 +22,11 @@ from runner.placement import TensorPlacement
 
 @dataclass(frozen=True)
 class ModelContext:
-    config: ModelConfig  # of the whole model
+    config: ModelConfig  # the whole model's
     parallel: ParallelState
     placement: TensorPlacement
     ops: PointwiseOps
-    linear_method: type[LinearMethod]  # of the checkpoint's weight format
+    linear_method: type[LinearMethod]  # for the checkpoint's weight format
     experts_method: type[ExpertsMethod]
     linears: dict[tuple[int, int], LinearMethod] = field(default_factory=dict)  # one of each shape, for warming up
 

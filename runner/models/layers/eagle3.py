@@ -36,7 +36,7 @@ from runner.models.quantization.unquantized import UnquantizedLinearMethod
 class AuxiliaryStates:
     """The auxiliary hidden states of the latest step, at addresses that captured graphs write to.
 
-    Stages of a pipeline hold those of the layers before theirs, too, which each stage sends with its result.
+    A pipeline stage also holds the states of the layers before its own, which each stage sends with its result.
     """
 
     def __init__(self, context: ModelContext, head: Eagle3Config) -> None:
@@ -57,11 +57,11 @@ class AuxiliaryStates:
             self._memory[: len(hidden), index * self._size : (index + 1) * self._size].copy_(hidden)
 
     def rows(self, tokens: int) -> Tensor:
-        """Return all of them [tokens, number * hidden_size]; only the last stage has all."""
+        """Return all held states [tokens, number * hidden_size]; only the last stage holds every one."""
         return self._memory[:tokens]
 
     def beside(self, tokens: int) -> Beside:
-        """Return where those of earlier stages belong, and those that the next stage needs."""
+        """Return the place for the states of earlier stages, and the states that the next stage needs."""
         memory = self._memory[:tokens]
         return Beside(received=memory[:, : self._received * self._size], sent=memory)
 

@@ -104,7 +104,7 @@ class _ShardRows:
     """The outputs of the input projections that a shard has, in the order of its memory, and their number in full."""
 
     def __init__(self, spec: GatedDeltaSpec, shard: int, num_shards: int) -> None:
-        """``spec`` is that of the whole model."""
+        """``spec`` describes the whole model."""
         count = spec.key_heads // num_shards
         self._spec, self._heads = spec, range(shard * count, (shard + 1) * count)  # key heads of this shard
         self._group = spec.value_heads // spec.key_heads  # value heads of a key head
@@ -127,12 +127,12 @@ class _ShardRows:
         return {name: self._one_by_one([self._group]) for name in ("in_proj_b", "in_proj_a")}
 
     def channels(self) -> tuple[Tensor, int]:
-        """Queries, keys and values."""
+        """Return the outputs of queries, keys and values."""
         spec = self._spec
         return self._one_by_one([spec.key_dim, spec.key_dim, self._group * spec.value_dim])
 
     def _by_head(self, sizes: list[int]) -> tuple[Tensor, int]:
-        """Outputs of several kinds, ``sizes`` of each kind for every key head; the checkpoint has head after head."""
+        """Return outputs of several kinds, ``sizes`` per key head; the checkpoint has head after head."""
         of_head = sum(sizes)
         return self._runs(
             ((head * of_head + sum(sizes[:kind]), size) for kind, size in enumerate(sizes) for head in self._heads),
@@ -140,7 +140,7 @@ class _ShardRows:
         )
 
     def _one_by_one(self, sizes: list[int]) -> tuple[Tensor, int]:
-        """The same, but the checkpoint has kind after kind."""
+        """Return outputs of several kinds, ``sizes`` per key head; the checkpoint has kind after kind."""
         total = self._spec.key_heads
         return self._runs(
             (

@@ -6,7 +6,7 @@ A head's key is W_k c and its value W_v c, where c is the token's latent. So
     output   Σ p (W_v c)   =  W_v (Σ p c)         and the mean latent into that of values
 
 All heads attend to the same rows of the cache. A back end may instead expand the rows of long chunks to keys and values
-of heads. Tensor shards have their heads' projections, and repeat those of latents.
+of heads. Tensor shards have their heads' projections, and repeat the projections of latents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runner.models.layers.context import ModelContext
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 
-_EPS = 1e-6  # of the norms of latents, whatever that of the model's norms is, as in transformers
+_EPS = 1e-6  # epsilon of the latents' norms, whatever the epsilon of the model's norms, as in transformers
 
 
 class LatentAttention:
@@ -120,7 +120,7 @@ class LatentAttention:
 def attend(latent: LatentConfig, backend: LatentBackend, layer: int, queries: Tensor, weight: Tensor) -> Tensor:
     """Return the attention output [tokens, num_heads, v_head_dim] of rotated queries [tokens, num_heads, qk_head_dim].
 
-    ``weight`` [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank] is that of ``kv_b_proj``.
+    ``weight`` [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank] is the weight of ``kv_b_proj``.
     """
     tokens, heads = queries.shape[:2]
     values, first = queries.new_empty(tokens, heads, latent.v_head_dim), backend.first_expanded

@@ -1,4 +1,4 @@
-"""The gated MLP, and what a layer needs of anything in its place."""
+"""The gated MLP, and the interface of blocks that may take its place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MLP:
     """down(silu(gate(x)) * up(x)); gate and up are one product."""
 
     def __init__(self, context: ModelContext, intermediate_size: int, *, bias: bool = False) -> None:
-        """``intermediate_size`` is that of all shards."""
+        """``intermediate_size`` counts all shards."""
         hidden_size = context.config.hidden_size
         self._ops = context.ops
         inner = ShardRange.even(intermediate_size, context.position)

@@ -28,7 +28,7 @@ class MergedColumnParallelLinear:
     ) -> None:
         """``outputs`` has this shard's outputs of each projection, by its name in the checkpoint.
 
-        ``rows`` has the order of these in memory, as outputs of all shards, for projections where it is another one.
+        ``rows`` has their order in memory, as outputs of all shards, for projections stored in another order.
         """
         self._in_features, self._outputs, self._rows = in_features, outputs, rows or {}
         self._linear = context.linear(in_features, outputs, bias)
@@ -57,7 +57,7 @@ class RowParallelLinear:
         self._is_first_shard = context.position.shard == 0
         self._linear = context.linear(inputs.size, {name: self._outputs}, bias)
         self.apply = self._linear.apply  # [tokens, inputs.size] → this shard's part of the sum [tokens, out_features]
-        self.apply_gated = self._linear.apply_gated  # the same of gates and ups [tokens, 2 * inputs.size]
+        self.apply_gated = self._linear.apply_gated  # gates and ups [tokens, 2 * inputs.size] → this shard's part
 
     def weight_shards(self) -> WeightShards:
         return prefixed(f"{self._name}.", self._linear.weight_shards(0, self._outputs, self._inputs))

@@ -95,7 +95,7 @@ def _yarn(theta: float, frequencies: Tensor, params: Mapping[str, float]) -> Ten
     trained = params["original_max_position_embeddings"]
 
     def dimension_of(rotations: float) -> float:
-        """Return the dimension with so many rotations within the trained length."""
+        """Return the dimension with this number of rotations within the trained length."""
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension_of(params.get("beta_fast") or 32)

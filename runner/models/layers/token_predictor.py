@@ -1,8 +1,8 @@
 """A layer behind the model's last one that predicts one token further: multi-token prediction (MTP).
 
-At position t it takes the hidden state of t, normed for the head, and the embedding of token t + 1. The head makes
-logits of token t + 2 of its result (arXiv 2412.19437, section 2.2). For the prediction after that, its result takes the
-place of the hidden state. It attends to earlier positions by a KV cache of its own:
+At position t it takes the hidden state of t, normed for the head, and the embedding of token t + 1. The head turns
+its result into logits of token t + 2 (arXiv 2412.19437, section 2.2). For the prediction after that, its result takes
+the place of the hidden state. It attends to earlier positions by a KV cache of its own:
 
     model        h0    h1    h2            hidden states of t0, t1, t2
     predictor  t1,h0 t2,h1 t3,h2           t3 was sampled from h2
@@ -26,18 +26,18 @@ from runner.models.quantization.unquantized import UnquantizedLinearMethod
 
 
 class PredictorNames(NamedTuple):
-    """The names of its own tensors in a checkpoint, which begin with ``ModelConfig.predictor``, and its inputs."""
+    """Names of a predictor's tensors in a checkpoint, which begin with ``ModelConfig.predictor``, and its inputs."""
 
     embedding_norm: str
     hidden_norm: str
     projection: str
-    norm: str  # of its result
+    norm: str  # applied to its result
     layer: str = ""  # before the names of its layer, which are as in other layers
     hidden_first: bool = False  # the projection takes hidden states, then embeddings
     masks_first: bool = True  # embeddings at position 0 count as zeros
 
 
-#: Of DeepSeek-V3 and GLM-4.5, behind the layers of the model. Their copies of embedding and head are not loaded.
+#: DeepSeek-V3 and GLM-4.5, behind the layers of the model. Their copies of embedding and head are not loaded.
 NEXTN_NAMES = PredictorNames(
     embedding_norm="enorm",
     hidden_norm="hnorm",
@@ -45,7 +45,7 @@ NEXTN_NAMES = PredictorNames(
     norm="shared_head.norm",
 )
 
-#: Of Qwen3-Next and Qwen3.5.
+#: Qwen3-Next and Qwen3.5.
 QWEN_NAMES = PredictorNames(
     embedding_norm="pre_fc_norm_embedding",
     hidden_norm="pre_fc_norm_hidden",
@@ -88,7 +88,7 @@ class TokenPredictor:
     ) -> Tensor:
         """Return results [tokens, hidden_size], normed for the head, of token_ids [tokens] at ``positions`` + 1.
 
-        ``hidden`` [tokens, hidden_size] are those at ``positions``. ``output_tokens`` [kept] selects tokens of the
+        ``hidden`` [tokens, hidden_size] are the states at ``positions``. ``output_tokens`` [kept] selects tokens of the
         result; without any, keys and values are stored.
         """
         assert self._embedding is not None

@@ -19,7 +19,7 @@ class ShardRange(NamedTuple):
 
     start: int
     size: int
-    full_size: int  # of all shards
+    full_size: int  # rows or columns of all shards
 
     @classmethod
     def even(cls, full_size: int, position: RankPosition) -> ShardRange:
@@ -44,7 +44,7 @@ class WeightShard:
     full_shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
-    order: Tensor | None = None  # of the rows of each head in memory, on the CPU; None: that of the full tensor
+    order: Tensor | None = None  # order of each head's rows in memory, on the CPU; None: as in the full tensor
     rows: Tensor | None = None  # [rows of memory] int64, on the CPU
     restore: Callable[[], None] | None = None  # unpacks the weights of the layer, if ``memory`` is meta
 
@@ -56,7 +56,7 @@ class WeightShard:
     def of_ranges(
         cls, memory: Tensor, ranges: Sequence[ShardRange], restore: Callable[[], None] | None = None
     ) -> WeightShard:
-        """``ranges`` are those of the dimensions; one of them at most is a part."""
+        """``ranges``: one per dimension, of which at most one is a part."""
         dim = next((dim for dim, part in enumerate(ranges) if part.size < part.full_size), 0)
         full_shape = tuple(part.full_size for part in ranges)
         return cls(memory, full_shape, dim, ranges[dim].start, restore=restore)
@@ -126,7 +126,7 @@ WeightShards = Iterator[tuple[str, WeightShard]]  # with the tensor's name in th
 
 
 class WeightGroup(NamedTuple):
-    """Tensors, such as those of a layer, that are filled together and then processed."""
+    """Tensors that are filled together and then processed, such as a layer's."""
 
     shards: Callable[[], WeightShards]
     process: Callable[[], None]  # brings filled tensors into the form that the model computes with

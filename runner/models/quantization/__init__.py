@@ -82,9 +82,9 @@ class ExpertsShard(NamedTuple):
     """A rank's part of the experts of one layer."""
 
     local: range  # the experts that it holds, or holds a slice of
-    num_experts: int  # of the layer
+    num_experts: int  # all experts of the layer
     hidden_size: int
-    inner: ShardRange  # of the intermediate size of each expert
+    inner: ShardRange  # part of each expert's intermediate size
 
 
 class ExpertsMethod(ABC):

@@ -192,7 +192,7 @@ def _in_awq_order(fields: Tensor) -> Tensor:
 def _fp4(blocks: Tensor) -> Tensor:
     """Return float32 [rows, values] of E2M1 pairs [rows, blocks, bytes], the lower four bits first."""
     values = torch.tensor((*_FP4, *(-value for value in _FP4)), device=blocks.device)
-    pairs = torch.cartesian_prod(values, values).flip(1)  # of each byte
+    pairs = torch.cartesian_prod(values, values).flip(1)  # both values of each byte
     return torch.nn.functional.embedding(blocks.int(), pairs).flatten(1)
 
 

@@ -146,7 +146,7 @@ class Fp8Products:
         return self.of_quantized(self._kernels.quantize(gate_up, self._group, gated=True))
 
     def of_quantized(self, x: Quantized) -> Tensor:
-        """Return [tokens, out_features] of x [tokens, in_features], whose groups are those of the weight's inputs."""
+        """Return [tokens, out_features] of x [tokens, in_features], in the groups of the weight's inputs."""
         if len(x.values) <= self.few.most_tokens:
             return self.few(x)
         values, scales = x

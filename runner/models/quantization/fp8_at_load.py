@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LARGEST = 448.0  # of E4M3
-_SMALLEST_SCALE = 1e-12  # of an output whose weights are all zero
+_LARGEST = 448.0  # largest value of E4M3
+_SMALLEST_SCALE = 1e-12  # scale of an output whose weights are all zero
 _PART = 1 << 23  # values that are in float32 at a time
 
 

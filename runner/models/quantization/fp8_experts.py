@@ -1,7 +1,7 @@
 """Experts whose FP8 weights (E4M3) stay in FP8 in memory, with a scale per output or per block.
 
-GPUs of compute capability 9.0 or later quantize the activations of sorted tokens, as ``fp8.py`` does; those of so few
-tokens that they are not sorted stay as they are. Without Triton an expert is dequantized for each use.
+GPUs of compute capability 9.0 or later quantize the activations of sorted tokens, as ``fp8.py`` does. Few tokens are
+not sorted, and their activations stay as they are. Without Triton an expert is dequantized for each use.
 """
 
 from __future__ import annotations
