@@ -60,7 +60,7 @@ def served() -> Iterator[Fleet]:
 
 
 def test_pages_have_examples() -> None:
-    assert {param.id.partition(":")[0] for param in EXAMPLES} >= {"README"}
+    assert {str(param.id).partition(":")[0] for param in EXAMPLES} >= {"README"}
     assert len(EXAMPLES) >= 2
 
 

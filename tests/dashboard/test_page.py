@@ -15,7 +15,7 @@ import pytest
 from fleet import MODEL_NAME, Fleet, NodeProcess
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from watched_fleet import HOSTILE, Streams
-from web_pages import CONTRASTS, PATIENCE, Watched
+from web_pages import CONTRASTS, PATIENCE, WINDOWS, Watched, accessibility_faults
 
 from cli import numbers
 from router.gate.api_keys import key_entry, new_key
@@ -129,13 +129,7 @@ def test_handoffs_are_one_line_each_between_nodes_without_names(watched: Watched
         expect(page.locator("#composer")).to_be_visible()
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"),
-    [
-        *((400, "light"), (1280, "dark")),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((400, "dark"), (1280, "light"))),
-    ],
-)
+@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
 def test_dashboard_fits_small_and_large_windows(
     width: int, scheme: Any, browser: Browser, fleet: Fleet, streams: Streams, tmp_path: Path
 ) -> None:
@@ -148,6 +142,7 @@ def test_dashboard_fits_small_and_large_windows(
     cut = "[...document.querySelectorAll('dd, td, th, .legend')].filter(e => e.scrollWidth > e.clientWidth + 1)"
     assert page.evaluate(f"{cut}.map(e => e.textContent)") == []
     assert page.evaluate(CONTRASTS) == []
+    assert accessibility_faults(page) == []
     page.close()
 
 
