@@ -69,6 +69,39 @@ def test_dashboard_rows_show_node_values(page: Page, fleet: Fleet, streams: Stre
         expect(cell(row(page, name), "KV in use")).to_contain_text("0 of ")
 
 
+EQUAL = {  # a tile, and the line whose latest value it is
+    "requests": "finished",
+    "failures": "failed",
+    "tokens": "tokens/s",
+    "ttft": "Time to first token: p50",
+    "itl": "Time to next token: p50",
+    "handoff": "Handoff time, P → D: p50",
+}
+SHOWN = """() => {
+  const charts = [...document.querySelectorAll('#charts figure')].flatMap((figure) =>
+    [...figure.querySelectorAll('.legend > span')].flatMap((line) => {
+      const name = line.childNodes[1].textContent.trim(), value = line.querySelector('b').textContent;
+      return [[name, value], [`${figure.querySelector('h3').textContent}: ${name}`, value]];
+    }));
+  const tiles = [...document.querySelectorAll('.tiles > div')].map((tile) => [tile.id.replace('tile-', ''),
+    [...tile.querySelectorAll('dd:not(.more) > *')].map((part) => part.textContent)]);
+  return [Object.fromEntries(tiles), Object.fromEntries(charts)];
+}"""
+
+
+def test_tiles_and_charts_show_the_same_figures(page: Page, fleet: Fleet, streams: Streams) -> None:
+    with streams(2):
+        expect(page.locator("#tile-handoff b")).not_to_have_text(numbers.UNKNOWN)
+        for _ in range(3):
+            page.wait_for_timeout(1000)  # other figures each second
+            tiles, charts = page.evaluate(SHOWN)
+            assert charts["KV read, P → D: all nodes"] != numbers.UNKNOWN
+            for tile, line in EQUAL.items():
+                number, unit = tiles[tile]
+                timed = line.endswith("p50") and unit
+                assert charts[line].replace("\u202f", " ") == (f"{number} {unit}" if timed else number)
+
+
 def test_nodes_show_where_cached_tokens_came_from(watched: Watched, fleet: Fleet) -> None:
     """The shares are added to the router's answer: the nodes here have neither host memory nor sources."""
 
