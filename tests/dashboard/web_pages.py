@@ -70,8 +70,8 @@ CONTRASTS = """() => {
       .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const pairs = ["--text", "--quiet", "--good", "--warn", "--bad", "--first", "--second", "--prefill", "--decode"].flatMap((text) =>
-    ["--card", "--ground"].map((ground) => [text, ground]));
+  const texts = ["--text", "--quiet", "--good", "--warn", "--bad", "--first", "--second", "--prefill", "--decode"];
+  const pairs = texts.flatMap((text) => ["--card", "--ground"].map((ground) => [text, ground]));
   pairs.push(["--bad", "--bad-ground"], ["--warn", "--warn-ground"], ["--quiet", "--bad-ground"]);
   return pairs.filter(([text, ground]) => {
     const [dark, bright] = [light(text), light(ground)].sort((a, b) => a - b);
