@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from router_process import MODEL, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
