@@ -112,7 +112,8 @@ def write_untrained(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     train_tokenizer(SEED).save(str(directory / "tokenizer.json"), pretty=False)
     write_json(directory / "config.json", CONFIG)
-    write_json(directory / "generation_config.json", {"eos_token_id": [2, 0], "pad_token_id": 0})
+    greedy = {"eos_token_id": [2, 0], "pad_token_id": 0, "temperature": 0}  # too small to be right when sampled
+    write_json(directory / "generation_config.json", greedy)
     write_json(directory / "tokenizer_config.json", settings(CONFIG["max_position_embeddings"]))
     write_weights(directory, random_weights(CONFIG))
     size = sum(file.stat().st_size for file in directory.iterdir())

@@ -1,4 +1,4 @@
-"""The layout of ``pdserve top``: rows that fit into 80 columns and use more if available."""
+"""The layout of ``pdserve top``: rows that fit into 80 columns and use more if available; 60 show fewer figures."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _MARKS = {
     "unused": ("–", "dim"),
 }
 _MIN_HISTORY_HEIGHT = 24  # lines; a lower screen shows no history
+_MIN_FULL_WIDTH = 80  # columns; tables of a narrower screen leave out their last figures
 _MIN_ORIGIN_WIDTH = 100  # columns; a narrower screen does not say where cached tokens came from
 _GONE = ("lost", "unreachable", "faulty")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -37,7 +38,7 @@ Item = TypeVar("Item")
 def screen(report: LiveReport, url: str, width: int, height: int | None = None) -> RenderableType:
     """Render a report in ``height`` lines; None: unlimited."""
     now = report.now
-    head = _header(now, url)
+    head = _header(now, url, width)
     if height is None or height >= _MIN_HISTORY_HEIGHT:
         head += _sparklines(report.history, width)
     roles = _roles(now.nodes)
@@ -48,7 +49,7 @@ def screen(report: LiveReport, url: str, width: int, height: int | None = None) 
         _nodes(role, nodes, several, length, width)
         for (role, nodes), length in zip(roles.items(), lengths, strict=False)
     ]
-    tables.append(_connections(now.connections, lengths[-1]))
+    tables.append(_connections(now.connections, lengths[-1], width))
     return Group(*head, *(part for table in tables for part in (Text(), table)))
 
 
@@ -74,7 +75,7 @@ def clean(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
-def _header(now: LiveNow, url: str) -> list[Text]:
+def _header(now: LiveNow, url: str, width: int) -> list[Text]:
     traffic, handoffs = now.traffic, now.handoffs
     ready = sum(node.state == "ready" for node in now.nodes)
     style = "green" if ready == len(now.nodes) > 0 else "bold yellow"
@@ -84,17 +85,17 @@ def _header(now: LiveNow, url: str) -> list[Text]:
     kinds = ", ".join(f"{number} {name}" for name, number in traffic.outcomes.items() if name != "ok")
     failed = Text.assemble((f"failed   {rate(traffic.failure_rate)}/s", "bold red" if traffic.failure_rate else ""))
     failed.append(f", in a minute {kinds or 'none'}")
-    handoff = UNKNOWN
+    handoff = [f"handoff  {UNKNOWN}"]
     if handoffs is not None:
         rates = f"{rate(handoffs.rate)}/s, {rate(handoffs.failure_rate)}/s failed"
-        handoff = f"{_times(handoffs.exposed)}   {count(handoffs.total)} so far, {rates}"
+        handoff = [f"handoff  {_times(handoffs.exposed)}", f"{count(handoffs.total)} so far, {rates}"]
     return [
         _line(title),
         *(_line(_model(model)) for model in now.models),
-        _line(Text(f"{requests}   {tokens}")),
+        *_lines([requests, tokens], width),
         _line(failed),
-        _line(Text(f"first    {_times(traffic.ttft)}   next {_times(traffic.itl)}")),
-        _line(Text(f"handoff  {handoff}")),
+        *_lines([f"first    {_times(traffic.ttft)}", f"next {_times(traffic.itl)}"], width),
+        *_lines(handoff, width),
     ]
 
 
@@ -110,6 +111,12 @@ def _model(model: LiveModel) -> Text:
 
 def _part(text: str) -> tuple[str, str]:
     return text, "dim"
+
+
+def _lines(parts: Sequence[str], width: int) -> list[Text]:
+    """Return the parts in one line, or each in its own if the screen is too narrow."""
+    joined = "   ".join(parts)
+    return [_line(Text(text)) for text in ([joined] if len(joined) <= width else parts)]
 
 
 def _line(text: Text) -> Text:
@@ -150,14 +157,21 @@ def sparkline(values: Sequence[float | None], columns: int) -> tuple[str, float]
 def _nodes(role: str, nodes: Sequence[LiveNode], shows_model: bool, length: int, width: int) -> Table:
     last = ("prompt/s", "backlog") if role == "prefill" else ("output/s", "step")
     title = "nodes of both roles" if role == "both" else f"{role} nodes"
-    table = _table(title, "state", "run", "wait", "KV", *last, "cached")
+    columns = ("run", "wait", "KV", *last, "cached")[: _num_figures(width)]
+    table = _table(title, "state", *columns)
     for node in _visible(nodes, length):
         mark, style = _MARKS.get(node.state, ("?", "yellow"))
         state = node.state if node.lost_seconds is None else f"{node.state} {age(node.lost_seconds)}"
         name = clean(node.name or node.address) + (f" ({clean(node.model)})" if shows_model and node.model else "")
-        table.add_row(Text(name), Text(f"{mark} {clean(state)}", style), *_figures(node, width))
+        figures = _figures(node, width)[: len(columns)]
+        table.add_row(Text(name), Text(f"{mark} {clean(state)}", style), *figures)
     _add_footer(table, nodes, length)
     return table
+
+
+def _num_figures(width: int) -> int | None:
+    """Return the figures of a node that fit; None: all."""
+    return None if width >= _MIN_FULL_WIDTH else 4
 
 
 def _figures(node: LiveNode, width: int) -> list[str]:
@@ -176,18 +190,16 @@ def _figures(node: LiveNode, width: int) -> list[str]:
     return [count(node.running), count(node.waiting), percent(used), *last, cached]
 
 
-def _connections(connections: Sequence[LiveConnection], length: int) -> Table:
-    table = _table("handoffs", "transport", "traffic", "while reading")
+def _connections(connections: Sequence[LiveConnection], length: int, width: int) -> Table:
+    columns = ("traffic", "while reading") if width >= _MIN_FULL_WIDTH else ("traffic",)
+    table = _table("handoffs", "transport", *columns)
     for each in _visible(connections, length):
         connected = each.transport != "none"
         mark, style = _MARKS["ready" if connected else "lost"]
         text = {"none": "not connected", "unknown": "connected"}.get(each.transport, clean(each.transport))
-        table.add_row(
-            Text(f"{clean(each.prefill)} → {clean(each.decode)}"),
-            Text(f"{mark} {text}", style),
-            bytes_per_second(each.byte_rate),
-            bytes_per_second(each.throughput),
-        )
+        ends = Text(f"{clean(each.prefill)} → {clean(each.decode)}")
+        figures = [bytes_per_second(each.byte_rate), bytes_per_second(each.throughput)][: len(columns)]
+        table.add_row(ends, Text(f"{mark} {text}", style), *figures)
     _add_footer(table, connections, length)
     return table
 

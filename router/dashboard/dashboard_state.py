@@ -36,6 +36,7 @@ class DashboardState:
         self._traffic = TrafficLog(metrics.ttft.fine_bounds, metrics.itl.fine_bounds)
         self._epoch = secrets.token_hex(4)
         self._last_seen: dict[Key, tuple[float, str, str]] = {}  # time of last contact, node id, model
+        self._reads: tuple[live.LiveHandoffs | None, list[live.LiveConnection]] = None, []  # at the latest sample
         self._now: tuple[int, live.LiveNow] | None = None  # of a second, shared by all viewers
         self._task: asyncio.Task[None] | None = None
 
@@ -68,6 +69,8 @@ class DashboardState:
         metrics, now = self._metrics, asyncio.get_running_loop().time()
         waiting = int(_value(metrics.waiting))
         views = [view for view in self._nodes.views() if view.ready and view.model in self._models]
+        self._reads = self._live_reads()
+        handoffs = self._reads[0]
         sample = TrafficSample(
             at=now,
             running=int(_value(metrics.in_flight)) - waiting,
@@ -79,6 +82,9 @@ class DashboardState:
             itl=tuple(metrics.itl.counts),
             kv_prefill=_kv_share(view for view in views if view.prefills),
             kv_decode=_kv_share(view for view in views if view.decodes),
+            handoff_p50=handoffs.exposed.p50 if handoffs else None,
+            handoff_p99=handoffs.exposed.p99 if handoffs else None,
+            kv_read_rate=handoffs.byte_rate if handoffs else None,
         )
         self._traffic.add(second, sample)
         listed = {(node.role, node.address): node for node in self._nodes}
@@ -90,13 +96,7 @@ class DashboardState:
     def _live_now(self) -> live.LiveNow:
         nodes = [self._live_node(node) for node in self._nodes]
         nodes.sort(key=lambda node: (node.role != "prefill", node.state == "ready", node.name, node.address))
-        names = {node.address: node.name or node.address for node in nodes}
-        readers = [
-            Reader(key[0], self._last_seen.get(key, (0.0, key[1], ""))[1], history)
-            for key, history in self._poller.histories.items()
-            if history.has_rates
-        ]
-        handoffs, connections = live_reads(readers, names, self._poller.exposed.quantiles())
+        handoffs, connections = self._reads
         return live.LiveNow(
             version=_VERSION,
             models=[self._live_model(name, nodes) for name in self._models],
@@ -107,6 +107,15 @@ class DashboardState:
             num_connections=len(connections),
             num_connected=sum(each.transport != "none" for each in connections),
         )
+
+    def _live_reads(self) -> tuple[live.LiveHandoffs | None, list[live.LiveConnection]]:
+        names = {address: name or address for (_, address), (_, name, _) in self._last_seen.items()}
+        readers = [
+            Reader(key[0], self._last_seen.get(key, (0.0, key[1], ""))[1], history)
+            for key, history in self._poller.histories.items()
+            if history.has_rates
+        ]
+        return live_reads(readers, names, self._poller.exposed.quantiles())
 
     def _live_model(self, name: str, nodes: list[live.LiveNode]) -> live.LiveModel:
         used = [node for node in nodes if node.model == name and node.state != "unused"]

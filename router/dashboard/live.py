@@ -119,7 +119,8 @@ class LiveNow(msgspec.Struct, frozen=True):
 class LiveHistory(msgspec.Struct, frozen=True):
     """Parallel lists with one entry per second since the router's start, ascending.
 
-    Rates cover one second, quantiles the last 10 s; ``kv_*`` are the used shares of the ready nodes' KV blocks.
+    Rates cover the last 10 s, quantiles the last minute, as in LiveNow. ``kv_prefill`` and ``kv_decode`` are the used
+    shares of the ready nodes' KV blocks; ``handoff_*`` and ``kv_read_rate`` are known while a dashboard is open.
     """
 
     seconds: list[int]
@@ -134,6 +135,10 @@ class LiveHistory(msgspec.Struct, frozen=True):
     itl_p99: list[float | None]
     kv_prefill: list[float | None]
     kv_decode: list[float | None]
+    # Routers of the release before have no handoffs here.
+    handoff_p50: list[float | None] = []  # exposed seconds, as in LiveHandoffs
+    handoff_p99: list[float | None] = []
+    kv_read_rate: list[float | None] = []  # bytes per second
 
 
 class LiveReport(msgspec.Struct, frozen=True):

@@ -14,11 +14,12 @@ from router.dashboard.live import LiveHistory, LiveTraffic, Quantiles
 FAILURES = ("overloaded_error", "timeout_error", "node_error", "server_error")
 
 _COLUMNS = LiveHistory.__struct_fields__
-_RATE_WINDOW, _QUANTILE_WINDOW, _HISTORY = 10, 60, 300  # seconds of rates, quantiles and history
+# Seconds of rates, quantiles and history. The history has the windows of the latest figures, so that both are equal.
+_RATE_WINDOW, _QUANTILE_WINDOW, _HISTORY = 10, 60, 300
 
 
 class TrafficSample(msgspec.Struct, frozen=True):
-    """Counters since the router's start, next to gauges (running, waiting, kv_*)."""
+    """Counters since the router's start, next to gauges (running, waiting, kv_*, handoff_*)."""
 
     at: float  # seconds of a monotonic clock
     running: int
@@ -30,6 +31,9 @@ class TrafficSample(msgspec.Struct, frozen=True):
     itl: Sequence[int]
     kv_prefill: float | None
     kv_decode: float | None
+    handoff_p50: float | None = None
+    handoff_p99: float | None = None
+    kv_read_rate: float | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -49,7 +53,7 @@ class TrafficLog:
     def add(self, second: int, sample: TrafficSample) -> None:
         self._samples.append(sample)
         self.second = second
-        requests, failures, output_tokens = _rates(sample, self._samples[-2] if len(self._samples) > 1 else sample)
+        requests, failures, output_tokens = _rates(sample, self._since(_RATE_WINDOW))
         point: dict[str, float | None] = {
             "seconds": second,
             "requests": requests,
@@ -59,8 +63,11 @@ class TrafficLog:
             "waiting": sample.waiting,
             "kv_prefill": sample.kv_prefill,
             "kv_decode": sample.kv_decode,
+            "handoff_p50": sample.handoff_p50,
+            "handoff_p99": sample.handoff_p99,
+            "kv_read_rate": sample.kv_read_rate,
         }
-        for name, times in zip(("ttft", "itl"), self._times(self._since(_RATE_WINDOW)), strict=True):
+        for name, times in zip(("ttft", "itl"), self._times(self._since(_QUANTILE_WINDOW)), strict=True):
             point |= {f"{name}_p50": times.p50, f"{name}_p99": times.p99}
         self._points.append(point)
 

@@ -26,6 +26,7 @@ from router.http.endpoints.small_endpoints import (
     VersionInfo,
 )
 from router.http.endpoints.stored_responses import ItemsQuery, RetrieveQuery
+from router.http.example_bodies import EXAMPLE_BODIES
 from router.messages_api.errors import MessagesErrorResponse
 from router.messages_api.request import EXTENSIONS, CountTokensRequest
 from router.messages_api.response_objects import MessageTokensCount
@@ -218,8 +219,8 @@ def _operation(operation: Operation) -> Fields:
     if "{id}" in operation.path:
         described["parameters"] += [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.body is not None:
-        schema = _reference(operation.body)
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"schema": _reference(operation.body), "example": EXAMPLE_BODIES[operation.body]}
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
     described["responses"] = {str(status): _failure(status, operation.error) for status in sorted(operation.statuses)}
     described["responses"]["200"] = {"description": "Success.", "content": _success(operation)}
     return described

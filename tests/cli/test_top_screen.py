@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from rich.console import Console
 from cli.top.screen import clean, fit, screen, sparkline
 from router.dashboard.live import (
     LiveConnection,
+    LiveHandoffs,
     LiveHistory,
     LiveModel,
     LiveNode,
@@ -60,6 +62,33 @@ def test_any_report_fits_the_terminal(
     lines = captured.get().splitlines()
     assert len(lines) <= height
     assert not any(character in line for line in lines for character in "\x1b\x07\r\x9b")
+
+
+@pytest.mark.parametrize("width", [60, 70, 79, 80])
+def test_no_figure_is_cut_on_a_narrow_terminal(width: int) -> None:
+    times, address = Quantiles(0.165, 0.198), "127.0.0.1:42775"
+    traffic = LiveTraffic(4321, 123, 45.6, 0.0, 12345.0, 98765.0, 0.5, {"ok": 9}, times, times)
+    handoffs = LiveHandoffs(123456, 45.6, 0.0, 0.0, 0.0, 7.7e8, times)
+    stats = LiveNodeStats(0, 12345.0, 12345.0, 0.94, None, None, None, None)
+    load = {"running": 1234, "waiting": 999, "backlog_tokens": 12345, "step_seconds": 0.0123, "total_blocks": 9}
+    nodes = [LiveNode("", role, address, "m", "ready", stats=stats, **load) for role in ("prefill", "decode")]  # type: ignore[arg-type]
+    reads = [LiveConnection(address, address, "unknown", 7.7e8, 5.5e8, 0.0)]
+    now = LiveNow("0", [LiveModel("m", 1, 1, 1, 1, True)], traffic, nodes, handoffs, reads, 1, 1)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(screen(LiveReport("", now, NO_HISTORY), "http://127.0.0.1:8000", width))
+    shown = captured.get()
+    assert "…" not in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+    for figure in (
+        "4321 running, 123 waiting, 46/s finished",
+        "next p50 165 ms, p99 198 ms",
+        "123 k so far",
+        "770 MB/s",
+    ):
+        assert figure in shown
+    for figure in ("1,234", "999", "100 %", "12.3 k"):
+        assert len(re.findall(rf"ready .* {figure}(?: |$)", shown, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from fleet import MODEL_NAME, Fleet, NodeProcess
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from watched_fleet import HOSTILE, Streams
-from web_pages import CONTRASTS, PATIENCE, Watched
+from web_pages import CONTRASTS, PATIENCE, WINDOWS, Watched, accessibility_faults
 
 from cli import numbers
 from router.gate.api_keys import key_entry, new_key
@@ -67,6 +67,39 @@ def test_dashboard_rows_show_node_values(page: Page, fleet: Fleet, streams: Stre
     expect(page.locator("#tile-running b")).to_have_text("0")
     for name in ("d-one", "d-<img"):
         expect(cell(row(page, name), "KV in use")).to_contain_text("0 of ")
+
+
+EQUAL = {  # a tile, and the line whose latest value it is
+    "requests": "finished",
+    "failures": "failed",
+    "tokens": "tokens/s",
+    "ttft": "Time to first token: p50",
+    "itl": "Time to next token: p50",
+    "handoff": "Handoff time, P → D: p50",
+}
+SHOWN = """() => {
+  const charts = [...document.querySelectorAll('#charts figure')].flatMap((figure) =>
+    [...figure.querySelectorAll('.legend > span')].flatMap((line) => {
+      const name = line.childNodes[1].textContent.trim(), value = line.querySelector('b').textContent;
+      return [[name, value], [`${figure.querySelector('h3').textContent}: ${name}`, value]];
+    }));
+  const tiles = [...document.querySelectorAll('.tiles > div')].map((tile) => [tile.id.replace('tile-', ''),
+    [...tile.querySelectorAll('dd:not(.more) > *')].map((part) => part.textContent)]);
+  return [Object.fromEntries(tiles), Object.fromEntries(charts)];
+}"""
+
+
+def test_tiles_and_charts_show_the_same_figures(page: Page, fleet: Fleet, streams: Streams) -> None:
+    with streams(2):
+        expect(page.locator("#tile-handoff b")).not_to_have_text(numbers.UNKNOWN)
+        for _ in range(3):
+            page.wait_for_timeout(1000)  # other figures each second
+            tiles, charts = page.evaluate(SHOWN)
+            assert charts["KV read, P → D: all nodes"] != numbers.UNKNOWN
+            for tile, line in EQUAL.items():
+                number, unit = tiles[tile]
+                timed = line.endswith("p50") and unit
+                assert charts[line].replace("\u202f", " ") == (f"{number} {unit}" if timed else number)
 
 
 def test_nodes_show_where_cached_tokens_came_from(watched: Watched, fleet: Fleet) -> None:
@@ -129,13 +162,7 @@ def test_handoffs_are_one_line_each_between_nodes_without_names(watched: Watched
         expect(page.locator("#composer")).to_be_visible()
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"),
-    [
-        *((400, "light"), (1280, "dark")),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((400, "dark"), (1280, "light"))),
-    ],
-)
+@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
 def test_dashboard_fits_small_and_large_windows(
     width: int, scheme: Any, browser: Browser, fleet: Fleet, streams: Streams, tmp_path: Path
 ) -> None:
@@ -148,6 +175,7 @@ def test_dashboard_fits_small_and_large_windows(
     cut = "[...document.querySelectorAll('dd, td, th, .legend')].filter(e => e.scrollWidth > e.clientWidth + 1)"
     assert page.evaluate(f"{cut}.map(e => e.textContent)") == []
     assert page.evaluate(CONTRASTS) == []
+    assert accessibility_faults(page) == []
     page.close()
 
 

@@ -13,6 +13,11 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking")
 QUIETER = ("disable-component-update", "disable-sync", "no-sandbox")
+# Width and colour scheme of a window.
+WINDOWS = [
+    *((400, "light"), (1280, "dark")),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((400, "dark"), (1280, "light"))),
+]
 PATIENCE = 20_000  # milliseconds
 
 expect.set_options(timeout=patience(PATIENCE))
@@ -50,6 +55,13 @@ class Watched:
         return self.page
 
 
+def accessibility_faults(page: Page, exclude: str = "") -> list[str]:
+    """Return the rules of axe that a page breaks, each with the first element; ``exclude`` is a selector."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: scripts/setup dev")
+    found = axe.Axe().run(page, {"exclude": [[exclude]]} if exclude else None).response["violations"]
+    return [f"{each['id']}: {each['nodes'][0]['html']} ({len(each['nodes'])} elements)" for each in found]
+
+
 # Colours of text, by their names in colors.css, that differ too little from what they are on (WCAG 2.2, 1.4.3: 4.5).
 CONTRASTS = """() => {
   const style = getComputedStyle(document.documentElement);
@@ -58,8 +70,8 @@ CONTRASTS = """() => {
       .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const pairs = ["--text", "--quiet", "--good", "--warn", "--bad", "--first", "--second"].flatMap((text) =>
-    ["--card", "--ground"].map((ground) => [text, ground]));
+  const texts = ["--text", "--quiet", "--good", "--warn", "--bad", "--first", "--second", "--prefill", "--decode"];
+  const pairs = texts.flatMap((text) => ["--card", "--ground"].map((ground) => [text, ground]));
   pairs.push(["--bad", "--bad-ground"], ["--warn", "--warn-ground"], ["--quiet", "--bad-ground"]);
   return pairs.filter(([text, ground]) => {
     const [dark, bright] = [light(text), light(ground)].sort((a, b) => a - b);

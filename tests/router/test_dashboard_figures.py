@@ -97,6 +97,20 @@ def test_history_holds_five_minutes() -> None:
     assert log.history(after=399).seconds == []
 
 
+def test_history_ends_with_the_latest_figures_and_bursts_make_no_teeth() -> None:
+    """Six requests end each third second: 2 per second, in the tile and in the chart."""
+    log = TrafficLog((0.1, 1.0), (0.1, 1.0))
+    for second in range(100):
+        ended = 6 * (second // 3)
+        log.add(second, sample(second, ended, 8 * second, (0, ended, second)))
+        traffic, history = log.traffic(), log.history()
+        latest = (history.requests[-1], history.failures[-1], history.output_tokens[-1])
+        assert latest == (traffic.request_rate, traffic.failure_rate, traffic.output_token_rate)
+        assert (history.ttft_p50[-1], history.ttft_p99[-1]) == (traffic.ttft.p50, traffic.ttft.p99)
+        assert (history.itl_p50[-1], history.itl_p99[-1]) == (traffic.itl.p50, traffic.itl.p99)
+    assert max(history.requests[20:]) < 1.5 * min(history.requests[20:])
+
+
 @given(st.dictionaries(st.from_regex(r"[a-z]\w{0,8}", fullmatch=True), st.text(max_size=20), max_size=3))
 def test_labels_survive_a_round_trip(labels: dict[str, str]) -> None:
     assert labels_of(series("pdserve_a_total", **labels)) == labels

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from router_process import MODEL, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
@@ -219,6 +222,17 @@ def test_docs_page_describes_every_path_without_scripts(client: httpx.Client) ->
     assert names <= document["components"]["schemas"].keys() == set(re.findall(r"<h3 id=(\w+)>", response.text))
     for path, methods in document["paths"].items():
         for method in methods:
-            assert f"<code>{method.upper()} {path}</code>" in response.text
+            assert f"<b class={method}>{method.upper()}</b> <code>{path}</code>" in response.text
     assert "Lower values run earlier." in response.text
-    assert "<code>starting_after</code> (query): " in response.text
+    assert "<code>starting_after</code></td><td data-title=In>query</td>" in response.text
+
+
+def test_docs_page_has_an_example_of_each_operation_that_fits_its_schema(client: httpx.Client) -> None:
+    page, document = client.get("/docs").text, client.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        assert f" http://127.0.0.1:8000{path.replace('{id}', 'ID')}" in page
+        for operation in methods.values():
+            if "requestBody" in operation:
+                body = operation["requestBody"]["content"]["application/json"]
+                jsonschema.validate(body["example"], body["schema"] | {"components": document["components"]})
+                assert escape(json.dumps(body["example"], separators=(",", ":"))) in page

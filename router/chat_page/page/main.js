@@ -1,6 +1,7 @@
 // The chat: conversations at the side, one of them in the middle, and at most one answer that runs.
 
 import {element, find, offer, say, set} from "./dom.js";
+import {EXAMPLE, FOLLOW_UPS} from "./example.js";
 import {MessageView} from "./messages.js";
 import {load, newConversation, remove, save, titleOf} from "./store.js";
 import {listModels, NeedsKey, setKey, streamChat} from "./stream.js";
@@ -8,10 +9,7 @@ import {listModels, NeedsKey, setKey, streamChat} from "./stream.js";
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens"];
 const LIMIT = 1024; // tokens of an answer, where the settings say nothing; the router's own limit is the context
 const FINISHES = {length: "stopped at the limit of tokens, which Settings can raise"};
-const EXAMPLE = `The ferry to Stavanger leaves at 7:40 from the northern pier. Ida carries a red suitcase with eleven letters. \
-The captain owns a parrot named Brutus. Rain is expected in the evening.
-
-What is the parrot's name?`;
+const EMBEDDED_MODEL = "tiny"; // its name, unless --served-model-name gives another one
 const NEAR = 60; // pixels from the end within which the log follows an answer
 
 let conversations = load();
@@ -36,7 +34,26 @@ function showState() {
   find("welcome").hidden = current.messages.length > 0;
   find("stop").hidden = !running;
   find("send").hidden = Boolean(running);
+  showFollowUps();
   document.title = `${titleOf(current)} · pdserve`;
+}
+
+/** Offer questions below an answer about the example that are not asked yet. */
+function showFollowUps() {
+  const asked = current.messages.map(({content}) => content);
+  const rest = asked[0] === EXAMPLE && !running ? FOLLOW_UPS.filter((question) => !asked.includes(question)) : [];
+  follow(() => {
+    find("follow-ups").hidden = !rest.length;
+    find("questions").replaceChildren(...rest.map((question) => {
+      const button = element("button", {type: "button", class: "small"}, question);
+      button.addEventListener("click", () => submit(question));
+      return button;
+    }));
+  });
+}
+
+function showToy() {
+  find("toy").hidden = find("model").value !== EMBEDDED_MODEL;
 }
 
 function showSide() {
@@ -181,22 +198,27 @@ function edit(index, text) {
   answer();
 }
 
-function submit() {
-  const content = find("entry").value;
-  if (running || !content.trim() || !find("door").hidden) return;
-  find("entry").value = "";
+function submit(content) {
+  if (running || !content.trim() || !find("door").hidden) return false;
   current.messages.push({role: "user", content});
   answer();
+  return true;
+}
+
+/** Send the message field, unless an answer runs or a key is missing. */
+function submitEntry() {
+  const content = find("entry").value;
+  if (submit(content)) find("entry").value = "";
 }
 
 find("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  submit();
+  submitEntry();
 });
 find("entry").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  submit();
+  submitEntry();
 });
 find("stop").addEventListener("click", () => running?.controller.abort());
 document.addEventListener("keydown", (event) => {
@@ -219,6 +241,7 @@ find("settings-button").addEventListener("click", () => follow(() => {
   find("settings").hidden = !find("settings").hidden;
   set(find("settings-button"), "aria-expanded", String(!find("settings").hidden));
 }));
+find("model").addEventListener("change", showToy);
 find("example").addEventListener("click", () => {
   find("entry").value = EXAMPLE;
   find("entry").focus();
@@ -251,6 +274,7 @@ async function begin() {
     const names = await listModels();
     find("model").replaceChildren(...names.map((name) => element("option", {}, name)));
     find("model").disabled = false;
+    showToy();
     find("entry").focus();
   } catch (error) {
     if (error instanceof NeedsKey) wantKey(error.refused);

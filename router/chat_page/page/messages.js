@@ -73,18 +73,18 @@ export class MessageView {
   }
 }
 
-/** Which nodes served an answer, and how fast. */
+/** How fast an answer was, and last the nodes that served it: their names may be long addresses. */
 function served({prefillNode, decodeNode, ttft, tokenRate, outputTokens, promptTokens, cachedTokens, stopped}) {
   const parts = [];
-  if (decodeNode) {
-    const names = prefillNode ? `${prefillNode} → ${decodeNode}` : decodeNode;
-    const title = prefillNode ? "prefill node → decode node" : "the decode node computed the prompt, too";
-    parts.push(element("a", {href: "dashboard", title}, names));
-  }
   if (ttft !== null) parts.push(`first token ${seconds(ttft)}`);
   if (tokenRate !== null) parts.push(`${rate(tokenRate)} tokens/s`);
   if (outputTokens !== null) parts.push(`${count(outputTokens)} tokens`);
   if (promptTokens !== null) parts.push(`${count(cachedTokens)} of ${count(promptTokens)} prompt tokens cached`);
   if (stopped) parts.push(stopped);
+  if (decodeNode) {
+    const names = prefillNode ? `${prefillNode} → ${decodeNode}` : decodeNode;
+    const title = prefillNode ? "prefill node → decode node" : "the decode node computed the prompt, too";
+    parts.push(element("a", {href: "dashboard", title}, names));
+  }
   return parts.flatMap((part, index) => (index ? [" · ", part] : [part]));
 }

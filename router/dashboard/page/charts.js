@@ -1,18 +1,20 @@
 // The last minutes as lines. All charts show the same moment while one of them is pointed at.
 
 import {drawing, element, find, say, set} from "./dom.js";
-import {count, percent, rate, seconds} from "./format.js";
+import {bytesPerSecond, count, percent, rate, seconds} from "./format.js";
 
 const SPAN = 300; // seconds
 const [WIDTH, HEIGHT] = [SPAN, 100]; // of a drawing, stretched to the room there is
 
 const CHARTS = [
-  {title: "Requests at the nodes", lines: {running: "running", waiting: "waiting for a place"}, format: count},
+  {title: "Requests at the nodes", lines: {running: "running", waiting: "waiting"}, format: count},
   {title: "Requests per second", lines: {requests: "finished", failures: "failed"}, format: rate},
   {title: "Output tokens per second", lines: {output_tokens: "tokens/s"}, format: rate},
   {title: "Time to first token", lines: {ttft_p50: "p50", ttft_p99: "p99"}, format: seconds},
   {title: "Time to next token", lines: {itl_p50: "p50", itl_p99: "p99"}, format: seconds},
-  {title: "KV in use", lines: {kv_prefill: "prefill", kv_decode: "decode"}, format: percent, top: 1},
+  {title: "Handoff time, P → D", lines: {handoff_p50: "p50", handoff_p99: "p99"}, format: seconds},
+  {title: "KV read, P → D", lines: {kv_read_rate: "all nodes"}, format: bytesPerSecond},
+  {title: "KV in use", lines: {kv_prefill: "prefill", kv_decode: "decode"}, kinds: ["prefill", "decode"], format: percent, top: 1},
 ];
 
 /** The next of 1, 2, 5, 10, 20 … */
@@ -38,18 +40,18 @@ function path(values, x, y) {
 }
 
 class Chart {
-  constructor({title, lines, format, top}, point) {
+  constructor({title, lines, kinds = ["first", "second"], format, top}, point) {
     Object.assign(this, {title, format, top, names: Object.keys(lines)});
     this.values = {};
     this.topLabel = element("span", {class: "top"});
     this.cursor = drawing("path", {class: "cursor", d: ""});
-    this.paths = this.names.map((_, index) => drawing("path", {class: `line line-${index}`}));
+    this.paths = this.names.map((_, index) => drawing("path", {class: `line line-${kinds[index]}`}));
     this.plot = drawing("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true"},
       drawing("path", {class: "grid", d: `M0 0H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT}H${WIDTH}`}),
       ...this.paths.toReversed(), this.cursor);
     const legend = this.names.map((name, index) => {
       this.values[name] = element("b");
-      const sample = drawing("svg", {viewBox: "0 0 18 8", "aria-hidden": "true"}, drawing("path", {class: `line line-${index}`, d: "M1 4H17"}));
+      const sample = drawing("svg", {viewBox: "0 0 18 8", "aria-hidden": "true"}, drawing("path", {class: `line line-${kinds[index]}`, d: "M1 4H17"}));
       return element("span", {}, sample, `${lines[name]} `, this.values[name]);
     });
     this.field = element("div", {class: "plot", tabindex: "0", role: "img"}, this.topLabel, this.plot);
