@@ -59,7 +59,7 @@ def read_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[M
 
 
 def check_newest_turn(messages: Sequence[MessageParam]) -> None:
-    """Raise RequestError for an image or document of the user in the newest turn: the model would answer unseeing.
+    """Raise RequestError for an image or document in the newest turn of the user, which the model cannot see.
 
     Beside tool results, which agents add by themselves, and in earlier turns the model reads a placeholder.
     """

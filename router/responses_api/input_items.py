@@ -145,7 +145,7 @@ def input_chat(items: list[Item], instructions: str | None) -> InputChat:
 
 
 def _check_newest_turn(items: list[Item]) -> None:
-    """Raise RequestError for an image in the messages at the end, which the model would answer without having seen it.
+    """Raise RequestError for an image in the messages at the end, which the model cannot see.
 
     In earlier turns, also of a conversation that is to be compacted, and in tool results the model reads a placeholder.
     """
