@@ -22,7 +22,7 @@ setup(
     description="Routers, tools and simulated nodes of pdserve, without torch and NIXL",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
-    license=project["license"],
+    license_expression=project["license"],
     project_urls=project["urls"],
     keywords=project["keywords"],
     classifiers=project["classifiers"],
