@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 UNKNOWN = "–"
 
 
@@ -10,6 +12,16 @@ def count(value: float) -> str:
     if value < 10_000:
         return f"{value:,.0f}"
     return _scaled(value / 1000, ("k", "M", "G"))
+
+
+def counted(number: int, noun: str) -> str:
+    """1 node, 1,234 nodes"""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def figure(value: float) -> str:
+    """Three significant digits without an exponent: 118,000, 9.18, 0.00001"""
+    return f"{Decimal(f'{value:.3g}'):,f}"
 
 
 def rate(value: float | None) -> str:

@@ -27,6 +27,9 @@ from pdserve.weights.change import WAIT, WHEN
 
 _PIECE = 256 << 10  # bytes; every node takes a message of this size (pdserve/rpc/message_limits.py)
 _DESCRIBE_SECONDS = 10.0
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # how a client begins, with empty settings
+_HTTP1 = b"HTTP/1."  # how its servers begin their answer
+_TLS_ALERT = b"\x15\x03"
 
 Change = Callable[[grpc.aio.Channel], Awaitable[pb.WeightsChanged]]
 
@@ -115,12 +118,12 @@ def weights(args: argparse.Namespace) -> int:
 async def _show(nodes: list[str], tls: PeerTls | None) -> None:
     for address in nodes:
         async with open_channel(address, tls=tls) as channel:
-            node = await _describe(channel, address)
+            node = await _describe(channel, address, tls)
         print(f"{address}  {node.role:<8} {node.state:<16} weights {node.weights or '-'}  epoch {node.epoch}")
 
 
-async def _describe(channel: grpc.aio.Channel, address: str) -> pb.NodeDescription:
-    await _check_listens(address)
+async def _describe(channel: grpc.aio.Channel, address: str, tls: PeerTls | None) -> pb.NodeDescription:
+    await _check_speaks(address, plain=tls is None)
     stub = pb_grpc.NodeStub(channel)
     try:
         return await stub.Describe(pb.DescribeRequest(), timeout=_DESCRIBE_SECONDS, wait_for_ready=True)
@@ -131,23 +134,37 @@ async def _describe(channel: grpc.aio.Channel, address: str) -> pb.NodeDescripti
         raise NodeError(str(error_from_rpc(exc, address))) from exc
 
 
-async def _check_listens(address: str) -> None:
-    """Raise NodeError for a closed port: gRPC, which waits for a busy node, would wait for it, too."""
+async def _check_speaks(address: str, plain: bool) -> None:
+    """Raise NodeError for a closed port, or one of no node: gRPC would wait for it as it waits for a busy node.
+
+    ``plain``: the connection has no TLS.
+    """
+    answer = None
     try:
         async with asyncio.timeout(_DESCRIBE_SECONDS):
-            _, writer = await asyncio.open_connection(*split_address(address))
+            reader, writer = await asyncio.open_connection(*split_address(address))
+            try:
+                if plain:
+                    writer.write(_HTTP2)
+                    answer = await reader.read(len(_HTTP1))
+            finally:
+                writer.close()
     except ConnectionRefusedError as exc:
         raise NodeError(f"nothing listens on {address}; check the address, and that the node runs") from exc
     except OSError:  # gRPC, which may take other routes, says more; TimeoutError is one, too
         return
-    writer.close()
+    if answer == _HTTP1:
+        found = f"{address} is no node: it speaks HTTP/1.1, as routers do"
+        raise NodeError(f"{found}; give the addresses of nodes, which `pdserve top` lists")
+    if answer is not None and answer[: len(_TLS_ALERT)] in (_TLS_ALERT, b""):  # gRPC ends connections without TLS
+        raise NodeError(f"{address} speaks TLS only; give --grpc-tls DIR, or check that the address is a node's")
 
 
 async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: float = 0.0) -> None:
     for done, address in enumerate(nodes):
         await asyncio.sleep(pause if done else 0.0)
         async with open_channel(address, tls=tls) as channel:
-            await _describe(channel, address)  # waits for the connection, which a busy node may not accept at once
+            await _describe(channel, address, tls)  # waits for the connection, which a busy node may not accept at once
             try:
                 changed = await change(channel)
             except grpc.aio.AioRpcError as exc:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from node.frontend_flags import FrontendOptions
 from node.launched_engine import launched_engine
+from pdserve.bytecode import warn_of_missing_bytecode
 from pdserve.config.multi_host import LocalRanks, add_host_flags, local_ranks_from
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.flags.declaration import add_flags, options_from
@@ -55,6 +56,8 @@ def run_role(
         setup_logging(name, frontend.log_format, frontend.log_level)
         watch_lifeline(frontend.lifeline_fd)
         status = StatusWriter(frontend.status_fd)
+        if not options.simulated and not status.has_reader:  # pdserve up says it for all of its nodes
+            warn_of_missing_bytecode()
         try:
             if not local.has_leader:
                 return load().run_ranks(options, local, status)

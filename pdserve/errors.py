@@ -23,6 +23,8 @@ with ``raise … from exc``.
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 MAX_SHOWN = 100  # characters of a name or value from outside in a message
 
 
@@ -34,6 +36,13 @@ def cut(text: str, limit: int = MAX_SHOWN) -> str:
 def shown(value: object) -> str:
     """Return ``repr`` of a name or value from outside, cut at MAX_SHOWN characters."""
     return cut(repr(value[: MAX_SHOWN + 1] if isinstance(value, str) else value))
+
+
+def plain(number: float) -> str:
+    """Return all digits of a number without an exponent, such as 10000000 or 0.00001; 1e+15 and more have one."""
+    if not 1e-15 < abs(number) < 1e15:
+        return f"{number:g}"
+    return f"{Decimal(repr(float(number))).normalize():f}"
 
 
 class PdserveError(Exception):

@@ -9,7 +9,7 @@ from functools import cache
 
 import msgspec
 
-from pdserve.errors import RequestError, cut
+from pdserve.errors import RequestError, cut, plain
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -27,8 +27,8 @@ class Range(msgspec.Struct, frozen=True):
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        floor = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-        ceiling = "" if self.high == math.inf else f" and at most {self.high:g}"
+        floor = f"above {plain(self.low)}" if self.above else f"at least {plain(self.low)}"
+        ceiling = "" if self.high == math.inf else f" and at most {plain(self.high)}"
         return floor + ceiling
 
     def check(self, name: str, value: float, param: str | None = None) -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import uvloop
 from rich.console import Console
-from rich.progress import Progress
 
 from cli.bench.datasets import read_dataset
 from cli.bench.flags import Range, make_parser
 from cli.bench.http_load import CHATS, Endpoint, ServerError, Trace, complete, first_model
+from cli.bench.progress import progress
 from cli.bench.report import Report, check_plot, draw, show
 from cli.bench.requests import Request, chat_body, completion_body, random_prompt, random_text
 from cli.router_url import api_key, base_url
-from pdserve.errors import ConfigError, NodeError
+from pdserve.errors import ConfigError, NodeError, plain
 from pdserve.process import run_command
 
 _CONCURRENCY = 8
@@ -72,14 +72,16 @@ async def _measure(args: argparse.Namespace) -> Report:
         raise NodeError(str(exc)) from exc
     body = chat_body if args.endpoint == CHATS else completion_body
     bodies = [body(model, request) for request in requests]
-    warm = await _send_all(endpoint, bodies[: args.num_warmups], args, lambda: None)
+    warm = []
+    if args.num_warmups:
+        async with progress(args.num_warmups, "requests of the warm-up") as ended:
+            warm = await _send_all(endpoint, bodies[: args.num_warmups], args, ended)
     if warm and all(trace.error for trace in warm):
         raise NodeError(f"every request of the warm-up failed, the first one with: {warm[0].error}")
     arrivals = random.Random(f"arrivals {args.seed}")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("requests", total=args.num_prompts)
+    async with progress(args.num_prompts, "requests") as ended:
         began = time.perf_counter()
-        traces = await _send_all(endpoint, bodies[args.num_warmups :], args, lambda: progress.advance(task), arrivals)
+        traces = await _send_all(endpoint, bodies[args.num_warmups :], args, ended, arrivals)
         seconds = time.perf_counter() - began
     return Report(
         f"{model} at {endpoint.url}", _load_text(args), args.seed, seconds, traces, requests[args.num_warmups :]
@@ -137,7 +139,7 @@ async def _send_all(
 
 def _load_text(args: argparse.Namespace) -> str:
     limit = args.max_concurrency or (None if args.request_rate else _CONCURRENCY)
-    pace = [f"{args.request_rate:g} per second"] if args.request_rate else []
+    pace = [f"{plain(args.request_rate)} per second"] if args.request_rate else []
     pace += [f"{limit} at once"] if limit else []
     prefix = f" after {args.random_prefix_len:,} shared ones" if args.random_prefix_len else ""
     unit = "words" if args.endpoint == CHATS else "tokens"

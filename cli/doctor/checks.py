@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import re
 import resource
 import socket
 import struct
-import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from cli.doctor.findings import Finding, fail, note, ok, warn
 from cli.variables import describe_unread, unread_variables
+from pdserve.bytecode import torch_bytecode
 from pdserve.checkpoint.hub import is_hub_id, resolve_model
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
@@ -96,21 +95,10 @@ def check_variables(parser: ArgumentParser) -> Finding:
 
 def check_bytecode() -> Finding:
     """Check that processes find torch compiled: without bytecode, each start compiles more than a thousand modules."""
-    torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
-        return ok("torch is not installed")
-    bytecode = Path(importlib.util.cache_from_source(torch.origin))
-    if bytecode.exists():
-        return ok("torch is compiled")
-    folder = next(parent for parent in bytecode.parents if parent.exists())
-    if not sys.dont_write_bytecode and os.access(folder, os.W_OK):
-        return ok("the first start compiles torch")
-    packages = Path(torch.origin).parent.parent
-    return note(
-        "each start compiles torch, which takes some 2 s: it has no bytecode, and Python may write none",
-        f"run python -m compileall -q {packages} once, or set PYTHONPYCACHEPREFIX to a folder that stays, and unset "
-        "PYTHONDONTWRITEBYTECODE",
-    )
+    found = torch_bytecode()
+    if found.problem:
+        return note(found.problem, found.remedy)
+    return ok("torch is compiled" if found.is_stored else "the first start compiles torch")
 
 
 def is_local(options: NodeOptions) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from cli.numbers import counted, figure
 from cli.plan.node_load import NodeLoad
 from cli.plan.queues import percentile
 from cli.plan.sizing import Plan
@@ -64,10 +65,10 @@ def as_text(load: NodeLoad, plan: Plan) -> str:
     costs = load.costs
     gpus = plan.nodes * costs.gpus
     rows = [
-        ("costs", f"{costs.model} on {costs.gpu}, nodes of {costs.gpus}, measured at {costs.commit}"),
+        ("costs", f"{costs.model} on {costs.gpu}, nodes of {counted(costs.gpus, 'GPU')}, measured at {costs.commit}"),
         *(("estimated", text) for text in costs.estimated),
         *(("error" if first else "", text) for first, text in zip((True, False), _errors(), strict=True)),
-        ("workload", f"{plan.rate:.3g} requests/s"),
+        ("workload", f"{figure(plan.rate)} requests/s"),
         ("", _lengths("prompts", load.workload.prompts) + f", {_cached(load):.0%} cached"),
         ("", _lengths("outputs", load.workload.outputs)),
         ("slo", ", ".join([*_asked("TTFT", load.slo.ttft), *_asked("ITL", load.slo.itl)]) or "none"),
@@ -77,8 +78,8 @@ def as_text(load: NodeLoad, plan: Plan) -> str:
         [
             *lines,
             "",
-            f"P:D = {_ratio(plan)}: {plan.prefill.nodes} prefill and {plan.decode.nodes} decode nodes, {gpus} GPUs, "
-            f"with {load.limits.headroom:.0%} headroom",
+            f"P:D = {_ratio(plan)}: {plan.prefill.nodes:,} prefill and {counted(plan.decode.nodes, 'decode node')}, "
+            f"{gpus:,} GPUs, with {load.limits.headroom:.0%} headroom",
             "",
             *_table(plan, costs.gpus),
             "",
@@ -124,7 +125,7 @@ def _ratio(plan: Plan) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
+    return f"{figure(1e3 * seconds)} ms" if seconds < 0.9995 else f"{figure(seconds)} s"
 
 
 def _table(plan: Plan, gpus: int) -> Iterator[str]:
@@ -138,20 +139,20 @@ def _table(plan: Plan, gpus: int) -> Iterator[str]:
     for name, role in named:
         times = [_ms(of[percent]) if of else "" for of in (role.ttft, role.itl) for percent in (50, 99)]
         batch = f"{role.mean_batch:.0f} of {role.most_batch}" if role.most_batch else ""
-        traffic = f"{role.kv_gb_per_s:.3g}" if role.kv_gb_per_s else ""
+        traffic = figure(role.kv_gb_per_s) if role.kv_gb_per_s else ""
         yield row(name, role.nodes, role.nodes * gpus, f"{role.utilisation:.0%}", *times, batch, traffic)
 
 
 def _notes(load: NodeLoad, plan: Plan) -> Iterator[str]:
     count = plan.nodes * load.costs.gpus
     tokens = plan.rate * load.workload.mean_output
-    yield f"each GPU serves {plan.rate / count:.3g} requests/s and {tokens / count:,.0f} output tokens/s"
+    yield f"each GPU serves {figure(plan.rate / count)} requests/s and {tokens / count:,.0f} output tokens/s"
     room = f"{load.costs.kv_tokens:,} tokens of KV, {load.costs.shape.kv_bytes / 1024:.0f} KiB each"
     if load.costs.shape.state_bytes:
         room += f", and {load.costs.shape.state_bytes / 2**20:.0f} MiB of recurrent state per sequence"
     yield f"each decode node holds {room}: at most {plan.decode.most_batch} sequences, limited by {plan.decode.most_by}"
     most = max(plan.prefill.kv_gb_per_s, plan.decode.kv_gb_per_s)
-    yield f"KV traffic into or out of a node is at most {most:.3g} GB/s of the network's {load.network:.3g}"
+    yield f"KV traffic into or out of a node is at most {figure(most)} GB/s of the network's {figure(load.network)}"
     for name, role, needs in (
         ("prefill", plan.prefill, plan.prefill_needs),
         ("decode", plan.decode, plan.decode_needs),
@@ -163,7 +164,7 @@ def _notes(load: NodeLoad, plan: Plan) -> Iterator[str]:
         (plan.decode_carries, "decode nodes", plan.decode_lacks),
     ]
     (first, name, lacks), (second, other, _) = sorted(limits)
-    yield f"without headroom, {name} serve {first:.3g} requests/s, limited by {lacks}, and {other} {second:.3g}"
+    yield f"without headroom, {name} serve {figure(first)} requests/s, limited by {lacks}, and {other} {figure(second)}"
 
 
 def _verdict(load: NodeLoad, plan: Plan) -> Iterator[str]:
@@ -171,11 +172,13 @@ def _verdict(load: NodeLoad, plan: Plan) -> Iterator[str]:
     if both is None:
         yield f"disaggregate: aggregated nodes cannot serve this load; bottleneck {plan.aggregated_lacks}"
     elif _split_is_better(plan):
-        yield f"disaggregate: aggregated nodes would take {both.nodes * gpus} GPUs instead of {plan.nodes * gpus}"
+        yield f"disaggregate: aggregated nodes would take {both.nodes * gpus:,} GPUs instead of {plan.nodes * gpus:,}"
     else:
+        found, fewer = counted(both.nodes * gpus, "GPU"), plan.nodes > both.nodes
+        suffices = "suffices" if both.nodes * gpus == 1 else "suffice"
         yield (
-            f"do not disaggregate: {both.nodes * gpus} GPUs of aggregated nodes suffice, not {plan.nodes * gpus}; "
-            "start decode nodes without prefill nodes"
+            f"do not disaggregate: {found} of aggregated nodes {suffices}, "
+            f"{f'not {plan.nodes * gpus:,}' if fewer else 'too'}; start decode nodes without prefill nodes"
         )
         if not load.slo.itl:
             yield "(disaggregation improves the tail of ITL: set --slo itl:p99=… if it matters)"
@@ -188,9 +191,9 @@ def _elastic_verdict(load: NodeLoad, plan: Plan) -> Iterator[str]:
     if plan.aggregated is not None:
         others.append(plan.aggregated.nodes)
     if plan.elastic.nodes <= min(others):
-        yield f"best: {gpus} GPUs of elastic nodes, whose roles follow the load; start them with `pdserve serve`"
+        yield f"best: {gpus:,} GPUs of elastic nodes, whose roles follow the load; start them with `pdserve serve`"
     else:
-        yield f"elastic nodes, whose roles follow the load, would take {gpus} GPUs"
+        yield f"elastic nodes, whose roles follow the load, would take {gpus:,} GPUs"
 
 
 def _split_is_better(plan: Plan) -> bool:

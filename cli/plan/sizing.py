@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from cli.numbers import counted
 from cli.plan.node_load import NodeLoad, PlannedRole
 from pdserve.errors import CapacityError
 
@@ -64,7 +65,8 @@ def plan_for_gpus(load: NodeLoad, gpus: int) -> Plan:
     nodes = gpus // load.costs.gpus
     if nodes < 2:
         raise CapacityError(
-            f"{gpus} GPUs are {nodes} nodes; a prefill and a decode node need {2 * load.costs.gpus} GPUs; "
+            f"{counted(gpus, 'GPU')} {'is' if gpus == 1 else 'are'} {counted(nodes, 'node')}; "
+            f"a prefill and a decode node need {2 * load.costs.gpus} GPUs; "
             "with fewer, start decode nodes alone, which also compute prompts"
         )
     idle = 1e-6  # requests per second; a load that fails at this rate fails at any

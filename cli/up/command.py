@@ -20,6 +20,7 @@ from cli.up.restarts import MAX_FAILURES
 from cli.up.startup_display import Display, serving_display, starting_display
 from cli.up.supervisor import Changed, Child, Died, Printed, Supervisor
 from cli.up.welcome import print_welcome
+from pdserve.bytecode import warn_of_missing_bytecode
 from pdserve.checkpoint.files import read_text
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.logs import setup_logging
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def up(args: argparse.Namespace) -> int:
     """Serve until a signal. Raises NodeError or ConfigError if a child cannot start, or has died too often."""
     setup_logging("up", args.log_format, args.log_level)
+    if args.engine != "simulated":
+        warn_of_missing_bytecode()
     settle_model(args)
     check_flags(args)
     router = router_options(args)

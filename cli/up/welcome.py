@@ -55,7 +55,7 @@ def command_name() -> str:
     if shutil.which("pdserve"):
         return "pdserve"
     script = Path(sys.executable).with_name("pdserve")
-    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m cli"
+    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m pdserve"
 
 
 def sampling_line(model_dir: Path, router: RouterOptions) -> str:

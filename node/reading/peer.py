@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -49,6 +50,7 @@ _BACKOFF_MIN = 0.1  # seconds until the second attempt
 _BACKOFF_MAX = 5.0  # seconds between attempts, at most
 _RELEASE_SECONDS = 0.5  # time for P to receive releases of leases before this node closes its connection
 _LOADING_SECONDS = 0.2  # pause between attempts at a peer that is not ready yet
+_START_SECONDS = 60.0  # time for a peer that starts with this node to listen; then it is missed
 _SELF_FAILURES = 10  # counted at this node's own address: long pauses, as another node may get the address
 
 
@@ -106,6 +108,8 @@ class KVPeer:
         self._connecting: asyncio.Future[Connected] | None = None  # the connector's answer
         self._closing: PeerStream | None = None  # the previous stream, which may still deliver releases
         self._drained = False  # the latest epoch ended by draining
+        self._answered = False
+        self._expected_at = 0.0
         self._unlisted = False
         self._as_source = as_source
         self._check_now = asyncio.Event()
@@ -124,7 +128,8 @@ class KVPeer:
     @property
     def name(self) -> str:
         """Role and address, for logs."""
-        return f"{'prefill' if self.computes else 'decode'} node {self.address}"
+        role = "" if self._as_source and not self._answered else "prefill " if self.computes else "decode "
+        return f"{role}node {self.address}"
 
     def set_listed(self, listed: bool, *, as_source: bool) -> None:
         """Connect to the peer while it is listed. An unlisted peer is dropped when no handoff needs it."""
@@ -166,11 +171,12 @@ class KVPeer:
 
     async def run(self) -> None:
         """Connect and stay connected until the peer is unlisted and no handoff needs it."""
-        failures, logged = 0, ""
+        failures, logged = 0, (logging.NOTSET, "")
+        self._expected_at = time.monotonic() + _START_SECONDS
         while not self._unlisted:
             try:
                 await self._connect()
-                failures, logged = 0, ""
+                failures, logged = 0, (logging.NOTSET, "")
                 self.tried.set()
                 await self._watch()
             except OwnAddress:
@@ -179,20 +185,25 @@ class KVPeer:
                 if self._unlisted:
                     return
                 failures += not isinstance(exc, PeerLoading)
-                if str(exc) != logged:
-                    logged = str(exc)
-                    level = logging.INFO if isinstance(exc, PeerLoading) else logging.WARNING
-                    _log.log(level, "%s: %s; trying again", self.name, logged)
+                if (found := (self._level(exc), str(exc))) != logged:
+                    logged = found
+                    _log.log(found[0], "%s: %s; trying again", self.name, exc)
             finally:
                 self._disconnect()
                 self.tried.set()
             await asyncio.sleep(_backoff(failures) if failures else _LOADING_SECONDS)
+
+    def _level(self, error: PdserveError) -> int:
+        """Return INFO for failures that belong to the start, drain or restart of a peer, else WARNING."""
+        starts = not self._answered and time.monotonic() < self._expected_at
+        return logging.INFO if isinstance(error, PeerLoading) or self.drained or starts else logging.WARNING
 
     async def _connect(self) -> None:
         """Raises PdserveError when the peer cannot be connected now."""
         self._check_own_state()
         stub: pb_grpc.PrefillNodeAsyncStub = pb_grpc.PrefillNodeStub(await self._dialer.renew())
         description = await self._describe()
+        self._answered = True
         self._check_identity(description)
         if (state := _state(description)) != "ready":
             raise PeerLoading(f"is {state}")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, plain
 from pdserve.flags.value_types import SIZE_UNITS, number, parse_size, whole_number
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -60,12 +60,12 @@ class Flag(msgspec.Struct, frozen=True):
             return f"{value!r} is not one of {', '.join(self.choices)}"
         limits = []
         if self.above is not None and not value > self.above:
-            limits.append(f"above {self.above:g}")
+            limits.append(f"above {plain(self.above)}")
         if self.at_least is not None and not value >= self.at_least:
-            limits.append(f"at least {self.at_least:g}")
+            limits.append(f"at least {plain(self.at_least)}")
         if self.at_most is not None and not value <= self.at_most:
-            limits.append(f"at most {self.at_most:g}")
-        shown = f"{value:g}" if isinstance(value, float) else value
+            limits.append(f"at most {plain(self.at_most)}")
+        shown = plain(value) if isinstance(value, float) else value
         return f"{shown} must be {' and '.join(limits)}" if limits else ""
 
 

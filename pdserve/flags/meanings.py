@@ -14,6 +14,7 @@ MEANINGS = {
     "--pp-size": "--pp",
     "--ep-size": "--ep",
     "--enable-expert-parallel": "--ep with the value of --tp",
+    "-O0": "--cuda-graphs off",
     "-dp": "`pdserve up --decode N`, or `--elastic --nodes N`",
     "--data-parallel-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
     "--dp-size": "`pdserve up --decode N`, or `--elastic --nodes N`",
@@ -53,6 +54,8 @@ MEANINGS = {
     "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
 }
 
+_NO_LEVELS = "nothing is compiled but kernels; steps are CUDA graphs unless --cuda-graphs is off"
+
 #: Flags of other servers for behaviour that pdserve always has: accepted, with a line that says why.
 DEFAULTS = {
     "--enable-prefix-caching": "prefixes are always cached",
@@ -62,6 +65,8 @@ DEFAULTS = {
     "--no-enable-log-requests": "requests are not logged without --log-requests",
     "--disable-log-stats": "figures are metrics, not lines of the log",
     "--enable-prompt-tokens-details": "`usage` always has them",
+    "--disable-frontend-multiprocessing": "a node's frontend and engine are two processes, the router is a third",
+    **dict.fromkeys(("-O1", "-O2", "-O3"), _NO_LEVELS),
     "--async-scheduling": "runner V2 always launches a step before it knows the last one's tokens",
 }
 
@@ -69,6 +74,9 @@ DEFAULTS = {
 DEFAULTS_WITH_VALUE = {
     "--root-path": "pages and redirects are relative; have the proxy remove the prefix",
     "--distributed-executor-backend": "ranks are processes",
+    **dict.fromkeys(("-O", "--optimization-level"), _NO_LEVELS),
+    **dict.fromkeys(("--guided-decoding-backend", "--grammar-backend"), "llguidance computes all grammars"),
+    **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs"), "models read text only"),
 }
 
 #: Flags of other servers with equal values and meaning: accepted, with a line that names ours.
@@ -76,6 +84,7 @@ RENAMED = {
     "-tp": "--tp",
     "--tp-size": "--tp",
     "-pp": "--pp",
+    "-q": "--quantization",
     "--pp-size": "--pp",
     "--kv-cache-memory-bytes": "--kv-cache-memory",
     "--ssl-certfile": "--tls-cert",
@@ -92,6 +101,7 @@ VALUES: Mapping[str, Mapping[str, str | None]] = {
     "--dtype": {"half": "float16", "float": "float32"},
     "--attention-backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"},
     "--generation-config": {"vllm": "none"},
+    "--quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},  # vLLM's names of kernels
     "--load-format": {"safetensors": "auto"},
     "--max-model-len": {"auto": None, "-1": None},
 }
@@ -123,7 +133,8 @@ REASONS = {
     "--hf-overrides": "change config.json in a copy of the checkpoint's directory, and give that as MODEL",
     "--override-generation-config": "requests set these fields; change generation_config.json in a copy of the "
     "checkpoint's directory, or use --generation-config none",
-    "--compilation-config": "nothing is compiled but kernels; --cuda-graphs says whether steps are captured",
+    **dict.fromkeys(("-O", "-cc", "--compilation-config"), _NO_LEVELS),
+    "--structured-outputs-config": "llguidance computes all grammars, which begin behind the reasoning",
     "--no-enable-chunked-prefill": "long prompts are always computed in chunks; --max-batch-tokens is their size",
     "--swap-space": "KV is never swapped; --max-num-seqs and --kv-cache-memory bound it",
     "--cpu-offload-gb": "weights are never offloaded; use --tp or --pp over more GPUs",
@@ -206,8 +217,8 @@ def _our_value(flag: str, value: str) -> str | None:
 def describe_unknown(flag: str, known: Collection[str], program: str) -> str:
     """Return an error for a flag that is not ``known``, with the remedy."""
     flag = flag.replace("_", "-")
-    if flag in REASONS:
-        return f"{flag} is not supported: {REASONS[flag]}"
+    if reason := REASONS.get(flag.partition(".")[0]):  # vLLM's --compilation-config.mode is a field of that flag's JSON
+        return f"{flag} is not supported: {reason}"
     meant = MEANINGS.get(flag, flag)
     if meant != flag and (not meant.startswith("--") or meant.split()[0] in known):
         return f"unknown flag {flag}; use {meant}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdserve.checkpoint.files import read_object
 from pdserve.checkpoint.gguf import conversion
-from pdserve.errors import CheckpointError, shown
+from pdserve.errors import CheckpointError, plain, shown
 
 _MAX_BYTES = 4 << 20
 
@@ -113,7 +113,8 @@ class ConfigFields:
     def check_number(self, name: str, value: Any, least: float, most: float) -> float:
         """Return ``value``, which belongs to the field ``name``. Raises CheckpointError."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise self.error(f"has {name} = {shown(value)}; it must be a number from {least:g} to {most:g}. {REMEDY}")
+            limits = f"it must be a number from {plain(least)} to {plain(most)}"
+            raise self.error(f"has {name} = {shown(value)}; {limits}. {REMEDY}")
         return value
 
     def choice(self, name: str, value: Any, supported: tuple[str, ...]) -> str:

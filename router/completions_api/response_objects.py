@@ -161,17 +161,20 @@ class ChatCompletion(Struct):
     warnings: list[str] | UnsetType = UNSET  # what of the request has no effect
 
 
-class TokenNames(Protocol):
-    """How log-probabilities show tokens: a Tokenizer by their texts."""
+class TokenBytes(Protocol):
+    """A Tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-class TokenIdNames:
-    """vLLM's return_tokens_as_token_ids."""
+class TokenNames(Struct, frozen=True):
+    """How log-probabilities name tokens: by their texts, or ``as_ids``, vLLM's return_tokens_as_token_ids."""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"token_id:%d" % token_id
+    tokenizer: TokenBytes
+    as_ids: bool = False
+
+    def name(self, token_id: int) -> bytes:
+        return b"token_id:%d" % token_id if self.as_ids else self.tokenizer.token_bytes(token_id)
 
 
 def completion_logprobs(names: TokenNames, tokens: Sequence[TokenLogprob], num_top: int) -> CompletionLogprobs:
@@ -219,7 +222,7 @@ def prompt_logprobs(names: TokenNames, scores: PromptScores, num_top: int) -> Pr
 
 
 def _prompt_logprob(names: TokenNames, token_id: int, logprob: float, rank: int) -> PromptLogprob:
-    return PromptLogprob(logprob, rank, names.token_bytes(token_id).decode(errors="replace"))
+    return PromptLogprob(logprob, rank, names.name(token_id).decode(errors="replace"))
 
 
 def _top_logprobs(names: TokenNames, token: TokenLogprob, num_top: int) -> dict[str, float] | None:
@@ -234,8 +237,9 @@ def _chat_token(names: TokenNames, token: TokenLogprob, num_top: int) -> ChatTok
     assert token.logprob is not None, "chats have log-probabilities of output tokens only"
 
     def top_logprob(token_id: int, logprob: float) -> TopLogprob:
-        data = names.token_bytes(token_id)
-        return TopLogprob(token=data.decode(errors="replace"), logprob=logprob, bytes=list(data))
+        data = names.tokenizer.token_bytes(token_id)
+        name = names.name(token_id) if names.as_ids else data
+        return TopLogprob(token=name.decode(errors="replace"), logprob=logprob, bytes=list(data))
 
     own = top_logprob(token.token_id, token.logprob)
     top = [top_logprob(token_id, logprob) for token_id, logprob in token.alternatives[:num_top]]
@@ -244,7 +248,7 @@ def _chat_token(names: TokenNames, token: TokenLogprob, num_top: int) -> ChatTok
 
 def _token_text(names: TokenNames, token_id: int) -> str:
     r"""A token as a JSON key; a part of a character as OpenAI writes it, ``bytes:\xe6\x97``."""
-    data = names.token_bytes(token_id)
+    data = names.name(token_id)
     try:
         return data.decode()
     except UnicodeDecodeError:

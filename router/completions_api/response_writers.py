@@ -7,11 +7,13 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
+from msgspec.structs import replace
+
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from router.completions_api.generate_body import GenerateBody
 from router.completions_api.response_encoders import DONE, FinishedChoice, ResponseEncoder
-from router.completions_api.response_objects import TokenIdNames, prompt_logprobs
+from router.completions_api.response_objects import TokenNames, prompt_logprobs
 from router.dialect.events import Event
 from router.dialect.json_pieces import lazy_numbers
 from router.dialect.responses import BodyResponse, EventStreamResponse, Response
@@ -29,7 +31,7 @@ def make_encoder(
     kind: type[ResponseEncoder], body: GenerateBody, jobs: Sequence[Job], *, model: ServedModel, request_id: str
 ) -> ResponseEncoder:
     return kind(
-        names=TokenIdNames() if body.return_tokens_as_token_ids else model.tokenizer,
+        names=TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)),
         model=model.name,
         request_id=request_id,
         num_top=max(jobs[0].sampling.logprobs, 0),
@@ -126,6 +128,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         super().__init__(encoder, body, jobs)
         self._include_usage = body.usage_in_stream.include_usage
         self._continuous_usage = self._include_usage and body.usage_in_stream.continuous_usage_stats
+        self._usage_shown = Usage()  # in the newest chunk with text
         self._opened: set[int] = set()
         self._detailed = self._num_logprobs >= 0 or body.return_token_ids
         self._plain = not (self._detailed or self._continuous_usage)  # chunks have nothing but text, until the end
@@ -153,36 +156,37 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
     def _open(self, index: int) -> None:
         """Write the chunks that precede a choice. They may be larger than the prompt."""
         self._opened.add(index)
+        usage = self._usage_before()
         if self._return_token_ids:
-            self.write_large("", partial(self._first_chunk, index))
-        elif opening := b"".join(self._first_chunk(index)):
+            self.write_large("", partial(self._first_chunk, index, usage))
+        elif opening := b"".join(self._first_chunk(index, usage)):
             self._append(Event("", opening))
         if self._echo_text(index) or self._echoed_scores(self._prompt_of(index)) is not None:
-            self.write_large("", partial(self._echo_chunk, index))
+            self.write_large("", partial(self._echo_chunk, index, usage))
 
-    def _first_chunk(self, index: int) -> Iterator[bytes]:
+    def _first_chunk(self, index: int, usage: Usage | None) -> Iterator[bytes]:
         prompt_ids = self.jobs[self._prompt_of(index)].prompt.unpacked() if self._return_token_ids else None
-        yield from self._encoder.first_chunk(index, prompt_ids, self._usage_before)
+        yield from self._encoder.first_chunk(index, prompt_ids, usage)
 
-    def _echo_chunk(self, index: int) -> Iterator[bytes]:
+    def _echo_chunk(self, index: int, usage: Usage | None) -> Iterator[bytes]:
         table = self._echo_logprobs(self._prompt_of(index))
-        yield from self._encoder.echo_chunk(index, self._echo_text(index), table, usage=self._usage_before)
+        yield from self._encoder.echo_chunk(index, self._echo_text(index), table, usage=usage)
 
     @property
     def _usage(self) -> Usage | None:
         """The usage so far, for each chunk; None: chunks have none."""
         return self.generation.usage if self._continuous_usage else None
 
-    @property
     def _usage_before(self) -> Usage | None:
-        """The same for chunks before a choice's first token."""
+        """Return the same for chunks before a choice's first token, whose usage is that of the chunk before them."""
         usage = self._usage
         if usage is None:
             return None
-        return Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        return replace(self._usage_shown, prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
-        usage = self._usage
+        if (usage := self._usage) is not None:
+            self._usage_shown = replace(usage)
         if not self._detailed:
             return self._encoder.chunk(choice, text, usage=usage)
         tokens = token_ids = None

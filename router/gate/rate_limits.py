@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pdserve.errors import plain
 from router.errors import RateLimitExceeded
 from router.gate.admission_queue import RecentMean
 from router.gate.keys import Client
@@ -66,7 +67,8 @@ class RateLimits:
             raise self._exceeded(f"{self.running} requests of this key are running, the limit is {limit}", wait, now)
         if self._requests is not None:
             if wait := self._requests.wait_for(1, now):
-                raise self._exceeded(f"this key may send {self._requests.per_minute:g} requests per minute", wait, now)
+                text = f"this key may send {plain(self._requests.per_minute)} requests per minute"
+                raise self._exceeded(text, wait, now)
             self._requests.take(1, now)
         self.running += 1
 
@@ -79,7 +81,7 @@ class RateLimits:
         if self._tokens is None:
             return
         if wait := self._tokens.wait_for(num_tokens, now):
-            text = f"this key may use {self._tokens.per_minute:g} tokens per minute, the prompt has {num_tokens}"
+            text = f"this key may use {plain(self._tokens.per_minute)} tokens per minute, the prompt has {num_tokens}"
             raise self._exceeded(text, wait, now)
         self._tokens.take(num_tokens, now)
 

@@ -58,6 +58,25 @@ def read_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[M
     return chat
 
 
+def check_newest_turn(messages: Sequence[MessageParam]) -> None:
+    """Raise RequestError for an image or document in the newest turn of the user, which the model cannot see.
+
+    Beside tool results, which agents add by themselves, and in earlier turns the model reads a placeholder.
+    """
+    last = len(messages) - (1 if messages and messages[-1].role == "assistant" else 0)  # which is continued
+    for index in range(last - 1, -1, -1):
+        blocks = list(_blocks(messages[index].content, f"messages[{index}].content"))
+        if messages[index].role == "assistant" or any(isinstance(block, ToolResultBlockParam) for block, _ in blocks):
+            return
+        for block, at in blocks:
+            match block:
+                case DocumentBlockParam(source={"type": "text", "data": str()}):
+                    pass
+                case ImageBlockParam() | DocumentBlockParam():
+                    name = "an image" if isinstance(block, ImageBlockParam) else "a document without plain text"
+                    raise RequestError(f"{at} is {name}; the model reads text only: leave it out", "messages")
+
+
 class MessagesChat(Conversation):
     """Adds the content blocks of messages. ``unseen``: kinds of blocks of which the model reads only a placeholder."""
 

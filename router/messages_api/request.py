@@ -13,7 +13,7 @@ from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.field_names import field_names, named_as
 from router.completions_api.generate_body import Defaulted
 from router.completions_api.request_bodies import ChatBody, check_chat
-from router.messages_api.conversation import MessagesChat, read_messages
+from router.messages_api.conversation import MessagesChat, check_newest_turn, read_messages
 from router.messages_api.params import (
     MessageParam,
     MetadataParam,
@@ -103,6 +103,7 @@ def parse_messages(data: bytes) -> MessagesBody:
         "include_reasoning": request.thinking.display != "omitted",
         "response_format": _response_format(request.output_config),
     }
+    check_newest_turn(request.messages)
     conversation = read_messages(request.system, request.messages)
     with named_as(FIELD_NAMES):
         chat = convert({**extensions, **sampling, **_prompt_fields(request, conversation, extensions)}, ChatBody)

@@ -134,6 +134,7 @@ def input_chat(items: list[Item], instructions: str | None) -> InputChat:
         raise RequestError("input is empty; give a text or at least one item", "input")
     if len(items) > MAX_INPUT_ITEMS:
         raise RequestError(f"the input has {len(items)} items; the limit is {MAX_INPUT_ITEMS}, send fewer", "input")
+    _check_newest_turn(items)
     chat = InputChat()
     chat.add_instructions(instructions or "")
     for index, item in enumerate(items):
@@ -141,6 +142,27 @@ def input_chat(items: list[Item], instructions: str | None) -> InputChat:
     if not chat.messages:
         raise RequestError("the input has no text; give a message", "input")
     return chat
+
+
+def _check_newest_turn(items: list[Item]) -> None:
+    """Raise RequestError for an image in the messages at the end, which the model cannot see.
+
+    In earlier turns, also of a conversation that is to be compacted, and in tool results the model reads a placeholder.
+    """
+    if items[-1].get("content") == PROMPT:
+        return
+    for index in range(len(items) - 1, -1, -1):
+        item = items[index]
+        kind = str(item.get("type", "message"))
+        if OF_PROVIDERS.get(kind) == ():  # the model reads nothing of it
+            continue
+        if kind != "message" or item.get("role") == "assistant":
+            return
+        content = item.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if _is_image(part):
+                at = f"input[{index}].content[{number}]"
+                raise RequestError(f"{at} is an image; the model reads text only: leave it out", at)
 
 
 def _is_image(part: Any) -> bool:

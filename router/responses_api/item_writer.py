@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from router.completions_api.response_objects import chat_logprobs, lazy_chat_logprobs
+from router.completions_api.response_objects import TokenNames, chat_logprobs, lazy_chat_logprobs
 from router.dialect.events import Event
 from router.dialect.json_pieces import json_pieces
 from router.generation.logprob_table import LogprobTable
@@ -62,7 +62,7 @@ class OutputItemWriter:
         self.items: list[OutputItem] = []
         self.stream: EventStream | None = None
         self._new_call_id = new_call_id
-        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer)
         self._num_top = num_top  # alternatives per token
         self._origins = origins
         self._sequence_number = 0
@@ -127,7 +127,7 @@ class OutputItemWriter:
             case OutputMessage(content=[part]):
                 part.text = text
                 if self._table.token_ids:
-                    part.logprobs = lazy_chat_logprobs(self._tokenizer, [self._table], self._num_top).content
+                    part.logprobs = lazy_chat_logprobs(self._names, [self._table], self._num_top).content
 
     def _add_item(self, item: OutputItem) -> None:
         self._close("completed")
@@ -194,7 +194,7 @@ class OutputItemWriter:
         self._texts.append(text)
         for token in self._logprobs:
             self._table.add(token)
-        logprobs = chat_logprobs(self._tokenizer, self._logprobs, self._num_top).content
+        logprobs = chat_logprobs(self._names, self._logprobs, self._num_top).content
         self._logprobs = []
         self.event("response.output_text.delta", **self._content_position(), delta=text, logprobs=logprobs)
 

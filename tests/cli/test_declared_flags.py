@@ -12,6 +12,7 @@ from pdserve.errors import ConfigError
 from pdserve.flags.declaration import Flag, add_flags, check_ranges, options_from, words_of
 from pdserve.flags.parser import CommandParser
 from pdserve.flags.value_types import parse_size, words
+from pdserve.ranges import Range
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,3 +87,12 @@ def test_help_ends_with_the_default() -> None:
     for line in ("bytes (default: all)", "memory (default: 3MiB)", "part (default 0.5)", "how (default auto)"):
         assert line in text
     assert "--no-page no page --quiet say nothing parts: --share" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(10_000_000.0, "10000000"), (1_234_567.0, "1234567"), (86_400.0, "86400"), (0.25, "0.25"), (1e-5, "0.00001")],
+)
+def test_limits_have_all_digits_and_no_exponent(number: float, text: str) -> None:
+    assert Flag("it", at_most=number).problem(number * 2).endswith(f" must be at most {text}")
+    assert str(Range(high=number)).endswith(f" at most {text}")

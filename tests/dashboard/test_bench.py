@@ -25,6 +25,7 @@ def test_figures_table_and_plot(
     assert 64 <= found["cached_tokens"] <= 6 * 64
     assert all(found[name]["max"] >= found[name]["p50"] > 0 for name in ("ttft_ms", "e2e_ms"))
     assert found["itl_ms"]["max"] >= found["itl_ms"]["p50"] >= 0, "on a busy machine, tokens may arrive together"
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert "pdserve bench: 6 of 6 requests after" in progress, "stderr is no terminal"
     assert [part for part in ("TTFT", "ITL", "E2E", "6 of 6", "of 624 prompt tokens", "█") if part not in said] == []
     assert "<svg" in plot.read_text()

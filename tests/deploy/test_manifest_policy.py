@@ -21,7 +21,7 @@ def peer_of(overlay: str, pod: Pod) -> Pod:
 
 
 # Overlays for namespaces of this level: https://kubernetes.io/docs/concepts/security/pod-security-standards/
-RESTRICTED = ("cpu-demo", "single-node")
+RESTRICTED = ("cpu-demo", "one-gpu", "single-node")
 
 each_pod = pytest.mark.parametrize(
     ("overlay", "pod"),
@@ -155,7 +155,7 @@ def test_roles_may_read_endpointslices_only(overlay: str) -> None:
     assert not of_kind(overlay, "ClusterRoleBinding")
     rules = [rule for role in of_kind(overlay, "Role") for rule in role["rules"]]
     allowed = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
-    assert rules == ([] if overlay == "single-node" else [allowed])
+    assert rules == ([] if overlay in ("one-gpu", "single-node") else [allowed])
 
 
 # ---------------------------------------------------------------- the network

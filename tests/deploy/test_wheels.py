@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,24 +12,29 @@ from pathlib import Path
 import pytest
 from installed import clean_environment, completion_of, run
 
+from pdserve import __version__
+from pdserve.__main__ import PACKAGES as IMPORTED
+
 ROOT = Path(__file__).parents[2]
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
+PACKAGES = ("pdserve", *IMPORTED, "models")
 SIMULATED = ("up", "--port", "0", "--engine", "simulated")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # torch is large
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the wheel of each distribution, built from a copy: setuptools would reuse old files of the checkout."""
-    directory, source = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("source")
-    names = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-    for name in names:
-        if (ROOT / name).exists():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", directory, source, source / "deploy/router")
-    return {wheel.name.split("-")[0]: wheel for wheel in directory.glob("*.whl")}
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the sdist and the wheels."""
+    directory = tmp_path_factory.mktemp("wheels")
+    run(ROOT / "scripts" / "build-wheels", directory, PYTHON=sys.executable)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wheels(built: Path) -> dict[str, Path]:
+    """Return the wheel of each distribution."""
+    return {wheel.name.split("-")[0]: wheel for wheel in built.glob("*.whl")}
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +66,22 @@ def test_wheels_contain_the_same_files(wheels: dict[str, Path]) -> None:
         contents.append({name for name in names if ".dist-info/" not in name})
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert contents[0] == contents[1]
-    tracked = run("git", "-C", ROOT, "ls-files", "pdserve", "cli", "router", "elastic_node", "models").split()
+    tracked = run("git", "-C", ROOT, "ls-files", *PACKAGES).split()
     assert set(tracked) <= contents[0]
+
+
+def test_what_is_published_has_one_version_and_metadata(built: Path, wheels: dict[str, Path]) -> None:
+    """scripts/build-wheels has had twine check the metadata."""
+    (sdist,) = built.glob("*.tar.gz")
+    assert sdist.name == f"pdserve-{__version__}.tar.gz"
+    for name, wheel in wheels.items():
+        assert wheel.name == f"{name}-{__version__}-py3-none-any.whl"
+        archive = zipfile.ZipFile(wheel)
+        (metadata,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+        for line in ("License-Expression: Apache-2.0", "Requires-Python: >=3.11", "Classifier: Typing :: Typed"):
+            assert f"\n{line}\n" in text
+        assert text.count("\nProject-URL: ") == 4
 
 
 def test_wheel_serves_the_embedded_model(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from certificates import tls_channel, write_https, write_identity
 from fleet import Fleet, NodeProcess, start_fleet
 from machine import patience
 
+from cli.main import main
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2 as pb
@@ -74,6 +75,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.05)
+
+
+def test_tools_without_tls_say_that_the_other_side_has_it(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fleet.router is not None
+    for address in (fleet.decode[0].address, fleet.router.address):
+        assert main(["weights", "show", address]) == 1
+        assert f"{address} speaks TLS only; give --grpc-tls DIR" in capsys.readouterr().err
 
 
 def test_prompt_travels_with_mutual_tls(fleet: Fleet, ca: trustme.CA, identity: Path) -> None:

@@ -61,6 +61,17 @@ def test_bytecode_is_written_once_or_missed_at_each_start(
     assert check_bytecode().level is level
 
 
+@pytest.mark.parametrize("command", ["prefill", "up"])
+def test_start_says_that_it_compiles_everything(command: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "empty")}
+    argv = [sys.executable, "-m", "cli", command, "/no/such/model", "--port", "0"]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=patience(60))
+    warning, *_, error = done.stderr.splitlines()
+    assert "PyTorch has no bytecode" in warning
+    assert "python -m compileall" in warning
+    assert "/no/such/model" in error
+
+
 @pytest.mark.slow
 def test_a_machine_by_itself_has_no_warnings() -> None:
     """UCX's warning has its place in the table."""

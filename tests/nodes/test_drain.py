@@ -136,6 +136,24 @@ def test_sigint_or_a_second_signal_hands_requests_over_at_once(
 # ---------------------------------------------------------------- prefill nodes
 
 
+@pytest.mark.parametrize("order", ["starts later", "restarts"])
+def test_peers_do_not_warn_of_a_node_that_starts_or_drains(
+    fleet: Fleet, start: Start, checkpoint: Path, order: str
+) -> None:
+    node = start("prefill")
+    if order == "starts later":
+        node.kill()
+    peer = fleet.start_decode(add_tokenizer(checkpoint), ["--engine", "simulated"])
+    if order == "restarts":
+        fleet.wait_ready()
+        node.signal(signal.SIGTERM)
+        node.wait_ended(END_SECONDS)
+    fleet.wait_until(lambda: "failed to connect" in peer.output, END_SECONDS)
+    node.restart()
+    fleet.wait_until(lambda: f"connected to prefill node {node.address}" in peer.output, END_SECONDS)
+    assert "WARNING" not in peer.output
+
+
 def test_a_draining_prefill_node_keeps_its_leases(fleet: Fleet, start: Start) -> None:
     """SIGTERM comes between an announcement and the read."""
     node = start("prefill")

@@ -53,6 +53,17 @@ def test_broken_costs_file_is_refused(change: str, message: str, tmp_path: Path)
         load_costs(str(file))
 
 
+@pytest.mark.parametrize("gpus", [2, 2000])
+def test_plans_have_numbers_without_exponents_and_plurals(gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt-tokens", "p50=10,p99=20", "--output-tokens", "p50=2,p99=4"]
+    assert main(["plan", "--costs", "h200-llama-8b", "--gpus", str(gpus), *lengths]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"\de[+-]\d", text)
+    assert not re.search(r"\b1 (nodes|decode nodes|GPUs)", text)
+    assert ("1 decode node, 2 GPUs" in text) == (gpus == 2)
+    assert bool(re.search(r"workload  \d{3},000 requests/s", text)) == (gpus == 2000)
+
+
 def test_costs_of_an_fp8_cache_are_those_measured_with_it() -> None:
     plain = load_costs("h200-llama-8b").shape
     quantized = msgspec.structs.replace(plain, kv_cache_dtype="fp8_e4m3")

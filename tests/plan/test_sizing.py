@@ -132,7 +132,7 @@ def test_load_that_no_number_of_nodes_can_serve_is_refused(slo: Slo, message: st
 
 
 def test_one_gpu_is_too_few_for_both_roles() -> None:
-    with pytest.raises(CapacityError, match="1 GPUs are 1 nodes; a prefill and a decode node need 2 GPUs"):
+    with pytest.raises(CapacityError, match=r"^1 GPU is 1 node; a prefill and a decode node need 2 GPUs"):
         plan_for_gpus(NodeLoad(COSTS, CHAT, Slo(), LoadLimits()), 1)
 
 

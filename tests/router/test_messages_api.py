@@ -242,9 +242,29 @@ def test_blocks_with_text_become_text() -> None:
     assert [message["content"] for message in chat] == ["f", "T\nS\nC\nD"]
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+
+
+@pytest.mark.parametrize("block", [IMAGE, PDF], ids=["image", "PDF"])
+@pytest.mark.parametrize(
+    "later", [[], [USER], [{"role": "assistant", "content": "It is"}]], ids=["last", "user", "begun"]
+)
+def test_image_of_the_newest_turn_is_refused_by_its_place(ask: Any, block: dict[str, Any], later: list[Any]) -> None:
+    shown = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, block]}
+    messages = [USER, {"role": "assistant", "content": "Yes?"}, shown, *later]
+    refused = ask("A cat", messages=messages)
+    assert refused.status_code == 400
+    assert (
+        f"messages[2].content[1] is a{'n' if block is IMAGE else ''} {block['type']}"
+        in refused.json()["error"]["message"]
+    )
+    answered = [*messages[:3], {"role": "assistant", "content": "A cat"}, USER]
+    assert ask("Yes", messages=answered).status_code == 200
+
+
 def test_what_the_model_cannot_read_becomes_a_placeholder_with_a_warning(ask: Any) -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+    image, pdf = IMAGE, PDF
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
     messages = [
         {"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]},

@@ -186,7 +186,10 @@ def test_tokens_are_shown_as_their_ids(
     chat = {**shown, "messages": ASK, "logprobs": True, "top_logprobs": 1}
     (entry,) = whole(reader, "/chat/completions", chat)["logprobs"]["content"]
     assert entry["token"] == "token_id:75"
-    assert [each["token"] for each in entry["top_logprobs"]] == ["token_id:70"]
+    (best,) = entry["top_logprobs"]
+    assert best["token"] == "token_id:70"
+    texts = whole(reader, "/chat/completions", {**chat, "return_tokens_as_token_ids": False})["logprobs"]["content"][0]
+    assert [entry["bytes"], best["bytes"]] == [texts["bytes"], texts["top_logprobs"][0]["bytes"]]
 
 
 @pytest.mark.parametrize("tools", [[], [TOOL]], ids=["plain", "parsed"])

@@ -280,6 +280,8 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         ({"input": "a" * 5000}, "input"),
         ({"input": "a" * 1_000_000}, "input"),
         ({"instructions": "a", "input": [{"role": "user", "content": [AUDIO]}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, IMAGE]}]}, "input[0].content[1]"),
+        ({"input": [{"role": "user", "content": [IMAGE]}, {"role": "user", "content": "a"}]}, "input[0].content[0]"),
         ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format"),
     ],
 )
@@ -373,14 +375,26 @@ HISTORY: list[dict[str, Any]] = [
     {"type": "local_shell_call_output", "id": "3", "call_id": "3", "output": "a"},
     {"type": "ghost_snapshot", "ghost_commit": {}},
     {"type": "message", "role": "user", "content": [IMAGE]},
+    {"role": "assistant", "content": "An image?"},
 ]
 
 
 def test_session_of_an_agent_becomes_a_chat() -> None:
     body = parse_responses(json.dumps({**AGENT, "instructions": "You help.", "input": HISTORY}).encode())
     roles = [message["role"] for message in body.messages]
-    assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant", "tool", "user"]
-    system, user, searched, result, patched, failed, listed, _, seen = body.messages
+    assert roles == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "user",
+        "assistant",
+    ]
+    system, user, searched, result, patched, failed, listed, _, seen, _ = body.messages
     assert (system["content"], user["content"]) == ("You help.\nBe brief.\nSkills.", "Here.\nMend it.")
     assert "mending" in searched["content"]
     assert result["content"].endswith("\nHurry.")

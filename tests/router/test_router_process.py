@@ -20,6 +20,7 @@ from machine import patience
 from router_process import RouterProcess, router_process, wait_for
 from scripted_node import Conversation, Script, ScriptedNode
 
+from cli.main import main
 from pdserve.errors import ConfigError
 from router.options import parse_options
 
@@ -84,6 +85,15 @@ def test_flags_become_options() -> None:
     assert options.port == 0
     assert parse_options(["m", "--served-model-name", "n"]).models == (("n", "m"),)
     assert parse_options(["--model", "a=m", "--model", "hub/n"]).models == (("a", "m"), ("hub/n", "hub/n"))
+
+
+def test_tools_of_nodes_name_a_router(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with router_process(tokenizer_dir, ("--decode", scripted_node.address)) as router:
+        assert main(["weights", "show", router.address]) == 1
+    error = capsys.readouterr().err
+    assert f"{router.address} is no node: it speaks HTTP/1.1, as routers do; give the addresses of nodes" in error
 
 
 def test_states_are_reported_in_order(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:

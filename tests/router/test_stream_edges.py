@@ -257,6 +257,34 @@ def test_every_chunk_of_a_chat_has_usage_if_asked_for(client: httpx.Client, play
     assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 
 
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"return_token_ids": True}], ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_of_chunks_never_falls(
+    client: httpx.Client, play: Any, tokenizer: Tokenizer, path: str, fields: dict[str, Any]
+) -> None:
+    """Also where a choice begins after tokens of another one."""
+    token_ids = tokenizer.encode("abc")
+
+    async def script(conversation: Conversation) -> None:
+        for choice in (0, 1):
+            for number, token_id in enumerate(token_ids, 1):
+                logprobs = pb.TokenLogprobs(logprob=-1.0) if "logprobs" in fields else None
+                finish = "length" if number == len(token_ids) else ""
+                conversation.token(token_id, choice, finish, logprobs=logprobs)
+
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**play(script), **fields, "n": 2, "stream_options": options}
+    if path.endswith("/chat/completions"):
+        del body["prompt"]
+        body["messages"] = [HELLO]
+    else:
+        body |= {"logprobs": 1} if "logprobs" in fields else {"echo": True}
+    *chunks, last, _ = stream(client, body, path)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 2 * len(token_ids)
+
+
 def test_chat_stream_opens_with_the_role(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     body = play(saying(tokenizer.encode("hey")))
     del body["prompt"]
