@@ -33,10 +33,12 @@ class IncrementalParser(ABC):
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._num_dropped = 0  # characters before ``_text``
         self._pushed: list[str] = []  # text that is not yet part of ``_text``
         self._num_pushed = 0  # characters of it
         self._mark: int | None = None
         self._ended = False
+        self._finished = False  # the model has ended the text
         self._deltas: list[OutputDelta] = []
         self._parsing = self._parse()
 
@@ -52,8 +54,9 @@ class IncrementalParser(ABC):
             return []
         return self._advance()
 
-    def flush(self) -> list[OutputDelta]:
+    def flush(self, finished: bool = False) -> list[OutputDelta]:
         self._ended = True
+        self._finished = finished
         return self._advance()
 
     def _advance(self) -> list[OutputDelta]:
@@ -72,7 +75,13 @@ class IncrementalParser(ABC):
         """Drop parsed text that cannot turn out to be content any more."""
         if self._mark is None:
             self._text = self._text[self._at :]
+            self._num_dropped += self._at
             self._at = 0
+
+    @property
+    def _offset(self) -> int:
+        """Parsed characters of the whole text."""
+        return self._num_dropped + self._at
 
     def _peek(self) -> Parse[str]:
         """Return the next character; empty at the end."""
@@ -89,6 +98,17 @@ class IncrementalParser(ABC):
             yield
         self._at += len(literal)
         return True
+
+    def _comes(self, literals: Sequence[str]) -> Parse[bool]:
+        """Return whether one of the texts comes next."""
+        longest = max(map(len, literals))
+        while True:
+            rest = self._text[self._at : self._at + longest]
+            if any(rest.startswith(literal) for literal in literals):
+                return True
+            if self._ended or not any(literal.startswith(rest) for literal in literals):
+                return False
+            yield
 
     def _expect(self, literal: str) -> Parse[None]:
         if not (yield from self._accept(literal)):
@@ -157,8 +177,12 @@ class IncrementalParser(ABC):
 
         Raises ParseError when the text ends inside the object, after emitting that part.
         """
-        yield from self._expect("{")
-        emit("{")
+        yield from self._nested("{", emit)
+
+    def _nested(self, opening: str, emit: Callable[[str], None]) -> Parse[None]:
+        """Emit an object or an array."""
+        yield from self._expect(opening)
+        emit(opening)
         depth = 1
         while depth:
             found = _STRUCTURE.search(self._text, self._at)
@@ -180,8 +204,8 @@ class IncrementalParser(ABC):
         first = yield from self._peek()
         if first == '"':
             yield from self._string()
-        elif first == "{":
-            yield from self._object(lambda text: None)
+        elif first in ("{", "["):
+            yield from self._nested(first, lambda text: None)
         elif not (yield from self._match(_SCALAR)):
             raise ParseError("a value expected")
 

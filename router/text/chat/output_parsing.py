@@ -11,7 +11,7 @@ from router.text.chat.families.harmony_parser import MARKERS, HarmonyParser
 from router.text.chat.families.typed_values import TypedValues, typed_values
 from router.text.chat.output_parser import OutputParser
 from router.text.chat.parsers import ModelParsers, ReasoningState
-from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
+from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser, Thinking
 from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
 from router.text.chat.tools import ToolUse
 
@@ -22,6 +22,7 @@ class OutputParsing(msgspec.Struct, frozen=True):
     new_parser: Callable[[], OutputParser]
     new_call_id: Callable[[], str]
     markers: tuple[str, ...]  # special tokens that the parser must see as text
+    reasons: bool = False  # reasoning is parsed
     include_reasoning: bool = True
     forced: bool = False  # the output is calls; a beginning that is cut off is no content
     warnings: list[str] = []  # what of the request has no effect
@@ -50,6 +51,7 @@ def select_parsing(
         new_parser=lambda: _new_parser(use, parsers, separated, functions),
         new_call_id=parsers.new_call_id,
         markers=markers,
+        reasons=separated.markers is not None,
         include_reasoning=include_reasoning,
         forced=use.must_call,
     )
@@ -65,15 +67,13 @@ def _new_parser(
 ) -> OutputParser:
     if parsers.use_channels:
         names = [use.named] if use.named else use.names
-        return HarmonyParser(names, use.parallel, state.markers is not None, state.continued)
-    parser: OutputParser = PlainTextParser()
+        return HarmonyParser(names, use.parallel, separated=state.markers is not None, in_answer=state.continued)
+    thinking = Thinking(state.markers.start, state.markers.end, state.opened) if state.markers else None
     if use.named:
-        parser = NamedToolParser([use.named])
-    elif use.required:
-        parser = RequiredToolParser(use.names, use.parallel)
-    elif use.tools:
+        return NamedToolParser([use.named], thinking=thinking)
+    if use.required:
+        return RequiredToolParser(use.names, use.parallel, thinking)
+    if use.tools:
         assert parsers.tools is not None
-        parser = parsers.tools.parser(functions, use.parallel)
-    if state.markers is None:
-        return parser
-    return ReasoningParser(state.markers.start, state.markers.end, state.opened, parser)
+        return parsers.tools.parser(functions, use.parallel, thinking)
+    return ReasoningParser(thinking) if thinking else PlainTextParser()
