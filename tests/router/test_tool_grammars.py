@@ -25,7 +25,7 @@ from router.completions_api.request_bodies import parse_chat
 from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import DeltaKind
 from router.text.chat.parsers import TOOL_PARSERS
-from router.text.chat.strict_tools import calls_or_answer
+from router.text.chat.strict_tools import Frame, calls_or_answer
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import tool_use
 from router.text.structured.structured_outputs import json_schema_grammar
@@ -318,7 +318,7 @@ def test_strict_functions_are_called_by_their_schema(
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
     form, use = TOOL_PARSERS[family], tool_use(STRICT, "auto", True)
     grammar = form.grammar(
-        use, lambda text: Marker(text, backend.token_to_id(text) if added else None), False, Budget()
+        use, lambda text: Marker(text, backend.token_to_id(text) if added else None), Frame(), Budget()
     )
 
     def in_family(text: str) -> str:
@@ -370,7 +370,10 @@ def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two:
     for parallel in (True, False):
         use, form = tool_use(STRICT, "auto", parallel), TOOL_PARSERS[family]
         calls = form.grammar(
-            use, lambda text: Marker(text, backend.token_to_id(text) if added else None), True, Budget()
+            use,
+            lambda text: Marker(text, backend.token_to_id(text) if added else None),
+            Frame(alone=True, or_answer=True),
+            Budget(),
         )
         grammar = calls_or_answer(calls, json_schema_grammar(ANSWER, Budget()))
         found = {
@@ -482,7 +485,7 @@ TEXTS: Any = {
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"])
 def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, family: str) -> None:
     use, form = tool_use([{"type": "function", "function": TEXTS}], "auto", True), TOOL_PARSERS[family]
-    grammar = form.grammar(use, Marker, True, Budget())
+    grammar = form.grammar(use, Marker, Frame(alone=True), Budget())
 
     def called(**arguments: str) -> str:
         write = {
@@ -517,4 +520,4 @@ def test_schema_that_a_format_cannot_hold_is_refused_by_name() -> None:
     for function, keyword in ((pattern, "pattern"), (combined, "anyOf")):
         use = tool_use([{"type": "function", "function": function}], "auto", True)
         with pytest.raises(RequestError, match=f"'{keyword}' of .* cannot be held in this model's format"):
-            TOOL_PARSERS["glm45"].grammar(use, Marker, True, Budget())
+            TOOL_PARSERS["glm45"].grammar(use, Marker, Frame(alone=True), Budget())

@@ -29,11 +29,17 @@ class OutputParsing(msgspec.Struct, frozen=True):
 
 
 def select_parsing(
-    use: ToolUse, parsers: ModelParsers, state: ReasoningState, include_reasoning: bool, separate_reasoning: bool = True
+    use: ToolUse,
+    parsers: ModelParsers,
+    state: ReasoningState,
+    include_reasoning: bool,
+    separate_reasoning: bool = True,
+    *,
+    held: bool = False,
 ) -> OutputParsing | None:
     """Return None where all output is plain text. Raises RequestError for tools without a tool parser.
 
-    ``separate_reasoning`` False: reasoning and its markers stay content.
+    ``separate_reasoning`` False: reasoning and its markers stay content. ``held``: a grammar holds calls to the format.
     """
     if use.tools and parsers.tools is None and not use.must_call:
         remedy = "start the router with --tool-call-parser, or use tool_choice 'required'"
@@ -46,7 +52,7 @@ def select_parsing(
     if state.markers is not None:
         markers = (*markers, state.markers.start, state.markers.end)
     separated = state if separate_reasoning else ReasoningState(continued=state.continued)
-    functions = typed_values(use.schemas)
+    functions = typed_values(use.schemas, held)
     return OutputParsing(
         new_parser=lambda: _new_parser(use, parsers, separated, functions),
         new_call_id=parsers.new_call_id,

@@ -6,7 +6,7 @@ Models also call a tool before the end marker, or without one: a marker that beg
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from router.text.chat.incremental_parser import IncrementalParser, Parse, ParseError, Stripper
 from router.text.chat.output_parser import DeltaKind, OutputDelta
@@ -41,6 +41,8 @@ class ReasoningParser(IncrementalParser):
     reasoning without a valid call behind it is reasoning: models write about their markers.
     """
 
+    call_markers: ClassVar[tuple[str, ...]] = ()  # texts that precede calls
+
     def __init__(self, thinking: Thinking | None = None) -> None:
         super().__init__()
         self._thinking = thinking
@@ -55,11 +57,6 @@ class ReasoningParser(IncrementalParser):
         if self.reasoning_end is not None:
             return self.reasoning_end
         return self._num_dropped + (self._at if self._mark is None else self._mark) if self._begun else 0
-
-    @property
-    def _call_markers(self) -> tuple[str, ...]:
-        """Texts that precede calls."""
-        return ()
 
     def _calls(self, marker: str) -> Parse[None]:
         """Parse what follows a marker of calls."""
@@ -78,8 +75,8 @@ class ReasoningParser(IncrementalParser):
         elif not self.reasoning:
             self._at = 0
         while self.reasoning:
-            marker = yield from self._until((thinking.end, *self._call_markers), self._write)
-            if marker in self._call_markers:
+            marker = yield from self._until((thinking.end, *self.call_markers), self._write)
+            if marker in self.call_markers:
                 yield from self._try_calls(self._calls(marker), marker)
             else:
                 self.reasoning = False
@@ -89,7 +86,7 @@ class ReasoningParser(IncrementalParser):
 
     def _output(self) -> Parse[None]:
         """Parse what follows the reasoning: content and calls."""
-        while marker := (yield from self._until((*self._call_markers, *self._stray_end), self._content)):
+        while marker := (yield from self._until((*self.call_markers, *self._stray_end), self._content)):
             if marker in self._stray_end:
                 self._stray_end = ()
                 self._stripper = Stripper(strip_start=True)

@@ -26,17 +26,11 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 class ToolParser(ReasoningParser):
     """Base of the tool parsers: the syntax of calls, and the handling of content around them."""
 
-    _marker = ""  # precedes calls
-
     def __init__(self, names: Collection[str], parallel: bool = True, thinking: Thinking | None = None) -> None:
         super().__init__(thinking)
         self._names = frozenset(names)
         self._parallel = parallel
         self._num_calls = 0
-
-    @property
-    def _call_markers(self) -> tuple[str, ...]:
-        return (self._marker,) if self._marker else ()
 
     def _call(self, name: str) -> None:
         """Begin a call."""
@@ -174,7 +168,7 @@ class ToolParser(ReasoningParser):
 class HermesToolParser(ToolParser):
     """Hermes 2 and later, Qwen2.5, Qwen3: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number."""
 
-    _marker = "<tool_call>"
+    call_markers = ("<tool_call>",)
 
     def _calls(self, marker: str) -> Parse[None]:
         yield from self._spaces()
@@ -190,7 +184,7 @@ class LlamaToolParser(ToolParser):
     Several calls are separated by white space or a semicolon, or are a list.
     """
 
-    _marker = "<|python_tag|>"
+    call_markers = ("<|python_tag|>",)
 
     def _output(self) -> Parse[None]:
         self._content((yield from self._spaces()))
@@ -209,7 +203,7 @@ class MistralToolParser(ToolParser):
     Between name and arguments newer ones write ``[ARGS]``, and some ``[CALL_ID]`` with an id.
     """
 
-    _marker = "[TOOL_CALLS]"
+    call_markers = ("[TOOL_CALLS]",)
 
     def _calls(self, marker: str) -> Parse[None]:
         yield from self._spaces()
@@ -217,17 +211,12 @@ class MistralToolParser(ToolParser):
             yield from self._call_objects()
             return
         name = self._check_name((yield from self._match(_NAME)))
-        while name in self._names:
-            yield from self._spaces()
-            if (yield from self._accept("[CALL_ID]")):
-                yield from self._match(_NAME)
-            yield from self._accept("[ARGS]")
-            yield from self._spaces()
-            yield from self._arguments_of(name)
-            yield from self._spaces()
-            if (yield from self._accept(",")):
-                yield from self._spaces()
-            name = yield from self._match(_NAME)
+        yield from self._spaces()
+        if (yield from self._accept("[CALL_ID]")):
+            yield from self._match(_NAME)
+        yield from self._accept("[ARGS]")
+        yield from self._spaces()
+        yield from self._arguments_of(name)
 
 
 class DeepSeekToolParser(ToolParser):
@@ -238,17 +227,13 @@ class DeepSeekToolParser(ToolParser):
     since V3.1 ``NAME<｜tool▁sep｜>`` and JSON. Models forget all of these tags but the separator, and the code block.
     """
 
-    _marker = "<｜tool▁calls▁begin｜>"
-    _call_marker = "<｜tool▁call▁begin｜>"
-
-    @property
-    def _call_markers(self) -> tuple[str, ...]:
-        return (self._marker, self._call_marker)
+    call_markers = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 
     def _calls(self, marker: str) -> Parse[None]:
+        list_marker, call_marker = self.call_markers
         yield from self._spaces()
-        if marker == self._marker:
-            yield from self._expect(self._call_marker)
+        if marker == list_marker:
+            yield from self._expect(call_marker)
         more = True
         while more:
             name = yield from self._match(_NAME)
@@ -266,7 +251,7 @@ class DeepSeekToolParser(ToolParser):
             yield from self._accept("<｜tool▁call▁end｜>")
             self._commit()
             yield from self._spaces()
-            more = yield from self._accept(self._call_marker)
+            more = yield from self._accept(call_marker)
         if (yield from self._accept("<｜tool▁calls▁end｜>")):
             self._commit()
 

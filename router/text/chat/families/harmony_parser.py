@@ -5,8 +5,9 @@
     <|start|>assistant<|channel|>final<|message|>…<|return|>                                      content
 
 The recipient may stand before the channel: ``assistant to=functions.NAME<|channel|>commentary json``, without
-``functions.``, or in another channel. Commentary without a recipient is content: the model explains what it does. The source is OpenAI's description of the format
-(https://cookbook.openai.com/articles/openai-harmony). Messages of the same kind are separated by a newline.
+``functions.``, or in another channel. Commentary without a recipient is content: the model explains what it does. The
+source is OpenAI's description of the format (https://cookbook.openai.com/articles/openai-harmony). Messages of the same
+kind are separated by a newline.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ _NO_ARGUMENTS = ("", "null", '""')
 
 class HarmonyParser(ToolParser):
     """``separated``: reasoning is not content. ``in_answer``: the output continues a final message."""
+
+    call_markers = _BEGINS
 
     def __init__(
         self,

@@ -44,6 +44,11 @@ class CallTags(msgspec.Struct, frozen=True):
     line_around_values: bool = False  # a newline at the beginning and end of a value does not belong to it
 
     @property
+    def opening(self) -> tuple[str, ...]:
+        """The tags that may begin a call: models forget the one around a function."""
+        return tuple(tag for tag in (self.begin, self.function) if tag)
+
+    @property
     def closing(self) -> tuple[str, ...]:
         """The tags that may follow a value."""
         return tuple(tag for tag in (self.key, self.call_end, self.end) if tag)
@@ -103,11 +108,6 @@ class TaggedToolParser(ToolParser):
     ) -> None:
         super().__init__(functions, parallel, thinking)
         self._values = functions
-
-    @property
-    def _call_markers(self) -> tuple[str, ...]:
-        """Models forget the tag around a function."""
-        return tuple(tag for tag in (self._tags.begin, self._tags.function) if tag)
 
     def _calls(self, marker: str) -> Parse[None]:
         tags = self._tags
@@ -269,7 +269,7 @@ class TaggedToolParser(ToolParser):
         tags, begin = self._tags, self._at - len(mark)
         self._mark = begin
         text = ""
-        while found := (yield from self._until((tags.value_end, *self._call_markers), lambda text: None)):
+        while found := (yield from self._until((tags.value_end, *self.call_markers), lambda text: None)):
             end = self._at - len(found)
             if found != tags.value_end:
                 if (yield from self._is_call(found)):
@@ -319,21 +319,25 @@ class Qwen3CoderToolParser(TaggedToolParser):
     """Qwen3-Coder, Qwen3.5: ``<tool_call><function=f><parameter=a>\\n1\\n</parameter></function></tool_call>``."""
 
     _tags = QWEN3_CODER
+    call_markers = QWEN3_CODER.opening
 
 
 class Glm45ToolParser(TaggedToolParser):
     """GLM-4.5 and later: ``<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``."""
 
     _tags = GLM45
+    call_markers = GLM45.opening
 
 
 class MiniMaxM2ToolParser(TaggedToolParser):
     """MiniMax-M2: ``<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke>…``."""
 
     _tags = MINIMAX_M2
+    call_markers = MINIMAX_M2.opening
 
 
 class DeepSeekV32ToolParser(TaggedToolParser):
     """DeepSeek-V3.2: as MiniMax-M2, but ``<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>``."""
 
     _tags = DEEPSEEK_V32
+    call_markers = DEEPSEEK_V32.opening
