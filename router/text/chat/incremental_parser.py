@@ -24,7 +24,11 @@ _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 
 
 class ParseError(Exception):
-    """The text does not have the syntax that its beginning suggested."""
+    """The text does not have the syntax that its beginning suggested. ``expected``: texts that could have come."""
+
+    def __init__(self, why: str, expected: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.expected = expected
 
 
 class IncrementalParser(ABC):
@@ -112,7 +116,7 @@ class IncrementalParser(ABC):
 
     def _expect(self, literal: str) -> Parse[None]:
         if not (yield from self._accept(literal)):
-            raise ParseError(f"{literal} expected")
+            raise ParseError(f"{literal} expected", (literal,))
 
     def _match(self, pattern: re.Pattern[str]) -> Parse[str]:
         """Skip the longest match and return it. The pattern must match the empty string."""

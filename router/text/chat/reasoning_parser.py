@@ -5,7 +5,6 @@ Models also call a tool before the end marker, or without one: a marker that beg
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import ClassVar, NamedTuple
 
 from router.text.chat.incremental_parser import IncrementalParser, Parse, ParseError, Stripper
@@ -49,6 +48,7 @@ class ReasoningParser(IncrementalParser):
         self._stray_end: tuple[str, ...] = ()  # the end marker of reasoning that a call has ended
         self._thought = Stripper(strip_start=True)
         self._stripper = Stripper(strip_start=False)  # its white space is content only if more content follows
+        self._num_calls = 0
         self.reasoning = self._begun = thinking is not None and thinking.opened
         self.reasoning_end: int | None = None if thinking else 0
 
@@ -105,6 +105,7 @@ class ReasoningParser(IncrementalParser):
 
     def _begin_call(self) -> None:
         """Note that a call begins at the mark. The text before it cannot turn into content any more."""
+        self._num_calls += 1
         if self.reasoning and self._thinking is not None:
             self.reasoning = False
             assert self._mark is not None
@@ -114,10 +115,16 @@ class ReasoningParser(IncrementalParser):
         self._mark = None
 
     def _try_calls(self, calls: Parse[None], marker: str = "") -> Parse[None]:
-        """Parse calls; text after the last complete part is none of a call."""
+        """Parse calls; text after the last complete part is none of a call, except for an end tag that is cut off."""
         self._mark = self._at - len(marker)
-        with suppress(ParseError):
+        num_begun = self._num_calls
+        try:
             yield from calls
+        except ParseError as exc:
+            rest = self._text[self._at :]
+            if self._ended and self._num_calls > num_begun and any(text.startswith(rest) for text in exc.expected):
+                self._at = len(self._text)
+                self._mark = None
         if self._mark is not None:
             self._write(self._text[self._mark : self._at])
         self._mark = None

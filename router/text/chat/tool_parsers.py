@@ -30,11 +30,9 @@ class ToolParser(ReasoningParser):
         super().__init__(thinking)
         self._names = frozenset(names)
         self._parallel = parallel
-        self._num_calls = 0
 
     def _call(self, name: str) -> None:
         """Begin a call."""
-        self._num_calls += 1
         self._begin_call()
         self._emit_allowed(DeltaKind.CALL, name)
 

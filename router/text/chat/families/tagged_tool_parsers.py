@@ -184,7 +184,8 @@ class TaggedToolParser(ToolParser):
     def _end_of_call(self) -> Parse[bool]:
         if self._tags.call_end and (yield from self._accept(self._tags.call_end)):
             return False
-        yield from self._expect(self._tags.end)
+        if not (yield from self._accept(self._tags.end)):
+            raise ParseError("the end of a call expected", self._tags.closing)
         return True
 
     def _parameters(self, values: TypedValues) -> Parse[None]:
@@ -297,8 +298,10 @@ class TaggedToolParser(ToolParser):
         return found
 
     def _follows(self, tags: Sequence[str]) -> Parse[bool]:
-        """Return whether one of the tags, or nothing, comes next."""
-        return (yield from self._comes(tags)) or not (yield from self._peek())
+        """Return whether one of the tags comes next, cut off at the end of the text, or nothing."""
+        return (yield from self._comes(tags)) or (
+            self._ended and any(tag.startswith(self._text[self._at :]) for tag in tags)
+        )
 
 
 class _HeldLine:
