@@ -62,6 +62,13 @@ def fields_of(path: str, form: str) -> dict[str, Any]:
     return {"messages": HI, "tools": tools(), "tool_choice": choice}
 
 
+STOP_FIELDS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"stop": ["STOP"]},
+    "/v1/messages": {"stop_sequences": ["STOP"]},
+    "/v1/responses": {"stop": ["STOP"]},
+}
+
+
 def say(node: ScriptedNode, salt: str, token_ids: list[int], finish: str, *, per_step: int) -> None:
     """Make the node answer requests of this salt with ``per_step`` tokens in a message."""
 
@@ -105,3 +112,30 @@ def test_client_gets_what_the_model_meant(form: str, every: int, model_dir: Path
 
     assert parsers_of(form).tools is not None
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "hidden"),
+    [*((path, False) for path in PARTS), ("/v1/chat/completions", True), ("/v1/messages", True)],
+)
+def test_stop_strings_match_behind_the_reasoning(
+    path: str, stream: bool, hidden: bool, model_dir: Path, scripted_node: ScriptedNode
+) -> None:
+    """``hidden``: the reasoning is not returned."""
+    tokenizer, salt = Tokenizer.load(model_dir), f"stop {path} {stream} {hidden}"
+    text = "<think>\nNo STOP here.\n</think>\n\nHello. STOP Not this."
+    say(scripted_node, salt, tokenizer.encode(text, add_special_tokens=False), "stop", per_step=1)
+    fields = {**fields_of(path, "hermes"), **STOP_FIELDS[path], "model": MODEL, "stream": stream, "cache_salt": salt}
+    if hidden:
+        omitted = {"thinking": {"type": "adaptive", "display": "omitted"}}
+        fields |= omitted if path == "/v1/messages" else {"include_reasoning": False}
+
+    async def run() -> bytes:
+        flags = ["--decode", scripted_node.address, *flags_of("hermes")]
+        async with router_in_process(model_dir, MODEL, flags) as router:
+            status, data = await router.post(path, json.dumps(fields).encode())
+        assert status == 200, data
+        return data
+
+    assert PARTS[path](asyncio.run(run()), stream) == ("" if hidden else "No STOP here.", "Hello. ", [])
