@@ -69,6 +69,12 @@ STOP_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+CALLED = {
+    "/v1/chat/completions": '"finish_reason":"tool_calls"',
+    "/v1/messages": '"stop_reason":"tool_use"',
+}
+
+
 def say(node: ScriptedNode, salt: str, token_ids: list[int], finish: str, *, per_step: int) -> None:
     """Make the node answer requests of this salt with ``per_step`` tokens in a message."""
 
@@ -102,6 +108,8 @@ def test_client_gets_what_the_model_meant(form: str, every: int, model_dir: Path
         status, data = await router.post(path, json.dumps(fields).encode())
         assert status == 200, (text.habit, data)
         assert PARTS[path](data, stream) == text.expected, (text.habit, path, stream)
+        called = CALLED.get(path, "") if text.calls and text.finish == "stop" else ""
+        assert called in data.decode(), (text.habit, "an agent stops")
 
     async def run() -> None:
         flags = ["--decode", scripted_node.address, *flags_of(form)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from router.text.chat.output_parser import DeltaKind, OutputDelta
@@ -135,12 +136,10 @@ class IncrementalParser(ABC):
     def _until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Parse[str]:
         """Emit text up to the first of ``markers``, and skip that marker. Return it, or "" at the end of the text."""
         while True:
-            found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
-            if found:
-                at, marker = min(found)
-                emit(self._text[self._at : at])
-                self._at = at + len(marker)
-                return marker
+            if markers and (found := _any_of(tuple(markers)).search(self._text, self._at)):
+                emit(self._text[self._at : found.start()])
+                self._at = found.end()
+                return found[0]
             held = 0 if self._ended else partial_match(self._text[self._at :], markers)
             end = len(self._text) - held
             emit(self._text[self._at : end])
@@ -212,6 +211,12 @@ class IncrementalParser(ABC):
             yield from self._nested(first, lambda text: None)
         elif not (yield from self._match(_SCALAR)):
             raise ParseError("a value expected")
+
+
+@lru_cache(maxsize=256)
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern for any of the texts. A search for each would look at a long text again and again."""
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 class Stripper:

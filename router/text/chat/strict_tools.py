@@ -156,17 +156,16 @@ def framed(use: ToolUse, bodies: Mapping[str, Marker], frame: Frame) -> Iterator
     yield "called: " + " | ".join(f"begin_{body} {body}" for body in bodies)
     body, marker = next(iter(bodies.items()))
     yield f"next: BLANKS {marker.term} {body}"
-    more = ("next*" if frame.alone else "called*") if use.parallel else ""
-    text = "" if frame.alone else "TEXT"
     if frame.alone:
+        more, text = "next*" if use.parallel else "", "BLANKS"
         yield f"output: next {more}" + (" | @answer" if frame.or_answer else "")
     else:
+        more, text = "called*" if use.parallel else "", "TEXT"
         yield f"output: called{'*' if use.parallel else '?'} TEXT"
-    stray = ""
-    if frame.reasoning is not None and frame.reasoning.end.token_id is not None:
-        stray = "(stray_end MORE)?".replace("MORE", more)
-        yield f"stray_end: {text or 'BLANKS'} {frame.reasoning.end.term}"
-    yield from _after_reasoning(f"called {more} {stray} {text}", frame.reasoning)
+    behind = more
+    if frame.reasoning is not None and frame.reasoning.end.token_id is not None:  # an end marker behind a call
+        behind = f"{more} ({text} {frame.reasoning.end.term} {more})?"
+    yield from _after_reasoning(f"called {behind} {text}", frame.reasoning)
     yield TEXT
     yield BLANKS
 

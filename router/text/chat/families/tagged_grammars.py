@@ -103,7 +103,6 @@ class _Rules:
     def _add_any(self) -> None:
         """Add the rule for arguments of any names."""
         if "any" not in self._rules:
-            self._rules["any"] = ""  # it refers to itself
             self._add("any", f"{self._head(_NAME)} ({self._followed('free', _ANY, rest='any', may_end=True)})")
 
     def _head(self, name: str) -> str:

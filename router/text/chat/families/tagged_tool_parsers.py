@@ -221,35 +221,42 @@ class TaggedToolParser(ToolParser):
 
         If its end tag is missing, the value ends where the next parameter begins, or with its call.
         """
-        tags, held = self._tags, _HeldLine(self._tags.line_around_values)
+        tags, held = self._tags, _HeldLine()
         pieces: list[str] = []
 
-        def add(text: str) -> None:
+        def write(text: str) -> None:
             if is_text:
-                self._arguments(escaped(held.push(text)))
+                self._arguments(escaped(text))
             else:
-                pieces.append(held.push(text))
+                pieces.append(text)
+
+        def add(text: str) -> None:
+            write(held.push(text))
 
         if tags.line_around_values:
             yield from self._accept("\n")
         self._arguments('"' if is_text else "")
         marks = (tags.value_end, *(() if values.held else tags.closing))
-        ended = False
+        ended = tagged = False  # tagged: by its end tag
         while not ended and (mark := (yield from self._until(marks, add))):
             if mark == tags.value_end:
                 blanks = yield from self._spaces()
-                ended = yield from self._follows(tags.closing)
+                ended = tagged = yield from self._follows(tags.closing)
                 add("" if ended else mark + blanks)
             elif mark == tags.key:
                 ended = yield from self._is_parameter(values, seen)
                 add("" if ended else mark)
             else:
-                add((yield from self._up_to_end(mark)))
-                ended = True
-        if ended or self._finished:
-            self._arguments('"' if is_text else values.json_of(key, "".join(pieces)))
-        else:
-            self._arguments(escaped(held.text) if is_text else "".join(pieces) + held.text)
+                text = yield from self._up_to_end(mark)
+                ended, tagged = True, bool(text)
+                add(text)
+        complete = ended or self._finished
+        if not complete or (tagged and not tags.line_around_values):
+            write(held.text)
+        if not is_text:
+            self._arguments(values.json_of(key, "".join(pieces)) if complete else "".join(pieces))
+        elif complete:
+            self._arguments('"')
         if not ended:
             raise ParseError("a value does not end")
 
@@ -307,13 +314,12 @@ class TaggedToolParser(ToolParser):
 class _HeldLine:
     """Holds back a newline at the end of a text."""
 
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self.text = ""
 
     def push(self, text: str) -> str:
         text = self.text + text
-        body = text.removesuffix("\n") if self._enabled else text
+        body = text.removesuffix("\n")
         self.text = text[len(body) :]
         return body
 
