@@ -138,6 +138,7 @@ class _Rules:
     def _ends_of(self, schema: Any, root: dict[str, Any], rule: str, *, rest: str, may_end: bool) -> str:
         """Return the alternatives for a value and all that follows it: the rule ``rest``, or the end of the call."""
         found: list[str] = []
+        others: list[str] = []  # values that are no texts
         for number, part in enumerate(_alternatives(schema, root, 0, self._budget)):
             self._budget.spend_value(part)
             if part.get("type") == "string" and "const" not in part:
@@ -148,14 +149,16 @@ class _Rules:
             if "const" in part:
                 value = part["const"]
                 text = json.dumps(value if isinstance(value, str) else json.dumps(value))
-                self._add(f"{rule}_{number}", f"{text} {self._line}")
+                others.append(f"{text} {self._line}")
             else:
                 document = {name: root[name] for name in ("$defs", "definitions") if name in root} | part
                 self._budget.spend_value(document)
                 # Not the end tag with the newline: that begins like white space of JSON, which would take it.
-                self._add(f"{rule}_{number}", f"{rule}_{number}_json {'BLANKS' if self._line else ''}")
-                self._add(f"{rule}_{number}_json", f"%json {json.dumps(document)}")
-            found.append(self._followed(f"{rule}_{number}", "", rest=rest, may_end=may_end))
+                others.append(f"{rule}_{number} {'BLANKS' if self._line else ''}")
+                self._add(f"{rule}_{number}", f"%json {json.dumps(document)}")
+        if others:
+            self._add(rule, " | ".join(others))
+            found.append(self._followed(rule, "", rest=rest, may_end=may_end))
         return " | ".join(found)
 
     def _followed(self, form: str, regex: str, *, rest: str, may_end: bool) -> str:
