@@ -52,6 +52,7 @@ class ChoiceRules:
     def __init__(self, rules: TokenRules) -> None:
         self._rules = rules
         self._scanned = 0  # output tokens that were looked at
+        self._ends = (rules.sampling.thinking_end_ids, *rules.sampling.thinking_call_ids)  # of the reasoning
         self._thinks_from = _UNBEGUN if rules.sampling.thinking_start_ids else 0  # index in the output
         self.always_fixed = rules.always_fixed  # apart from forbidden tokens
 
@@ -90,12 +91,14 @@ class ChoiceRules:
         sampling = self._rules.sampling
         num_outputs = len(token_ids) - prompt_len
         for end in range(self._scanned + 1, num_outputs + 1):
-            marker = sampling.thinking_start_ids if self._thinks_from == _UNBEGUN else sampling.thinking_end_ids
-            start = end - len(marker)
-            if start < max(0, self._thinks_from):
-                continue
-            if tuple(token_ids[prompt_len + start : prompt_len + end]) == marker:
-                self._thinks_from = end if self._thinks_from == _UNBEGUN else _ENDED
+            begun = self._thinks_from != _UNBEGUN
+            for marker in self._ends if begun else (sampling.thinking_start_ids,):
+                start = end - len(marker)
+                if start < max(0, self._thinks_from):
+                    continue
+                if tuple(token_ids[prompt_len + start : prompt_len + end]) == marker:
+                    self._thinks_from = _ENDED if begun else end
+                    break
             if self._thinks_from == _ENDED:
                 break
         self._scanned = num_outputs

@@ -66,6 +66,7 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
     thinking_token_budget: Annotated[int, Range(0)] = 0
     thinking_start_ids: TokenIds = ()
     thinking_end_ids: TokenIds = ()
+    thinking_call_ids: tuple[TokenIds, ...] = ()  # each ends the reasoning, too: it begins a call
 
     def for_kv(self, num_choices: int) -> SamplingParams:
         """Return the parameters of a prompt with the same KV, for a node that only computes this KV.

@@ -570,6 +570,7 @@ class SamplingParams(_message.Message):
     THINKING_START_IDS_FIELD_NUMBER: _builtins.int
     THINKING_END_IDS_FIELD_NUMBER: _builtins.int
     DISABLE_SPEC_DECODE_FIELD_NUMBER: _builtins.int
+    THINKING_CALL_IDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     n: _builtins.int
     min_tokens: _builtins.int
@@ -617,6 +618,10 @@ class SamplingParams(_message.Message):
     def thinking_end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end the reasoning; empty: it has no budget"""
 
+    @_builtins.property
+    def thinking_call_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """each begins a call, which ends the reasoning, too"""
+
     def __init__(
         self,
         *,
@@ -644,10 +649,11 @@ class SamplingParams(_message.Message):
         thinking_start_ids: _abc.Iterable[_builtins.int] | None = ...,
         thinking_end_ids: _abc.Iterable[_builtins.int] | None = ...,
         disable_spec_decode: _builtins.bool = ...,
+        thinking_call_ids: _abc.Iterable[Global___TokenSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "disable_spec_decode", b"disable_spec_decode", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking_end_ids", b"thinking_end_ids", "thinking_start_ids", b"thinking_start_ids", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "disable_spec_decode", b"disable_spec_decode", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking_call_ids", b"thinking_call_ids", "thinking_end_ids", b"thinking_end_ids", "thinking_start_ids", b"thinking_start_ids", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

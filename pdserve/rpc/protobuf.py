@@ -17,8 +17,9 @@ from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 from pdserve.state import GatedDeltaSpec, RankStates, StateLayout, StateShare
 
+_SEQUENCES = ("bad_words", "thinking_call_ids")  # of tokens
 _SAMPLING_SCALARS = tuple(
-    name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, "logit_bias", "bad_words")
+    name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, *_SEQUENCES, "logit_bias")
 )
 _LAYOUT_FIELDS = tuple(name for name in KVLayout.__struct_fields__ if name not in ("spec", "groups"))
 
@@ -57,19 +58,19 @@ def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
     )
     for name in _SAMPLING_SCALARS:
         setattr(message, name, getattr(sampling, name))
-    for word in sampling.bad_words:
-        message.bad_words.add(token_ids=word)
+    for name in _SEQUENCES:
+        getattr(message, name).extend(pb.TokenSequence(token_ids=each) for each in getattr(sampling, name))
     return message
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Convert every field. A missing one is zero, not its default: the router resolves defaults."""
     lists: dict[str, Any] = {name: tuple(getattr(message, name)) for name in TOKEN_ID_LISTS}
+    lists |= {name: tuple(tuple(each.token_ids) for each in getattr(message, name)) for name in _SEQUENCES}
     return SamplingParams(
         **{name: getattr(message, name) for name in _SAMPLING_SCALARS},
         **lists,
         logit_bias=dict(message.logit_bias),
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
     )
 
 

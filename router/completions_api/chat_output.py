@@ -15,7 +15,7 @@ from router.text.chat.families.harmony_grammar import harmony_grammar
 from router.text.chat.messages import join_parts
 from router.text.chat.output_parsing import OutputParsing, select_parsing
 from router.text.chat.parsers import ReasoningState
-from router.text.chat.strict_tools import calls_or_answer, has_strict
+from router.text.chat.strict_tools import Frame, Reasoning, calls_or_answer, has_strict
 from router.text.chat.tool_grammar import Marker, after_reasoning, parameters_grammar, tool_call_grammar
 from router.text.chat.tools import ToolUse
 from router.text.prompt import Prompt
@@ -29,7 +29,7 @@ class ChatOutput:
     def __init__(self, model: ServedModel, body: ChatBody, prompt: Prompt) -> None:
         self._model = model
         self._body = body
-        self._use = body.tool_use
+        self._use = self._held_use = body.tool_use
         self._conversion = model.grammars.conversion()
         self._answer = OutputGrammar()  # of the request's fields
         continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
@@ -55,7 +55,8 @@ class ChatOutput:
             if use.must_call:
                 raise RequestError(next(iter(problems.values())), "tools") from None
         self._warnings = [f"{problem}; its arguments are any object" for problem in problems.values()]
-        return await self._checked(use.without_strict(problems))
+        self._held_use = use.without_strict(problems)
+        return await self._checked(self._held_use)
 
     async def _problems(self, use: ToolUse) -> dict[str, str]:
         """Return the problems of schemas that the grammar holds, by function; the first one if calls are forced."""
@@ -85,7 +86,8 @@ class ChatOutput:
         form = self._model.parsers.tools
         assert form is not None
         with in_field(field):
-            return OutputGrammar(form.grammar(ToolUse((tool,)), partial(_marker, self._model), True, budget), field)
+            calls = form.grammar(ToolUse((tool,)), partial(_marker, self._model), Frame(alone=True), budget)
+            return OutputGrammar(calls, field)
 
     async def _checked(self, use: ToolUse) -> OutputGrammar:
         grammar = await self._conversion.run(partial(self._grammar, use))
@@ -96,21 +98,30 @@ class ChatOutput:
         model, grammar = self._model, self._answer
         if model.parsers.use_channels:
             return self._channels_grammar(use, budget)
-        form, marker = model.parsers.tools, partial(_marker, model)
+        form, marker, markers = model.parsers.tools, partial(_marker, model), self._state.markers
+        reasoning = None
+        if markers is not None:
+            reasoning = Reasoning(marker(markers.start), marker(markers.end), self._state.opened)
+        if form is not None and self._holds_calls(use):
+            frame = Frame(alone=self._may_call, or_answer=self._may_call, reasoning=reasoning)
+            text = form.grammar(use, marker, frame, budget)
+            if self._may_call:
+                grammar = OutputGrammar(calls_or_answer(text, grammar.text), grammar.field)
+            else:
+                grammar = OutputGrammar(text, "tools")
+            grammar.check_size()
+            return grammar
         if use.must_call:
             grammar = OutputGrammar(tool_call_grammar(use, budget), "tools")
-        elif has_strict(use) and form is not None and not grammar.text:
-            grammar = OutputGrammar(form.grammar(use, marker, False, budget), "tools")
-        elif self._may_call and form is not None:
-            calls = form.grammar(use, marker, True, budget)
-            grammar = OutputGrammar(calls_or_answer(calls, grammar.text), grammar.field)
         grammar.check_size()
-        markers = self._state.markers
-        if not grammar.text or markers is None:
+        if not grammar.text or reasoning is None:
             return grammar
-        start, end = _marker(model, markers.start), _marker(model, markers.end)
-        text = after_reasoning(grammar.text, start, end, opened=self._state.opened)
+        text = after_reasoning(grammar.text, reasoning.start, reasoning.end, opened=reasoning.opened)
         return OutputGrammar(text, grammar.field)
+
+    def _holds_calls(self, use: ToolUse) -> bool:
+        """Whether a grammar holds the calls that an output may have, in the model's format."""
+        return self._may_call or (has_strict(use) and not self._answer.text)
 
     def _channels_grammar(self, use: ToolUse, budget: Budget) -> OutputGrammar:
         """Return the grammar of messages in channels: reasoning, and then a call or an answer."""
@@ -129,12 +140,19 @@ class ChatOutput:
         use = self._use
         return is_json and bool(use.tools) and not use.must_call and self._model.parsers.tools is not None
 
+    @property
+    def _calls_in_reasoning(self) -> tuple[str, ...]:
+        """The markers of calls that end the reasoning. A forced call has none."""
+        form, use = self._model.parsers.tools, self._use
+        return form.parser.call_markers if form and use.tools and not use.must_call else ()
+
     def thinking(self) -> ThinkingParams:
         """Return the budget of reasoning. Raises RequestError."""
         model, budget = self._model, self._body.thinking_token_budget
         if budget is None or budget == -1:
             return NO_THINKING_BUDGET
-        return thinking_params(budget, model.tokenizer, self._state if model.parsers.reasoning else None)
+        state = self._state if model.parsers.reasoning else None
+        return thinking_params(budget, model.tokenizer, state, self._calls_in_reasoning)
 
     def parsing(self) -> OutputParsing | None:
         """Return the parsing of reasoning and tool calls, once there is a grammar; None for plain text.
@@ -151,6 +169,7 @@ class ChatOutput:
             self._state,
             include_reasoning=body.include_reasoning,
             separate_reasoning=body.separate_reasoning,
+            held=self._holds_calls(self._held_use),
         )
         if parsing is None or not self._warnings:
             return parsing

@@ -120,6 +120,7 @@ def make_job(
         thinking_token_budget=thinking.token_budget,
         thinking_start_ids=thinking.start_ids,
         thinking_end_ids=thinking.end_ids,
+        thinking_call_ids=thinking.call_ids,
     )
     return Job(prompt, sampling, limits.vocab_size, body.output_limit == 0)
 

@@ -35,7 +35,7 @@ class ChoiceParser:
         if output.has_token and (was_reasoning or self._parser.reasoning):
             usage.reasoning_tokens += 1
         if choice.finish_reason:
-            held = self._parser.flush()
+            held = self._parser.flush(finished=choice.finish_reason == "stop" and not choice.stop_string)
             deltas += [delta for delta in held if not (self._forced and delta.kind is DeltaKind.CONTENT)]
         self._has_call = self._has_call or any(delta.kind is DeltaKind.CALL for delta in deltas)
         if self._has_call and choice.finish_reason == "stop":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pdserve.errors import RequestError, cut
@@ -28,6 +30,7 @@ class ThinkingParams(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: int = 0
     start_ids: TokenIds = ()
     end_ids: TokenIds = ()  # (): there is no budget
+    call_ids: tuple[TokenIds, ...] = ()
 
 
 NO_NAMED_TOKENS = NamedTokens()
@@ -67,8 +70,10 @@ async def _bad_words(texts: list[str], encoder: PromptEncoder) -> tuple[tuple[in
     return words
 
 
-def thinking_params(budget: int, tokenizer: Tokenizer, state: ReasoningState | None) -> ThinkingParams:
-    """Return a budget of reasoning tokens with the markers of the model's reasoning.
+def thinking_params(
+    budget: int, tokenizer: Tokenizer, state: ReasoningState | None, call_markers: Sequence[str] = ()
+) -> ThinkingParams:
+    """Return a budget of reasoning tokens with the markers of the model's reasoning, and of calls, which end it, too.
 
     ``state`` is that at the end of the prompt; None: the router knows no reasoning of the model. Raises RequestError.
     """
@@ -83,4 +88,5 @@ def thinking_params(budget: int, tokenizer: Tokenizer, state: ReasoningState | N
         token_budget=min(budget, 2**31 - 1),
         start_ids=() if state.opened else start,
         end_ids=end,
+        call_ids=tuple(tuple(tokenizer.encode(text, False)) for text in call_markers),
     )

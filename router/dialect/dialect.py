@@ -10,7 +10,7 @@ its jobs from ``prepare_chat`` of router/completions_api/chat_dialect.py, as in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from router.errors import OPENAI_ERRORS, ErrorFormat
 from router.generation.job import GenerationOptions, Job
 from router.service import ServedModel
 from router.text.chat.output_parsing import OutputParsing
-from router.text.stop_strings import StopStrings
+from router.text.stop_strings import Reasoned, StopStrings
 
 
 class RequestBody(Protocol):
@@ -68,6 +68,11 @@ class Prepared(msgspec.Struct, frozen=True):
     continues_prompt: bool  # the output continues the prompt's text; a chat message begins a new text
     visible_special_tokens: tuple[str, ...] | None  # special tokens that become text; None: all
     parsing: OutputParsing | None  # of reasoning and tool calls; None: plain text
+
+    @property
+    def new_reader(self) -> Callable[[], Reasoned] | None:
+        """Find the end of the reasoning, if stop strings have to wait for it."""
+        return self.parsing.new_parser if self.parsing and self.parsing.reasons and self.stops.first_letters else None
 
 
 class GenerateDialect(Dialect[GenerateBodyT]):

@@ -10,7 +10,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams
 from router.text.detokenizer import Detokenizer
-from router.text.stop_strings import StopMatcher, StopStrings
+from router.text.stop_strings import LateStopMatcher, Reasoned, StopMatcher, StopStrings
 
 _REASONS = frozenset(("", *FinishReason))  # that this release knows; empty: the choice goes on
 
@@ -38,12 +38,20 @@ class Choice:
         "token_offset",
     )
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopStrings, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: StopStrings,
+        sampling: SamplingParams,
+        reader: Reasoned | None = None,
+    ) -> None:
+        """``reader``: stop strings match behind the reasoning that it finds."""
         self.index = index
         self.stop_token_ids = sampling.stop_token_ids
         self._min_tokens = sampling.min_tokens
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops) if reader is None else LateStopMatcher(stops, reader)
         self._stop_included = stops.included
         self.token_ids = array("I")
         self.text_length = 0  # characters, including those held back

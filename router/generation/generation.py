@@ -129,7 +129,13 @@ class PromptRun:
         self.prefix = PromptPrefix(job.prompt.token_ids, root_hash(options.cache_salt))
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
-            Choice(index, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops, job.sampling)
+            Choice(
+                index,
+                tokenizer.detokenizer(context, options.visible_special_tokens),
+                options.stops,
+                job.sampling,
+                options.new_reader() if options.new_reader else None,
+            )
             for index in range(first_index, first_index + job.sampling.n)
         ]
         self.scores = PromptScores(job) if job.sampling.prompt_logprobs >= 0 else None

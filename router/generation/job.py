@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 
 import msgspec
@@ -11,7 +12,7 @@ from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import NO_SPAN, Span
 from router.fleet.policy import NO_HINT, RoutingHint
 from router.text.prompt import Prompt
-from router.text.stop_strings import StopStrings
+from router.text.stop_strings import Reasoned, StopStrings
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -36,6 +37,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     timeout: float  # seconds
     migrations: int = 0  # node failures after which a prompt may still continue elsewhere
     stops: StopStrings = StopStrings()
+    new_reader: Callable[[], Reasoned] | None = None  # where stop strings match behind the reasoning only
     cache_salt: str = ""
     priority: int = 0
     client_tag: int = 0  # opaque; nodes are fair between clients

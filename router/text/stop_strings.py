@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 _MANY_CHARS = 4096  # an automaton of more is built on a thread; each takes about 1 µs
 _NO_LETTER = "\ud800"  # of a state without state + 1 as its continuation: a surrogate, which no text has
@@ -142,6 +142,53 @@ class StopMatcher:
         """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
+
+
+class Reasoned(Protocol):
+    """Reads an output, and finds the end of its reasoning. An output parser is one."""
+
+    @property
+    def num_reasoned(self) -> int: ...
+
+    @property
+    def reasoning_end(self) -> int | None: ...
+
+    def push(self, text: str) -> object: ...
+
+
+class LateStopMatcher(StopMatcher):
+    """Matches behind the reasoning of an output only, which ``reader`` finds. Text of the reasoning passes at once."""
+
+    __slots__ = ("_num_passed", "_reader", "_waiting")
+
+    def __init__(self, stops: StopStrings, reader: Reasoned) -> None:
+        super().__init__(stops)
+        self._reader: Reasoned | None = reader
+        self._num_passed = 0  # characters of reasoning
+        self._waiting: list[str] = []  # text that may be reasoning or not
+
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        reader = self._reader
+        if reader is None:
+            return super().push(text, may_stop)
+        reader.push(text)
+        self._waiting.append(text)
+        num_new = reader.num_reasoned - self._num_passed
+        if num_new <= 0 and reader.reasoning_end is None:
+            return "", False
+        waiting = "".join(self._waiting)
+        reasoned, rest = waiting[:num_new], waiting[num_new:]
+        if reader.reasoning_end is None:
+            self._num_passed += num_new
+            self._waiting = [rest]
+            return reasoned, False
+        self._reader = None
+        self._waiting = []
+        found, stopped = super().push(rest, may_stop)
+        return reasoned + found, stopped
+
+    def flush(self) -> str:
+        return "".join(self._waiting) + super().flush()
 
 
 def partial_match(text: str, patterns: Sequence[str]) -> int:

@@ -34,7 +34,8 @@ def plain_end_of_thinking(sampling: SamplingParams, output: list[int]) -> int | 
             return None
         begun = found[0]
     thought = output[begun:]
-    if any(thought[at : at + len(end)] == end for at in range(len(thought))):
+    ends = [end, *map(list, sampling.thinking_call_ids)]
+    if any(thought[at : at + len(each)] == each for each in ends for at in range(len(thought))):
         return None
     beyond = len(thought) - sampling.thinking_token_budget
     return end[beyond] if beyond >= 0 else None
@@ -47,6 +48,7 @@ def plain_end_of_thinking(sampling: SamplingParams, output: list[int]) -> int | 
     st.integers(0, 4),
     st.sampled_from([(), (1,), (1, 2)]),
     st.sampled_from([(), (3,), (3, 3), (2, 3)]),
+    st.sampled_from([(), ((0, 2),), ((4,), (1, 1, 0))]),
     st.lists(ids, max_size=12),
     st.integers(0, 12),
 )
@@ -56,6 +58,7 @@ def test_masks_equal_those_of_a_plain_search(
     budget: int,
     start: tuple[int, ...],
     end: tuple[int, ...],
+    calls: tuple[tuple[int, ...], ...],
     draws: list[int],
     resumed: int,
 ) -> None:
@@ -66,6 +69,7 @@ def test_masks_equal_those_of_a_plain_search(
         thinking_token_budget=budget,
         thinking_start_ids=start,
         thinking_end_ids=end,
+        thinking_call_ids=calls,
     )
     rules, prompt = TokenRules(sampling, VOCAB), [3, 1, 2]  # the prompt does not count
     choice, output = ChoiceRules(rules), list[int]()

@@ -52,6 +52,7 @@ _sampling = st.builds(
     **_plain,
     logit_bias=st.dictionaries(_uint32, _float, max_size=4),
     bad_words=st.lists(_token_ids, max_size=3).map(tuple),
+    thinking_call_ids=st.lists(_token_ids, max_size=3).map(tuple),
 )
 
 

@@ -267,6 +267,8 @@ def malformed(family: str) -> Iterator[str]:
     yield TOOL_PARSERS[family].markers[0] + " " * number
     yield "<" * number
     if family in TAGGED:
+        ends = "</parameter></function></invoke></tool_call></minimax:tool_call></｜DSML｜invoke>x"
+        yield written(family, "", [("write", {"path": ends * (number // len(ends))})])
         yield written(family, "", [("write", {"path": "</parameter>\n</arg_value>\n" * (number // 30)})])
 
 

@@ -18,6 +18,7 @@ from pdserve.grammar import Grammar, GrammarVocabulary
 from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import Message, MessageBuilder, OutputParser
 from router.text.chat.parsers import TOOL_PARSERS
+from router.text.chat.strict_tools import Frame
 from router.text.chat.tool_grammar import Marker
 from router.text.chat.tools import tool_use
 from router.text.structured.work_budget import Budget
@@ -106,7 +107,7 @@ def pieces(backend: Tokenizer, tokens: list[int]) -> list[str]:
 def test_forced_outputs_are_read_alike_whole_and_in_pieces(family: str, added: bool) -> None:
     writer, chance, form = WRITERS[added], random.Random(family), TOOL_PARSERS[family]
     use = tool_use(TOOLS, "auto", True)
-    grammar = Grammar(form.grammar(use, writer.marker, True, Budget()), writer.vocabulary)
+    grammar = Grammar(form.grammar(use, writer.marker, Frame(alone=True), Budget()), writer.vocabulary)
     found: dict[str, int] = dict.fromkeys(SCHEMAS, 0)
     for _ in range(WALKS):
         tokens = writer.write(grammar, chance)

@@ -60,7 +60,7 @@ def parse(texts: Sequence[str], **how: Any) -> Message:
         (f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>fin", "Hm.", "", []),
         ("plain text", "", "plain text", []),
         ("assistant: <|end|> 5", "", "assistant: <|end|> 5", []),
-        ("<|channel|>other<|message|>x", "", "<|channel|>other<|message|>x", []),
+        ("<|channel|>other<|message|>x", "", "x", []),
         (CALL.replace("f ", "none ") + "{}", "", CALL.replace("f ", "none ") + "{}", []),
         (CALL.replace("functions.f", "python") + "1", "", CALL.replace("functions.f", "python") + "1", []),
     ],

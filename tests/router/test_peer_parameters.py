@@ -152,6 +152,17 @@ def test_budget_of_reasoning_counts_from_its_beginning(
     assert not sampling(prompt="Hi", thinking_token_budget=-1).thinking_end_ids
 
 
+@pytest.mark.parametrize(("choice", "marker"), [("auto", "<tool_call>"), ("required", ""), ("none", "")])
+def test_a_call_ends_the_budget_of_reasoning(
+    sampling: Any, reading_tokenizer: Tokenizer, choice: str, marker: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    fields = {"messages": ASK, "tools": tools, "tool_choice": choice}
+    found = sampling("/chat/completions", **fields, thinking_token_budget=5)
+    ids = [reading_tokenizer.encode(marker, add_special_tokens=False)] if marker else []
+    assert [list(each.token_ids) for each in found.thinking_call_ids] == ids
+
+
 @pytest.mark.parametrize(
     ("name", "value", "same"),
     [

@@ -21,6 +21,7 @@ from pdserve.grammar import GrammarVocabulary
 from router.text.chat.output_parser import Message
 from router.text.chat.output_parsing import select_parsing
 from router.text.chat.parsers import TOOL_PARSERS, select_parsers
+from router.text.chat.strict_tools import Frame
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.tool_grammar import Marker
 from router.text.chat.tools import tool_use
@@ -108,5 +109,5 @@ def test_grammar_allows_the_calls_that_the_template_writes(path: Path, added: bo
     calls = [("write", {"path": "a b.md", "count": -3, "lines": [1, 2]})]
     _, text = output(template, assistant(calls, content="Let me see."))
     text = text.partition("</think>")[2] or text
-    grammar = parsers.tools.grammar(use, lambda tag: Marker(tag, backend.token_to_id(tag)), False, Budget())
+    grammar = parsers.tools.grammar(use, lambda tag: Marker(tag, backend.token_to_id(tag)), Frame(), Budget())
     assert allows(GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS]), grammar, text, backend)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.text.stop_strings import StopMatcher, StopStrings
+from router.text.chat.families.harmony_parser import HarmonyParser
+from router.text.chat.reasoning_parser import ReasoningParser, Thinking
+from router.text.chat.tool_parsers import HermesToolParser
+from router.text.stop_strings import LateStopMatcher, Reasoned, StopMatcher, StopStrings
 
 ALPHABET = "ab\N{GRINNING FACE}"
 letters = st.text(ALPHABET, max_size=30)
@@ -109,3 +113,50 @@ def test_stop_strings_with_the_same_beginning() -> None:
     assert run(["abcd", "abce", "abx", "bcd"], list("abcabce")) == (["", "", "", "abc", "", "", ""], "abce")
     assert run(["abc", "ab"], ["xabc"]) == (["x"], "ab")
     assert run(["ab", "abc", "b"], ["xab"]) == (["x"], "ab")
+
+
+THINK, OPENED = Thinking("<think>", "</think>"), Thinking("<think>", "</think>", opened=True)
+READERS: dict[str, Callable[[], Reasoned]] = {
+    "begins": lambda: ReasoningParser(THINK),
+    "opened": lambda: ReasoningParser(OPENED),
+    "calls": lambda: HermesToolParser(["f"], True, THINK),
+    "channels": lambda: HarmonyParser(["f"]),
+}
+CALL = '<tool_call>{"name": "f"}</tool_call>'
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "sent"),
+    [
+        ("begins", "<think>a STOP b</think>\n\nyes STOP no", "<think>a STOP b</think>\n\nyes "),
+        ("begins", "yes STOP no", "yes "),
+        ("begins", "<thiSTOP no", "<thi"),
+        ("begins", "<think>a STOP", "<think>a STOP"),
+        ("begins", "<think>a STOP</thin", "<think>a STOP</thin"),
+        ("opened", "a STOP b</think>STOP no", "a STOP b</think>"),
+        ("opened", "a ST</think>OP STOP", "a ST</think>OP "),
+        ("calls", f"<think>STOP {CALL}", f"<think>STOP {CALL}"),
+        ("calls", f"<think>STOP <tool_call> STOP {CALL}yes STOP", f"<think>STOP <tool_call> STOP {CALL}yes "),
+        ("channels", f"{ANALYSIS}STOP<|end|>{FINAL}yes STOP no", f"{ANALYSIS}STOP<|end|>{FINAL}yes "),
+        ("channels", f"{ANALYSIS}STOP<|end|><|start|>assistant{ANALYSIS}STOP<|end|>", None),
+    ],
+)
+def test_stop_strings_match_behind_the_reasoning(reader: str, text: str, sent: str | None) -> None:
+    for pieces in ([text], list(text), [text[:9], text[9:20], text[20:]]):
+        matcher = LateStopMatcher(StopStrings(["STOP"]), READERS[reader]())
+        found, stopped = "", False
+        for piece in pieces:
+            new, stopped = matcher.push(piece)
+            found += new
+            if stopped:
+                break
+        assert found + ("" if stopped else matcher.flush()) == (text if sent is None else sent)
+        assert stopped == (sent not in (None, text))
+
+
+def test_reasoning_passes_at_once() -> None:
+    matcher = LateStopMatcher(StopStrings(["STOP"]), READERS["opened"]())
+    assert matcher.push("a STO") == ("a STO", False)
+    assert matcher.push("P b</think>") == ("P b</think>", False)
+    assert matcher.push("c ST") == ("c ", False)

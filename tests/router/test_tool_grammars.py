@@ -25,7 +25,7 @@ from router.completions_api.request_bodies import parse_chat
 from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import DeltaKind
 from router.text.chat.parsers import TOOL_PARSERS
-from router.text.chat.strict_tools import calls_or_answer
+from router.text.chat.strict_tools import Frame, Reasoning, calls_or_answer
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import tool_use
 from router.text.structured.structured_outputs import json_schema_grammar
@@ -318,7 +318,7 @@ def test_strict_functions_are_called_by_their_schema(
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
     form, use = TOOL_PARSERS[family], tool_use(STRICT, "auto", True)
     grammar = form.grammar(
-        use, lambda text: Marker(text, backend.token_to_id(text) if added else None), False, Budget()
+        use, lambda text: Marker(text, backend.token_to_id(text) if added else None), Frame(), Budget()
     )
 
     def in_family(text: str) -> str:
@@ -370,7 +370,10 @@ def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two:
     for parallel in (True, False):
         use, form = tool_use(STRICT, "auto", parallel), TOOL_PARSERS[family]
         calls = form.grammar(
-            use, lambda text: Marker(text, backend.token_to_id(text) if added else None), True, Budget()
+            use,
+            lambda text: Marker(text, backend.token_to_id(text) if added else None),
+            Frame(alone=True, or_answer=True),
+            Budget(),
         )
         grammar = calls_or_answer(calls, json_schema_grammar(ANSWER, Budget()))
         found = {
@@ -425,12 +428,12 @@ def test_model_may_call_a_tool_or_answer_by_the_format(
     assert '"add"' in called
     assert "tool_call" in called or "function_call" in called or "tool_use" in called
     held = scripted_node.seen[say_text(call)["extra_body"]["cache_salt"]].message.sampling.grammar
-    assert "@calls | @answer" in held
+    assert "@answer" in held
     assert '\\"sum\\": 3' in ask(answer)
     none = {"type": "none"} if path == "/v1/messages" else "none"
     ask(answer, tool_choice=none)
     held = scripted_node.seen[say_text(answer)["extra_body"]["cache_salt"]].message.sampling.grammar
-    assert "@calls" not in held
+    assert "@answer" not in held
 
 
 LABEL = {"properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
@@ -482,7 +485,7 @@ TEXTS: Any = {
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"])
 def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, family: str) -> None:
     use, form = tool_use([{"type": "function", "function": TEXTS}], "auto", True), TOOL_PARSERS[family]
-    grammar = form.grammar(use, Marker, True, Budget())
+    grammar = form.grammar(use, Marker, Frame(alone=True), Budget())
 
     def called(**arguments: str) -> str:
         write = {
@@ -511,10 +514,91 @@ def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, fam
         assert not allows(vocabulary, grammar, called(**wrong)), wrong
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["texts", "added tokens"])
+@pytest.mark.parametrize(
+    ("family", "end", "behind"),
+    [
+        ("qwen3_coder", "\n</parameter>", "\n<parameter=path>\nx"),
+        ("glm45", "</arg_value>", "\n<arg_key>path</arg_key><arg_value>x"),
+        ("minimax_m2", "</parameter>", '<parameter name="path">x'),
+    ],
+)
+def test_strings_may_hold_an_end_tag_that_the_parser_reads_as_text(
+    family: str, end: str, behind: str, added: bool
+) -> None:
+    """Where a tag that may follow does follow, the value ends: then the rest has to follow the schema."""
+    backend, form = small_tokenizers.byte_level(), TOOL_PARSERS[family]
+    if added:
+        backend.add_tokens([AddedToken(text, special=False) for text in TAGS])
+    vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
+    schema = {"properties": {"path": {"type": "string"}, "mode": {"enum": ["read"]}}, "required": ["path"]}
+    write = {"type": "function", "function": {"name": "write", "strict": True, "parameters": schema}}
+    use = tool_use([write], "auto", True)
+    called = {"qwen3_coder": qwen, "glm45": glm, "minimax_m2": lambda *a, **k: minimax(invoke(*a, **k))}[family]
+    for alone in (False, True):
+        grammar = form.grammar(
+            use,
+            lambda text: Marker(text, backend.token_to_id(text) if added else None),
+            Frame(alone=alone),
+            Budget(),
+        )
+        for value in (f"a{end}b", f"{end}{end} and </function> {end.strip()}x", f"a\n{end.strip()}b{end}\nb"):
+            text = called("write", path=value, mode="read")
+            assert allows(vocabulary, grammar, text, backend), text
+            parser = form.parser(typed_values(use.schemas, held=True))
+            deltas = parser.push(text) + parser.flush()
+            arguments = "".join(delta.text for delta in deltas if delta.kind is DeltaKind.ARGUMENTS)
+            assert json.loads(arguments) == {"path": value, "mode": "read"}
+        assert not allows(vocabulary, grammar, called("write", path=f"a{end}{behind}"), backend)
+
+
+REASONED: list[tuple[str, str, str]] = [
+    ("hermes", f"<tool_call>{GOOD}</tool_call>", f"<tool_call>{WRONG}</tool_call>"),
+    ("mistral", f"[TOOL_CALLS][{GOOD}]", f"[TOOL_CALLS][{WRONG}]"),
+    ("deepseek_v31", deepseek(v31("add", '{"a": 1}')), deepseek(v31("add", '{"b": 1}'))),
+    ("qwen3_coder", qwen("add", a="1"), qwen("add", a="x")),
+    ("qwen3_coder", "<function=add>\n</function>\n</tool_call>", "<function=sing>\n</function>"),
+    ("glm45", glm("add", a="1"), glm("add", a="x")),
+    ("minimax_m2", minimax(invoke("add", a="1")), minimax(invoke("add", a="x"))),
+    ("deepseek_v32", dsml(dsml_invoke("add", a="1")), dsml(dsml_invoke("add", a="x"))),
+    (
+        "llama3_json",
+        f"<|python_tag|>{GOOD}".replace("arguments", "parameters"),
+        f"<|python_tag|>{WRONG}".replace("arguments", "parameters"),
+    ),
+]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["in text", "or an answer"])
+@pytest.mark.parametrize("added", [False, True], ids=["texts", "added tokens"])
+@pytest.mark.parametrize(("family", "right", "wrong"), REASONED)
+def test_calls_in_the_reasoning_follow_their_schema(
+    family: str, right: str, wrong: str, added: bool, alone: bool
+) -> None:
+    backend, form = small_tokenizers.byte_level(), TOOL_PARSERS[family]
+    if added:
+        backend.add_tokens([AddedToken(text, special=False) for text in (*TAGS, "<think>", "</think>")])
+    vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
+
+    def marker(text: str) -> Marker:
+        return Marker(text, backend.token_to_id(text) if added else None)
+
+    frame = Frame(alone, alone, Reasoning(marker("<think>"), marker("</think>"), opened=True))
+    grammar = form.grammar(tool_use(STRICT, "auto", True), marker, frame, Budget())
+    if alone:
+        grammar = calls_or_answer(grammar, json_schema_grammar(ANSWER, Budget()))
+    assert allows(vocabulary, grammar, f"Hm.\n{right}", backend)
+    assert allows(vocabulary, grammar, 'Hm.</think>{"sum": 3}' if alone else "Hm.</think>\n\nHi", backend)
+    assert not allows(vocabulary, grammar, f"Hm.\n{wrong}", backend)
+    if "<function" not in right[:9]:
+        assert allows(vocabulary, grammar, f"Hm.</think>\n{right}", backend)
+        assert not allows(vocabulary, grammar, f"Hm.</think>\n{wrong}", backend)
+
+
 def test_schema_that_a_format_cannot_hold_is_refused_by_name() -> None:
     pattern = {**TEXTS, "parameters": {"properties": {"a": {"type": "string", "pattern": "^a"}}}}
     combined = {**TEXTS, "parameters": {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}}
     for function, keyword in ((pattern, "pattern"), (combined, "anyOf")):
         use = tool_use([{"type": "function", "function": function}], "auto", True)
         with pytest.raises(RequestError, match=f"'{keyword}' of .* cannot be held in this model's format"):
-            TOOL_PARSERS["glm45"].grammar(use, Marker, True, Budget())
+            TOOL_PARSERS["glm45"].grammar(use, Marker, Frame(alone=True), Budget())

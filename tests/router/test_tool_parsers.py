@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from router.text.chat.families.typed_values import typed_values
 from router.text.chat.output_parser import Message, MessageBuilder, OutputDelta, OutputParser
 from router.text.chat.parsers import TOOL_PARSERS, parser_name
-from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
+from router.text.chat.reasoning_parser import ReasoningParser, Thinking
 from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
 
 NAMES = ("f", "get_weather")
 FUNCTIONS = typed_values(dict.fromkeys(NAMES))
 HERMES, LLAMA, MISTRAL = (TOOL_PARSERS[name].parser for name in ("hermes", "llama3_json", "mistral"))
+
+THINK, OPENED = (Thinking("<think>", "</think>", opened) for opened in (False, True))
 
 PARSERS: dict[str, Callable[[], OutputParser]] = {
     "hermes": lambda: HERMES(FUNCTIONS, True),
@@ -25,9 +27,9 @@ PARSERS: dict[str, Callable[[], OutputParser]] = {
     "list": lambda: RequiredToolParser(NAMES),
     "named": lambda: NamedToolParser(["f"]),
     "one call": lambda: HERMES(FUNCTIONS, False),
-    "think": lambda: ReasoningParser("<think>", "</think>", False, PlainTextParser()),
-    "opened": lambda: ReasoningParser("<think>", "</think>", True, HERMES(FUNCTIONS, True)),
-    "think and call": lambda: ReasoningParser("<think>", "</think>", False, LLAMA(FUNCTIONS, True)),
+    "think": lambda: ReasoningParser(THINK),
+    "opened": lambda: HERMES(FUNCTIONS, True, OPENED),
+    "think and call": lambda: LLAMA(FUNCTIONS, True, THINK),
 }
 
 
@@ -63,7 +65,8 @@ FOUND: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "1\\', "", [("f", '{"a": "1\\')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}} and so on', "and so on", [F]),
     ("hermes", '<tool_call>{"name": "g", "arguments": {}}</tool_call>', None, []),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "5"}</tool_call>', None, []),
     ("hermes", "<tool_call>", None, []),
     ("hermes", "a <tool_call", None, []),
     ("hermes", "  plain text \n", None, []),

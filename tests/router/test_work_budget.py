@@ -22,6 +22,7 @@ from pdserve.grammar import MAX_BYTES
 from router.text.chat.families import typed_values
 from router.text.chat.families.typed_values import TypedValues
 from router.text.chat.parsers import TOOL_PARSERS
+from router.text.chat.strict_tools import Frame
 from router.text.chat.tool_grammar import Marker
 from router.text.chat.tools import tool_use
 from router.text.structured import normalized_schemas
@@ -38,7 +39,7 @@ LIMIT = 20_000  # steps; that of requests is larger, and its tests slower
 
 def calls(family: str) -> Callable[[dict[str, Any], Budget], object]:
     form = TOOL_PARSERS[family]
-    return lambda schema, budget: form.grammar(tool_use(tools(schema), "auto", True), Marker, False, budget)
+    return lambda schema, budget: form.grammar(tool_use(tools(schema), "auto", True), Marker, Frame(), budget)
 
 
 PASSES: dict[str, Callable[[dict[str, Any], Budget], object]] = {

@@ -46,6 +46,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
             stops=prepared.stops,
+            new_reader=prepared.new_reader,
             cache_salt=admission.cache_salt(body.cache_salt),
             priority=admission.clamp_priority(body.priority),
             client_tag=admission.client_tag,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from router.text.chat.output_parser import DeltaKind, OutputDelta
@@ -24,7 +25,11 @@ _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 
 
 class ParseError(Exception):
-    """The text does not have the syntax that its beginning suggested."""
+    """The text does not have the syntax that its beginning suggested. ``expected``: texts that could have come."""
+
+    def __init__(self, why: str, expected: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.expected = expected
 
 
 class IncrementalParser(ABC):
@@ -33,10 +38,12 @@ class IncrementalParser(ABC):
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._num_dropped = 0  # characters before ``_text``
         self._pushed: list[str] = []  # text that is not yet part of ``_text``
         self._num_pushed = 0  # characters of it
         self._mark: int | None = None
         self._ended = False
+        self._finished = False  # the model has ended the text
         self._deltas: list[OutputDelta] = []
         self._parsing = self._parse()
 
@@ -52,8 +59,9 @@ class IncrementalParser(ABC):
             return []
         return self._advance()
 
-    def flush(self) -> list[OutputDelta]:
+    def flush(self, finished: bool = False) -> list[OutputDelta]:
         self._ended = True
+        self._finished = finished
         return self._advance()
 
     def _advance(self) -> list[OutputDelta]:
@@ -72,7 +80,13 @@ class IncrementalParser(ABC):
         """Drop parsed text that cannot turn out to be content any more."""
         if self._mark is None:
             self._text = self._text[self._at :]
+            self._num_dropped += self._at
             self._at = 0
+
+    @property
+    def _offset(self) -> int:
+        """Parsed characters of the whole text."""
+        return self._num_dropped + self._at
 
     def _peek(self) -> Parse[str]:
         """Return the next character; empty at the end."""
@@ -90,9 +104,20 @@ class IncrementalParser(ABC):
         self._at += len(literal)
         return True
 
+    def _comes(self, literals: Sequence[str]) -> Parse[bool]:
+        """Return whether one of the texts comes next."""
+        longest = max(map(len, literals))
+        while True:
+            rest = self._text[self._at : self._at + longest]
+            if any(rest.startswith(literal) for literal in literals):
+                return True
+            if self._ended or not any(literal.startswith(rest) for literal in literals):
+                return False
+            yield
+
     def _expect(self, literal: str) -> Parse[None]:
         if not (yield from self._accept(literal)):
-            raise ParseError(f"{literal} expected")
+            raise ParseError(f"{literal} expected", (literal,))
 
     def _match(self, pattern: re.Pattern[str]) -> Parse[str]:
         """Skip the longest match and return it. The pattern must match the empty string."""
@@ -111,12 +136,10 @@ class IncrementalParser(ABC):
     def _until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Parse[str]:
         """Emit text up to the first of ``markers``, and skip that marker. Return it, or "" at the end of the text."""
         while True:
-            found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
-            if found:
-                at, marker = min(found)
-                emit(self._text[self._at : at])
-                self._at = at + len(marker)
-                return marker
+            if markers and (found := _any_of(tuple(markers)).search(self._text, self._at)):
+                emit(self._text[self._at : found.start()])
+                self._at = found.end()
+                return found[0]
             held = 0 if self._ended else partial_match(self._text[self._at :], markers)
             end = len(self._text) - held
             emit(self._text[self._at : end])
@@ -157,8 +180,12 @@ class IncrementalParser(ABC):
 
         Raises ParseError when the text ends inside the object, after emitting that part.
         """
-        yield from self._expect("{")
-        emit("{")
+        yield from self._nested("{", emit)
+
+    def _nested(self, opening: str, emit: Callable[[str], None]) -> Parse[None]:
+        """Emit an object or an array."""
+        yield from self._expect(opening)
+        emit(opening)
         depth = 1
         while depth:
             found = _STRUCTURE.search(self._text, self._at)
@@ -180,10 +207,16 @@ class IncrementalParser(ABC):
         first = yield from self._peek()
         if first == '"':
             yield from self._string()
-        elif first == "{":
-            yield from self._object(lambda text: None)
+        elif first in ("{", "["):
+            yield from self._nested(first, lambda text: None)
         elif not (yield from self._match(_SCALAR)):
             raise ParseError("a value expected")
+
+
+@lru_cache(maxsize=256)
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern for any of the texts. A search for each would look at a long text again and again."""
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 class Stripper:

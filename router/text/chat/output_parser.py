@@ -29,11 +29,19 @@ class OutputParser(Protocol):
     def reasoning(self) -> bool:
         """Whether the next text is reasoning, as far as is known."""
 
+    @property
+    def num_reasoned(self) -> int:
+        """Characters at the beginning that are surely reasoning, with its markers."""
+
+    @property
+    def reasoning_end(self) -> int | None:
+        """Characters up to the content or the call behind the reasoning; None: not yet known."""
+
     def push(self, text: str) -> list[OutputDelta]:
         """Return the deltas that this text completes."""
 
-    def flush(self) -> list[OutputDelta]:
-        """Return what was held back, at the end of the text."""
+    def flush(self, finished: bool = False) -> list[OutputDelta]:
+        """Return what was held back, at the end of the text. ``finished``: the model has ended it, no limit."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from router.text.chat.families.harmony_parser import MARKERS, HarmonyParser
 from router.text.chat.families.typed_values import TypedValues, typed_values
 from router.text.chat.output_parser import OutputParser
 from router.text.chat.parsers import ModelParsers, ReasoningState
-from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
+from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser, Thinking
 from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
 from router.text.chat.tools import ToolUse
 
@@ -22,17 +22,24 @@ class OutputParsing(msgspec.Struct, frozen=True):
     new_parser: Callable[[], OutputParser]
     new_call_id: Callable[[], str]
     markers: tuple[str, ...]  # special tokens that the parser must see as text
+    reasons: bool = False  # reasoning is parsed
     include_reasoning: bool = True
     forced: bool = False  # the output is calls; a beginning that is cut off is no content
     warnings: list[str] = []  # what of the request has no effect
 
 
 def select_parsing(
-    use: ToolUse, parsers: ModelParsers, state: ReasoningState, include_reasoning: bool, separate_reasoning: bool = True
+    use: ToolUse,
+    parsers: ModelParsers,
+    state: ReasoningState,
+    include_reasoning: bool,
+    separate_reasoning: bool = True,
+    *,
+    held: bool = False,
 ) -> OutputParsing | None:
     """Return None where all output is plain text. Raises RequestError for tools without a tool parser.
 
-    ``separate_reasoning`` False: reasoning and its markers stay content.
+    ``separate_reasoning`` False: reasoning and its markers stay content. ``held``: a grammar holds calls to the format.
     """
     if use.tools and parsers.tools is None and not use.must_call:
         remedy = "start the router with --tool-call-parser, or use tool_choice 'required'"
@@ -45,11 +52,12 @@ def select_parsing(
     if state.markers is not None:
         markers = (*markers, state.markers.start, state.markers.end)
     separated = state if separate_reasoning else ReasoningState(continued=state.continued)
-    functions = typed_values(use.schemas)
+    functions = typed_values(use.schemas, held)
     return OutputParsing(
         new_parser=lambda: _new_parser(use, parsers, separated, functions),
         new_call_id=parsers.new_call_id,
         markers=markers,
+        reasons=separated.markers is not None,
         include_reasoning=include_reasoning,
         forced=use.must_call,
     )
@@ -65,15 +73,13 @@ def _new_parser(
 ) -> OutputParser:
     if parsers.use_channels:
         names = [use.named] if use.named else use.names
-        return HarmonyParser(names, use.parallel, state.markers is not None, state.continued)
-    parser: OutputParser = PlainTextParser()
+        return HarmonyParser(names, use.parallel, separated=state.markers is not None, in_answer=state.continued)
+    thinking = Thinking(state.markers.start, state.markers.end, state.opened) if state.markers else None
     if use.named:
-        parser = NamedToolParser([use.named])
-    elif use.required:
-        parser = RequiredToolParser(use.names, use.parallel)
-    elif use.tools:
+        return NamedToolParser([use.named], thinking=thinking)
+    if use.required:
+        return RequiredToolParser(use.names, use.parallel, thinking)
+    if use.tools:
         assert parsers.tools is not None
-        parser = parsers.tools.parser(functions, use.parallel)
-    if state.markers is None:
-        return parser
-    return ReasoningParser(state.markers.start, state.markers.end, state.opened, parser)
+        return parsers.tools.parser(functions, use.parallel, thinking)
+    return ReasoningParser(thinking) if thinking else PlainTextParser()

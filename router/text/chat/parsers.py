@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from uuid import uuid4
 
 import msgspec
@@ -22,7 +22,6 @@ from router.text.chat.families.tagged_tool_parsers import (
     MiniMaxM2ToolParser,
     Qwen3CoderToolParser,
 )
-from router.text.chat.families.typed_values import TypedValues
 from router.text.chat.strict_tools import (
     StrictGrammar,
     deepseek_grammar,
@@ -47,11 +46,11 @@ AUTO, NONE = "auto", "none"
 class ToolFormat(msgspec.Struct, frozen=True):
     """``markers`` are texts that the model writes as special tokens; ``signs`` identify templates of the family.
 
-    ``parser`` gets the names of functions, as keys of a mapping to the kinds of their arguments. ``grammar`` holds
-    calls of strict functions to their schemas.
+    ``parser`` is made with a mapping of the names of functions to the kinds of their arguments. ``grammar`` holds calls
+    of strict functions to their schemas.
     """
 
-    parser: Callable[[Mapping[str, TypedValues], bool], ToolParser]
+    parser: type[ToolParser]
     markers: tuple[str, ...]
     signs: tuple[str, ...]
     grammar: StrictGrammar

@@ -1,8 +1,9 @@
 """Grammars of tool calls under ``tool_choice`` "auto": in free text, for ``strict`` functions, or in place of an answer
 by a response format.
 
-    start: (begin body)* TEXT      begin is text up to the marker that precedes calls; body holds the calls
-    start: (begin body)+           calls alone; begin is the marker after at most two blanks
+    start: called* TEXT              called: text up to the marker that precedes calls, and the calls
+    start: next+                     calls alone; next: the marker after at most two blanks, and the calls
+    start: thought output | called … reasoning up to its end or, as the parser reads it, up to a call
 
 From a marker on, the output has to be a call as the model's tool parser expects it. Arguments follow the schema of a
 strict function; those of others are any object.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +23,28 @@ from router.text.chat.tools import ToolUse
 from router.text.structured.work_budget import Budget
 
 MarkerOf = Callable[[str], Marker]  # by text
-StrictGrammar = Callable[[ToolUse, MarkerOf, bool, Budget], str]  # in Lark; the third: calls alone, without other text
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """The markers of reasoning, and whether the prompt ends with the start marker."""
+
+    start: Marker
+    end: Marker
+    opened: bool
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """What an output holds beside calls: free text, unless they are ``alone``; reasoning before.
+
+    ``or_answer``: in place of calls, it may be what the grammar of this name allows.
+    """
+
+    alone: bool = False
+    or_answer: bool = False
+    reasoning: Reasoning | None = None
+
+
+StrictGrammar = Callable[[ToolUse, MarkerOf, Frame, Budget], str]  # in Lark
 
 ANY_OBJECT = '{"type": "object"}'
 TEXT = "TEXT: /(?s:.*)/"
@@ -35,39 +57,45 @@ def has_strict(use: ToolUse) -> bool:
 
 
 def calls_or_answer(calls: str, answer: str) -> str:
-    """Return the union of two grammars: calls alone, in Lark, and an answer, in Lark or serialized."""
+    """Return a grammar of calls, in Lark and framed ``or_answer``, with that of the answer, in Lark or serialized."""
     body = json.loads(answer) if answer.startswith("{") else {"grammars": [{"lark_grammar": answer}]}
     first, *others = body["grammars"]
-    union = {"lark_grammar": "start: @calls | @answer\n"}
-    grammars = [union, {"lark_grammar": calls, "name": "calls"}, {**first, "name": "answer"}, *others]
+    grammars = [{"lark_grammar": calls}, {**first, "name": "answer"}, *others]
     return msgspec.json.encode({**body, "grammars": grammars}).decode()
 
 
-def hermes_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
+def hermes_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
     calls = _call_objects(use, "arguments", budget)
     body = f"body: BLANKS call BLANKS {marker('</tool_call>').term}"
-    return lark(*start(use, marker("<tool_call>"), alone), body, *calls)
+    return lark(*framed(use, {"body": marker("<tool_call>")}, frame), body, *calls)
 
 
-def llama_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
-    """An output that begins with a brace is a list of calls."""
+def llama_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
+    """An output that begins with a brace, or with one in a bracket, is a list of calls."""
     tag = marker("<|python_tag|>")
     more = "(/;?[ \\t\\r\\n]{0,2}/ call)*" if use.parallel else ""
-    if alone:
-        return lark(f"start: ({tag.term})? call {more}", *_call_schemas(use, "parameters", budget))
+    if frame.alone:
+        output = f"output: ({tag.term})? call {more}" + (" | @answer" if frame.or_answer else "")
+        calls = _call_schemas(use, "parameters", budget)
+    else:
+        output = "output: FREE | body | begin_free body again"
+        calls = _call_objects(use, "parameters", budget)
     return lark(
-        "start: FREE | body | begin_free body again",
-        "again: (begin body)* TEXT" if use.parallel else "again: TEXT",
+        *_after_reasoning("called again", frame.reasoning),
+        output,
+        "called: begin body",
+        "again: BLANKS" if frame.alone else "again: called* TEXT" if use.parallel else "again: TEXT",
         begin_rule("begin_free", "FREE", tag),
         begin_rule("begin", "TEXT", tag),
         f"body: call {more}",
-        "FREE: /\\s*([^{\\s](?s:.*))?/",
+        "FREE: /\\s*([^\\[{\\s](?s:.*)|\\[\\s*([^{\\s](?s:.*))?)?/",
         TEXT,
-        *_call_objects(use, "parameters", budget),
+        BLANKS,
+        *calls,
     )
 
 
-def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
+def mistral_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
     """A list of calls or, since tokenizer v11, a name and arguments."""
     more = "(/, ?/ call)*" if use.parallel else ""
     between = "".join(
@@ -77,7 +105,7 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget)
     )
     named = [f"named_{index}: {json.dumps(name)} {between}arguments_{index}" for index, name in enumerate(use.names)]
     return lark(
-        *start(use, marker("[TOOL_CALLS]"), alone),
+        *framed(use, {"body": marker("[TOOL_CALLS]")}, frame),
         f'body: BLANKS "[" call {more} "]" | BLANKS named',
         alternatives("named", len(named)),
         *named,
@@ -85,21 +113,22 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget)
     )
 
 
-def deepseek_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
+def deepseek_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
     """Calls of DeepSeek-V3 and R1: JSON in a code block."""
-    return _deepseek(use, marker, alone, budget, around=("function", "\n```json\n", "\n```"))
+    return _deepseek(use, marker, frame, budget, around=("function", "\n```json\n", "\n```"))
 
 
-def deepseek_v31_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
+def deepseek_v31_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
     """Calls of DeepSeek-V3.1."""
-    return _deepseek(use, marker, alone, budget, around=("", "", ""))
+    return _deepseek(use, marker, frame, budget, around=("", "", ""))
 
 
-def _deepseek(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget, *, around: tuple[str, str, str]) -> str:
+def _deepseek(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget, *, around: tuple[str, str, str]) -> str:
     """``around``: the text before the separator, else the name is there; the texts before and behind the arguments."""
     kind, before, behind = around
     separator = marker("<｜tool▁sep｜>").term
     more = "(BLANKS call)*" if use.parallel else ""
+    begin, end = marker("<｜tool▁call▁begin｜>"), marker("<｜tool▁call▁end｜>").term
     lines = []
     for index, tool in enumerate(use.tools):
         name = tool["function"]["name"]
@@ -108,20 +137,48 @@ def _deepseek(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget, *, ar
         )
         lines.append(f"named_{index}: {opening} arguments_{index} {json.dumps(behind) if behind else ''}")
     return lark(
-        *start(use, marker("<｜tool▁calls▁begin｜>"), alone),
-        f"body: BLANKS call {more} BLANKS {marker('<｜tool▁calls▁end｜>').term}",
-        f"call: {marker('<｜tool▁call▁begin｜>').term} named {marker('<｜tool▁call▁end｜>').term}",
+        *framed(use, {"body": marker("<｜tool▁calls▁begin｜>"), "bare": begin}, frame),
+        f"body: BLANKS {begin.term} bare",
+        f"bare: named {end} {more} BLANKS {marker('<｜tool▁calls▁end｜>').term}",
+        f"call: {begin.term} named {end}",
         alternatives("named", len(use.tools)),
         *lines,
         *(f"arguments_{index}: %json {_schema(tool['function'], budget)}" for index, tool in enumerate(use.tools)),
     )
 
 
-def start(use: ToolUse, marker: Marker, alone: bool) -> Sequence[str]:
-    """Rules for ``start``, ``begin`` and the terminal BLANKS."""
-    if alone:
-        return f"start: (begin body){'+' if use.parallel else ''}", f"begin: BLANKS {marker.term}", BLANKS
-    return f"start: (begin body){'*' if use.parallel else '?'} TEXT", begin_rule("begin", "TEXT", marker), TEXT, BLANKS
+def framed(use: ToolUse, bodies: Mapping[str, Marker], frame: Frame) -> Iterator[str]:
+    """Yield ``start``, its rules and the terminals TEXT and BLANKS.
+
+    ``bodies``: the rules of calls, each with the marker before it. Calls alone begin with the first marker.
+    """
+    yield from (begin_rule(f"begin_{body}", "TEXT", marker) for body, marker in bodies.items())
+    yield "called: " + " | ".join(f"begin_{body} {body}" for body in bodies)
+    body, marker = next(iter(bodies.items()))
+    yield f"next: BLANKS {marker.term} {body}"
+    if frame.alone:
+        more, text = "next*" if use.parallel else "", "BLANKS"
+        yield f"output: next {more}" + (" | @answer" if frame.or_answer else "")
+    else:
+        more, text = "called*" if use.parallel else "", "TEXT"
+        yield f"output: called{'*' if use.parallel else '?'} TEXT"
+    behind = more
+    if frame.reasoning is not None and frame.reasoning.end.token_id is not None:  # an end marker behind a call
+        behind = f"{more} ({text} {frame.reasoning.end.term} {more})?"
+    yield from _after_reasoning(f"called {behind} {text}", frame.reasoning)
+    yield TEXT
+    yield BLANKS
+
+
+def _after_reasoning(called: str, reasoning: Reasoning | None) -> Iterator[str]:
+    """Yield ``start``: ``output`` behind the reasoning, or ``called`` in it."""
+    if reasoning is None:
+        yield "start: output"
+        return
+    begun = f"(thought newlines output | {called})"
+    yield f"start: {begun}" if reasoning.opened else f"start: {reasoning.start.term} {begun} | output"
+    yield begin_rule("thought", "TEXT", reasoning.end)
+    yield "newlines: /\\n{0,2}/"
 
 
 def begin_rule(name: str, text: str, marker: Marker, regex: str = "(?s:.*)") -> str:

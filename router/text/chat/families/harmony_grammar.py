@@ -12,7 +12,7 @@ import json
 
 import msgspec
 
-from router.text.chat.strict_tools import ANY_OBJECT, TEXT, MarkerOf, alternatives, begin_rule, lark
+from router.text.chat.strict_tools import ANY_OBJECT, TEXT, Frame, MarkerOf, alternatives, begin_rule, lark
 from router.text.chat.tool_grammar import arguments_schema
 from router.text.chat.tools import ToolUse
 from router.text.structured.work_budget import Budget
@@ -49,8 +49,8 @@ def harmony_grammar(use: ToolUse, marker: MarkerOf, answer: str | None, budget: 
     return msgspec.json.encode({**body, "grammars": grammars}).decode()
 
 
-def harmony_calls_grammar(use: ToolUse, marker: MarkerOf, alone: bool, budget: Budget) -> str:
-    return harmony_grammar(use, marker, None if alone else "", budget)
+def harmony_calls_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
+    return harmony_grammar(use, marker, None if frame.alone else "", budget)
 
 
 def _analysis(marker: MarkerOf) -> str:

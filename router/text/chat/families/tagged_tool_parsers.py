@@ -7,17 +7,20 @@ describes.
 
 A string is emitted while it arrives; other values once they are complete, since only then it is known whether they are
 JSON (typed_values.py). The tag that ends a value ends it only where one of the tags that may follow does follow, so
-that a value may contain the tag: a model that writes files writes templates, too.
+that a value may contain the tag: a model that writes files writes templates, too. Models forget end tags; where a
+grammar holds the output they cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from router.text.chat.families.typed_values import TypedValues, escaped, quoted
 from router.text.chat.incremental_parser import Parse, ParseError
+from router.text.chat.reasoning_parser import Thinking
 from router.text.chat.tool_parsers import ToolParser
 
 
@@ -39,6 +42,11 @@ class CallTags(msgspec.Struct, frozen=True):
     function_end: str = ""  # behind the name; "" where a key or an end follows
     call_end: str = ""  # of each call in a list
     line_around_values: bool = False  # a newline at the beginning and end of a value does not belong to it
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """The tags that may begin a call: models forget the one around a function."""
+        return tuple(tag for tag in (self.begin, self.function) if tag)
 
     @property
     def closing(self) -> tuple[str, ...]:
@@ -95,21 +103,23 @@ class TaggedToolParser(ToolParser):
 
     _tags: CallTags
 
-    def __init__(self, functions: Mapping[str, TypedValues], parallel: bool = True) -> None:
-        super().__init__(functions, parallel)
+    def __init__(
+        self, functions: Mapping[str, TypedValues], parallel: bool = True, thinking: Thinking | None = None
+    ) -> None:
+        super().__init__(functions, parallel, thinking)
         self._values = functions
 
-    def _parse(self) -> Parse[None]:
+    def _calls(self, marker: str) -> Parse[None]:
         tags = self._tags
-        markers = [tag for tag in (tags.begin, tags.function) if tag]  # models forget the tag around a function
-        while marker := (yield from self._until(markers, self._content)):
-            calls = self._calls() if marker == tags.begin else self._functions()
-            yield from self._try_calls(calls, marker)
-        self._end_content()
-
-    def _calls(self) -> Parse[None]:
-        yield from self._spaces()
-        yield from self._expect(self._tags.function)
+        if marker == tags.begin:
+            yield from self._spaces()
+            if (yield from self._peek()) in ("{", "["):  # as Hermes writes calls
+                yield from self._call_objects()
+                yield from self._spaces()
+                yield from self._expect(tags.end)
+                self._commit()
+                return
+            yield from self._expect(tags.function)
         yield from self._functions()
 
     def _functions(self) -> Parse[None]:
@@ -117,15 +127,24 @@ class TaggedToolParser(ToolParser):
         tags = self._tags
         ended = False
         while not ended:
-            name = yield from self._text_before((tags.function_end,) if tags.function_end else (*tags.closing, "\n"))
-            yield from self._accept(tags.function_end)
-            ended = yield from self._function(self._check_name(name.strip()))
+            ended = yield from self._function((yield from self._name()))
             if not ended:
                 yield from self._spaces()
                 ended = yield from self._accept(tags.end)
                 self._mark = self._at if ended else self._mark
             if not ended:
                 yield from self._expect(tags.function)
+
+    def _name(self) -> Parse[str]:
+        """Return the name of a function of the request, behind its tags. Otherwise nothing is skipped."""
+        tags, begin = self._tags, self._at
+        name = yield from self._text_before((tags.function_end,) if tags.function_end else (*tags.closing, "\n"))
+        yield from self._accept(tags.function_end)
+        try:
+            return self._check_name(name.strip())
+        except ParseError:
+            self._at = begin
+            raise
 
     def _text_before(self, ends: Sequence[str]) -> Parse[str]:
         """Return the text before the first of ``ends``. Raises ParseError if it is too long for a name."""
@@ -143,91 +162,164 @@ class TaggedToolParser(ToolParser):
     def _function(self, name: str) -> Parse[bool]:
         """Parse the arguments of a call, and its end. Return whether that is the end of all calls, too."""
         self._call(name)
+        yield from self._spaces()
+        if (yield from self._peek()) == "{":  # as JSON
+            yield from self._object(self._arguments)
+            self._commit()
+            yield from self._spaces()
+            return (yield from self._end_of_call())
         self._arguments("{")
         self._commit()
         try:
-            ended = yield from self._parameters(self._values[name])
+            yield from self._parameters(self._values[name])
+            ended = yield from self._end_of_call()
         except ParseError:
-            if not self._ended:  # else it is cut off, and must not look complete
+            if self._finished or not self._ended:  # else it is cut off, and must not look complete
                 self._arguments("}")
             raise
         self._arguments("}")
         self._commit()
         return ended
 
-    def _parameters(self, values: TypedValues) -> Parse[bool]:
-        tags = self._tags
-        comma = ""
-        yield from self._spaces()
-        while (yield from self._accept(tags.key)):
-            key = yield from self._text_before((tags.key_end,))
-            yield from self._expect(tags.key_end)
-            is_text = values.is_text(key)
-            if tags.kind_end:
-                said = yield from self._text_before((tags.kind_end,))
-                if said not in ("true", "false"):
-                    raise ParseError("true or false expected")
-                is_text = is_text or (said == "true" and values.may_be_text(key))
-                yield from self._expect(tags.kind_end)
-            if tags.value:
-                yield from self._spaces()
-                yield from self._expect(tags.value)
-            self._arguments(f"{comma}{quoted(key)}: ")
-            comma = ", "
-            self._mark = None  # the value is no content any more
-            yield from self._value_of(key, values, is_text)
-            self._commit()
-        if tags.call_end and (yield from self._accept(tags.call_end)):
+    def _end_of_call(self) -> Parse[bool]:
+        if self._tags.call_end and (yield from self._accept(self._tags.call_end)):
             return False
-        yield from self._expect(tags.end)
+        if not (yield from self._accept(self._tags.end)):
+            raise ParseError("the end of a call expected", self._tags.closing)
         return True
 
-    def _value_of(self, key: str, values: TypedValues, is_text: bool) -> Parse[None]:
-        """Emit a value, and skip its end and the white space behind. Raises ParseError where the text ends inside."""
-        tags, held = self._tags, _HeldLine(self._tags.line_around_values)
+    def _parameters(self, values: TypedValues) -> Parse[None]:
+        tags = self._tags
+        seen = set[str]()
+        while (yield from self._accept(tags.key)):
+            key, is_text = yield from self._parameter_head(values)
+            self._arguments(f"{', ' if seen else ''}{quoted(key)}: ")
+            seen.add(key)
+            self._mark = None  # the value is no content any more
+            yield from self._value_of(key, values, is_text, seen=seen)
+            self._commit()
+
+    def _parameter_head(self, values: TypedValues) -> Parse[tuple[str, bool]]:
+        """Parse from the name up to the value. Return the name, and whether the value is text."""
+        tags = self._tags
+        key = yield from self._text_before((tags.key_end,))
+        yield from self._expect(tags.key_end)
+        is_text = values.is_text(key)
+        if tags.kind_end:
+            said = yield from self._text_before((tags.kind_end,))
+            if said not in ("true", "false"):
+                raise ParseError("true or false expected")
+            is_text = is_text or (said == "true" and values.may_be_text(key))
+            yield from self._expect(tags.kind_end)
+        if tags.value:
+            yield from self._spaces()
+            yield from self._expect(tags.value)
+        return key, is_text
+
+    def _value_of(self, key: str, values: TypedValues, is_text: bool, *, seen: Collection[str]) -> Parse[None]:
+        """Emit a value, and skip its end and the white space behind. Raises ParseError where the text ends inside.
+
+        If its end tag is missing, the value ends where the next parameter begins, or with its call.
+        """
+        tags, held = self._tags, _HeldLine()
         pieces: list[str] = []
 
-        def add(text: str) -> None:
+        def write(text: str) -> None:
             if is_text:
                 self._arguments(escaped(text))
             else:
                 pieces.append(text)
 
+        def add(text: str) -> None:
+            write(held.push(text))
+
         if tags.line_around_values:
             yield from self._accept("\n")
         self._arguments('"' if is_text else "")
-        while (yield from self._until((tags.value_end,), lambda text: add(held.push(text)))):
-            blanks = yield from self._spaces()
+        marks = (tags.value_end, *(() if values.held else tags.closing))
+        ended = tagged = False  # tagged: by its end tag
+        while not ended and (mark := (yield from self._until(marks, add))):
+            if mark == tags.value_end:
+                blanks = yield from self._spaces()
+                ended = tagged = yield from self._follows(tags.closing)
+                add("" if ended else mark + blanks)
+            elif mark == tags.key:
+                ended = yield from self._is_parameter(values, seen)
+                add("" if ended else mark)
+            else:
+                text = yield from self._up_to_end(mark)
+                ended, tagged = True, bool(text)
+                add(text)
+        complete = ended or self._finished
+        if not complete or (tagged and not tags.line_around_values):
+            write(held.text)
+        if not is_text:
+            self._arguments(values.json_of(key, "".join(pieces)) if complete else "".join(pieces))
+        elif complete:
+            self._arguments('"')
+        if not ended:
+            raise ParseError("a value does not end")
+
+    def _is_parameter(self, values: TypedValues, seen: Collection[str]) -> Parse[bool]:
+        """Return whether a key's tag inside a value begins the next parameter, and if so, go back to it."""
+        at, found = self._at, False
+        with suppress(ParseError):
+            key, _ = yield from self._parameter_head(values)
+            found = values.may_have(key) and key not in seen
+        self._at = at - len(self._tags.key) if found else at
+        return found
+
+    def _up_to_end(self, mark: str) -> Parse[str]:
+        """Return the text of a value from ``mark`` on, the end of a call inside of the value.
+
+        The value goes on up to its end tag. If none comes before the next call, or at all, it has ended at the mark.
+        """
+        tags, begin = self._tags, self._at - len(mark)
+        self._mark = begin
+        text = ""
+        while found := (yield from self._until((tags.value_end, *self.call_markers), lambda text: None)):
+            end = self._at - len(found)
+            if found != tags.value_end:
+                if (yield from self._is_call(found)):
+                    break
+                continue
+            yield from self._spaces()
             if (yield from self._follows(tags.closing)):
-                self._arguments('"' if is_text else values.json_of(key, "".join(pieces)))
-                return
-            add(held.push(tags.value_end + blanks))
-        add(held.text)
-        self._arguments("".join(pieces))
-        raise ParseError("a value does not end")
+                text = self._text[begin:end]
+                break
+        if not text:
+            self._at = begin
+        self._mark = None
+        return text
+
+    def _is_call(self, marker: str) -> Parse[bool]:
+        """Return whether the name of a function follows a marker of calls."""
+        at, found = self._at, False
+        with suppress(ParseError):
+            if marker == self._tags.begin:
+                yield from self._spaces()
+                yield from self._expect(self._tags.function)
+            yield from self._name()
+            found = True
+        self._at = at
+        return found
 
     def _follows(self, tags: Sequence[str]) -> Parse[bool]:
-        """Whether one of the tags, or nothing, comes next."""
-        longest = max(map(len, tags))
-        while True:
-            rest = self._text[self._at : self._at + longest]
-            if any(rest.startswith(tag) for tag in tags):
-                return True
-            if self._ended or not any(tag.startswith(rest) for tag in tags):
-                return not rest
-            yield
+        """Return whether one of the tags comes next, cut off at the end of the text, or nothing."""
+        return (yield from self._comes(tags)) or (
+            self._ended and any(tag.startswith(self._text[self._at :]) for tag in tags)
+        )
 
 
 class _HeldLine:
     """Holds back a newline at the end of a text."""
 
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self.text = ""
 
     def push(self, text: str) -> str:
         text = self.text + text
-        body = text.removesuffix("\n") if self._enabled else text
+        body = text.removesuffix("\n")
         self.text = text[len(body) :]
         return body
 
@@ -236,25 +328,25 @@ class Qwen3CoderToolParser(TaggedToolParser):
     """Qwen3-Coder, Qwen3.5: ``<tool_call><function=f><parameter=a>\\n1\\n</parameter></function></tool_call>``."""
 
     _tags = QWEN3_CODER
+    call_markers = QWEN3_CODER.opening
 
 
 class Glm45ToolParser(TaggedToolParser):
     """GLM-4.5 and later: ``<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``."""
 
     _tags = GLM45
-
-    def _calls(self) -> Parse[None]:
-        yield from self._spaces()
-        yield from self._functions()
+    call_markers = GLM45.opening
 
 
 class MiniMaxM2ToolParser(TaggedToolParser):
     """MiniMax-M2: ``<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke>…``."""
 
     _tags = MINIMAX_M2
+    call_markers = MINIMAX_M2.opening
 
 
 class DeepSeekV32ToolParser(TaggedToolParser):
     """DeepSeek-V3.2: as MiniMax-M2, but ``<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>``."""
 
     _tags = DEEPSEEK_V32
+    call_markers = DEEPSEEK_V32.opening

@@ -6,7 +6,9 @@ allowed kind, else text.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +17,19 @@ from router.text.structured.work_budget import Budget
 
 _KINDS = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # Qwen3-Coder's template writes str(value)
+_MAX_PYTHON = 4096  # characters of a value in Python's notation, read in 16 ms; a longer one is text
+_NAME = re.compile(r"[\w.-]{1,64}")
 _MAX_WORK = 20_000  # steps for the kinds of a function's arguments, about 5 ms; beyond, an argument has any kind
 
 
 class TypedValues:
-    """The kinds of values that the arguments of a function have. ``schema`` is its JSON schema, unchecked."""
+    """The kinds of values that the arguments of a function have. ``schema`` is its JSON schema, unchecked.
 
-    def __init__(self, schema: Any) -> None:
+    ``held``: a grammar holds calls to their format.
+    """
+
+    def __init__(self, schema: Any, held: bool = False) -> None:
+        self.held = held
         self._schema = schema if isinstance(schema, dict) else {}
         self._known: dict[str, frozenset[str]] = {}
         self._budget = Budget(_MAX_WORK)
@@ -34,12 +42,20 @@ class TypedValues:
         """Whether an argument can be a string."""
         return "string" in self._kinds_of(name)
 
+    def may_have(self, name: str) -> bool:
+        """Whether the schema has an argument of this name, or names none."""
+        properties = self._schema.get("properties")
+        return name in properties if isinstance(properties, dict) and properties else _NAME.fullmatch(name) is not None
+
     def json_of(self, name: str, text: str) -> str:
         """Return the JSON of an argument from its whole text."""
         kinds = self._kinds_of(name)
         found = text.strip()
         found = _PYTHON.get(found, found)
         kind = _kind(found)
+        if not kind and kinds & {"array", "object"}:
+            found = _json_of_python(found)
+            kind = _kind(found)
         if kind != "string" and (kind in kinds or (kind == "integer" and "number" in kinds)):
             return found  # a string in quotes is text: templates write strings without
         return quoted(text)
@@ -82,9 +98,9 @@ def _kinds(schema: Any, root: dict[str, Any], budget: Budget) -> frozenset[str]:
     return found or _KINDS
 
 
-def typed_values(schemas: Mapping[str, Any]) -> dict[str, TypedValues]:
+def typed_values(schemas: Mapping[str, Any], held: bool = False) -> dict[str, TypedValues]:
     """Return the kinds of arguments by function. All outputs of a request share them, and their work."""
-    return {name: TypedValues(schema) for name, schema in schemas.items()}
+    return {name: TypedValues(schema, held) for name, schema in schemas.items()}
 
 
 def quoted(text: str) -> str:
@@ -95,6 +111,16 @@ def quoted(text: str) -> str:
 def escaped(text: str) -> str:
     """Return a part of a JSON string."""
     return quoted(text)[1:-1]
+
+
+def _json_of_python(text: str) -> str:
+    """Return the JSON of a list or dictionary in Python's notation; empty for other texts."""
+    if not text.startswith(("[", "{")) or len(text) > _MAX_PYTHON:
+        return ""
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return ""
 
 
 def _kind(text: str) -> str:
