@@ -17,6 +17,7 @@ from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.config.room import check_memory, dtype_in_memory
+from pdserve.config.tensor_check import checked_tensors
 from pdserve.errors import CapacityError
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
@@ -36,17 +37,22 @@ def make_parser() -> CommandParser:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start."""
+    """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start.
+
+    As a node does before it reads weights, it compares config.json with the headers of the weights and the layers.
+    """
     options = node_options_from(args)
     devices = node_devices(options, options.num_ranks)
     config = resolve(options, devices[0])
     flags = flag_sources.describe(args)
     warnings = [] if options.simulated else _warnings(config, devices)
+    tensors = checked_tensors(config)
     if args.json:
-        print(json.dumps(describe(config) | {"flags": flags, "warnings": warnings}, indent=2))
+        more = {"tensors": tensors.number, "flags": flags, "warnings": warnings}
+        print(json.dumps(describe(config) | more, indent=2))
     else:
         set_by = [f"set: {flag} = {each['value']}, by {each['source']}" for flag, each in flags.items()]
-        print("\n".join([as_text(config), *set_by, *(f"warning: {text}" for text in warnings)]))
+        print("\n".join([as_text(config), f"checked: {tensors}", *set_by, *(f"warning: {text}" for text in warnings)]))
     return 0
 
 

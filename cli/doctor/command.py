@@ -35,6 +35,7 @@ from pdserve.config.node_options import NodeOptions, add_node_flags, node_option
 from pdserve.config.resolve import kv_connector_of, resolve
 from pdserve.config.room import check_memory
 from pdserve.config.runner_oracle import VARIABLE
+from pdserve.config.tensor_check import checked_tensors
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import PdserveError
 from pdserve.flags.declaration import add_flags, options_from
@@ -138,8 +139,8 @@ def _findings(
     if config is not None:
         yield run_check("runner", checks.check_runner, lambda: resolve(known, devices[0]))
         yield run_check("tokenizer", _check_tokenizer, config)
-        if known.reads_weights:
-            yield run_check("tensors", _check_tensors, config)
+        if not options.simulated:
+            yield run_check("tensors", lambda: ok(str(checked_tensors(config))))
         if not options.simulated:
             yield run_check("memory", _check_memory, config, devices)
     yield run_check("shm", checks.check_shared_memory, ranks, on_gpu)
@@ -173,15 +174,6 @@ def _check_tokenizer(config: NodeConfig) -> Finding:
         remedy = "add it to eos_token_id of generation_config.json, or correct eos_token of tokenizer_config.json"
         return warn(f"{text}; only the tokenizer names {unnamed}", remedy)
     return ok(text)
-
-
-def _check_tensors(config: NodeConfig) -> Finding:
-    from runner.loading.checkpoint_check import check_tensors
-
-    number = check_tensors(config)
-    if number is None:
-        return ok("their headers are whole; transformers compares their names when it loads them")
-    return ok(f"{number}, each of the shape that config.json asks for")
 
 
 def _check_memory(config: NodeConfig, devices: Sequence[DeviceInfo]) -> Finding:

@@ -23,6 +23,7 @@ from pdserve.model.families import FAMILIES
 from pdserve.model.kept_weights import kept_format
 from pdserve.model.latent import LatentConfig, read_latent
 from pdserve.model.moe import MoEConfig
+from pdserve.model.quantization_config import read_weight_format
 from pdserve.model.recurrent import read_gated_delta
 from pdserve.model.rope import RopeConfig, read_rope
 from pdserve.model.text_part import take_text_part, text_headers
@@ -33,7 +34,6 @@ from pdserve.model.weight_formats import (
     UNQUANTIZED,
     WEIGHT_FORMATS,
     WeightFormat,
-    read_weight_format,
     storage_rules,
 )
 from pdserve.state import GatedDeltaSpec

@@ -22,6 +22,7 @@ from pdserve.model.library_configs import library_defaults
 #: Kinds of multimodal models, and the kind of their text model where text_config names none.
 MULTIMODAL: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",

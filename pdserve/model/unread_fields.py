@@ -67,8 +67,9 @@ def check_unread(fields: ConfigFields, model_type: str) -> None:
     found = fields.get("model_type")
     if found not in (None, model_type, *_ALIASES.get(model_type, ())):
         raise fields.error(
-            f"has model_type = {shown(found)} beside architectures = {shown(fields.get('architectures'))}, which is "
-            f"{model_type!r}. {REMEDY}"
+            f"has model_type = {shown(found)} beside architectures = {shown(fields.get('architectures'))}, whose "
+            f"model_type is {model_type!r}. If its weights are of that architecture, write {model_type!r} there; "
+            "else correct architectures"
         )
     for name, (value, meaning) in FIXED.items():
         found = fields.values.get(name, value)  # transformers takes a null for false

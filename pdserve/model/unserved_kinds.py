@@ -1,7 +1,8 @@
 """Kinds of models that no runner serves, found in config.json and named in the words of their model cards.
 
 Layers with linear attention, Mamba or convolutions keep a state for each sequence, for which the KV cache has no place.
-With DeepSeek sparse attention, an indexer chooses the keys of each query.
+With DeepSeek sparse attention, an indexer chooses the keys of each query. RoBERTa counts positions from its padding
+token on, where a node counts from 0.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pdserve.model.config_fields import ConfigFields
 _LINEAR, _MAMBA = "linear attention", "Mamba state"
 _CONVOLUTIONS = "short convolutions"
 _SPARSE = "DeepSeek sparse attention"
+_SHIFTED = "positions that begin behind its padding token"
 
 #: Model types whose layers are always of the kind.
 _BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("bailing_hybrid", "kimi_linear", "olmo_hybrid"), _LINEAR),
     **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "plamo2"), _MAMBA),
     **dict.fromkeys(("zamba", "zamba2"), _MAMBA),
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), _SHIFTED),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), _SHIFTED),
     "recurrent_gemma": "recurrent blocks (RG-LRU)",
     "rwkv": "RWKV state",
     "xlstm": "xLSTM state",
@@ -50,6 +54,11 @@ def check_kind(fields: ConfigFields) -> None:
         raise fields.error(
             f"describes a model with {kind} ({where}), which attends to chosen tokens only; it is not supported. "
             "Choose a model with full or sliding-window attention"
+        )
+    if kind == _SHIFTED:
+        raise fields.error(
+            f"describes a model with {kind} ({where}); a node counts from 0, so its tokens would be wrong. Choose "
+            "another model"
         )
     raise fields.error(
         f"describes a model with {kind} ({where}), which is kept beside the KV cache; it is not supported. "
@@ -83,6 +92,9 @@ def _find_by_field(values: Mapping[str, Any]) -> tuple[str, str]:
         return _SPARSE, "index_topk"
     if values.get("linear_attn_config"):
         return _LINEAR, "linear_attn_config"
+    attending, num_layers = values.get("full_attn_idxs"), values.get("num_hidden_layers")
+    if isinstance(attending, list) and isinstance(num_layers, int) and len(attending) < num_layers:
+        return _CONVOLUTIONS, "full_attn_idxs lacks layers"
     interval = values.get("full_attention_interval")
     if isinstance(interval, int) and interval > 1 and values.get("layer_types") is None:
         return _LINEAR, f"full_attention_interval {interval}"

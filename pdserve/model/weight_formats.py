@@ -14,15 +14,13 @@ import msgspec
 from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, StorageRule
 from pdserve.errors import ConfigError, shown
 from pdserve.kv import DTYPE_BYTES
-from pdserve.model.config_fields import REMEDY, ConfigFields
 
 UNQUANTIZED = "unquantized"
 FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # the last in MiniMax-M2
-_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # quant_algo
-_FIELDS = ("quantization_config", "compression_config")  # the second in checkpoints of early compressed-tensors
+MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 Rules = tuple[StorageRule, ...]
 
@@ -86,7 +84,7 @@ def _fp8(options: Mapping[str, Any]) -> Rules:
 
 def _modelopt(options: Mapping[str, Any]) -> Rules:
     """NVIDIA's ModelOpt: per tensor, or per channel. Scales of activations (``input_scale``) are not used."""
-    _choice(options, "quant_algo", tuple(map(str.lower, _MODELOPT)))
+    _choice(options, "quant_algo", tuple(map(str.lower, MODELOPT_ALGORITHMS)))
     return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=block) for block in ((0, 0), (1, 0)))
 
 
@@ -122,6 +120,31 @@ def _gptq(options: Mapping[str, Any]) -> Rules:
         zero_point_offset=offset,
     )
     return (rule,)
+
+
+def _auto_round(options: Mapping[str, Any]) -> Rules:
+    """Intel's AutoRound: tensors in GPTQ's or AWQ's form, with groups in order."""
+    packing = options.get("packing_format") or options.get("backend") or "auto_round:auto_gptq"
+    form = next((form for form in (GPTQ, AWQ) if isinstance(packing, str) and packing.endswith(form)), None)
+    if form is None:
+        raise _Unsupported(f"packing_format {shown(packing)}; supported are auto_round:auto_gptq, auto_round:auto_awq")
+    _choice(options, "data_type", ("int",), "int")
+    if options.get("act_bits") not in (None, 16, 32):
+        raise _Unsupported(f"act_bits {shown(options['act_bits'])}; supported are activations of 16 bits")
+    modules = options.get("extra_config") or {}
+    values = modules.values() if isinstance(modules, dict) else [modules]
+    if any(not isinstance(each, dict) or _differs(each, options) for each in values):
+        raise _Unsupported("bits or group sizes per module (extra_config); supported are modules left in 16 bits")
+    if form == AWQ:
+        return _awq({**options, "zero_point": True})
+    return _gptq({"bits": options.get("bits"), "group_size": options.get("group_size")})
+
+
+def _differs(module: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether AutoRound quantized a module otherwise than most."""
+    if module.get("bits") in (16, 32):
+        return False
+    return any(module.get(name) not in (None, options.get(name)) for name in ("bits", "group_size", "data_type"))
 
 
 def _mxfp4(options: Mapping[str, Any]) -> Rules:
@@ -188,12 +211,13 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "compressed-tensors": WeightFormat(storage_rules=_compressed_tensors),
     "awq": WeightFormat(storage_rules=_awq),
     "gptq": WeightFormat(storage_rules=_gptq),
+    "auto-round": WeightFormat(storage_rules=_auto_round),
     "mxfp4": WeightFormat(storage_rules=_mxfp4),
     "modelopt": WeightFormat(storage_rules=_modelopt),
 }
 
 
-def _stored_formats() -> list[str]:
+def stored_formats() -> list[str]:
     """Return the names that a checkpoint may give."""
     return [name for name in WEIGHT_FORMATS if name not in (UNQUANTIZED, FP8_AT_LOAD)]
 
@@ -208,58 +232,3 @@ def storage_rules(weight_format: str, options: Mapping[str, Any]) -> Rules | Non
         return None if rules is None else rules(options)
     except _Unsupported as exc:
         raise ConfigError(f"has {weight_format} weights with {exc}") from exc
-
-
-def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
-    """Return the format that ``quantization_config`` names, and its options.
-
-    Raises CheckpointError for an unknown format, and for an unknown variant of a known one.
-    """
-    options = next((value for value in map(fields.get, _FIELDS) if value), None) or _modelopt_options(fields)
-    if options is None:
-        return UNQUANTIZED, {}
-    name = options.get("quant_method") if isinstance(options, dict) else options
-    if isinstance(options, dict) and str(name).startswith("modelopt"):
-        _check_modelopt(fields, options)
-        name, options = "modelopt", {**_with_kv_scheme(options), "quant_method": "modelopt"}
-    if not isinstance(options, dict) or not isinstance(name, str) or name not in _stored_formats():
-        raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
-    try:
-        msgspec.msgpack.encode(options)  # as it travels to the ranks
-    except OverflowError as exc:
-        raise fields.error(f"has a number beyond 64 bits in quantization_config. {REMEDY}") from exc
-    try:
-        storage_rules(name, options)
-    except ConfigError as exc:
-        raise fields.error(f"{exc}. Choose a checkpoint without it, or an unquantized one") from exc
-    return name, options
-
-
-def _modelopt_options(fields: ConfigFields) -> dict[str, Any] | None:
-    """Return the options that ModelOpt writes beside config.json; None without any for weights."""
-    path = fields.path.parent / "hf_quant_config.json"
-    options = ConfigFields(path).get("quantization") if path.exists() else None
-    if not isinstance(options, dict) or options.get("quant_algo") is None:
-        return None
-    return {**options, "quant_method": "modelopt"}
-
-
-def _with_kv_scheme(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ModelOpt's options with its algorithm for the KV cache as the scheme that its choice reads."""
-    algorithm = options.get("kv_cache_quant_algo")
-    return options if algorithm in (None, "FP8") else {"kv_cache_scheme": {"type": shown(algorithm)}, **options}
-
-
-def _check_modelopt(fields: ConfigFields, options: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for weights that ModelOpt quantized with an algorithm that is unknown here."""
-    algorithm = options.get("quant_algo")
-    if algorithm not in _MODELOPT:
-        raise fields.error(
-            f"describes weights that ModelOpt quantized ({shown(algorithm)}), which are not supported; supported of "
-            f"ModelOpt are {', '.join(_MODELOPT)}; {_supported()}"
-        )
-
-
-def _supported() -> str:
-    formats = [*SUPPORTED_DTYPES, *_stored_formats()]
-    return f"supported are {', '.join(formats)} weights. Choose a checkpoint in one of these formats"

@@ -14,6 +14,7 @@ from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.weights import OpenWeights
 from runner.models.from_transformers.decoder import TransformersDecoder
 from runner.models.from_transformers.self_test import check_exactness
+from runner.models.from_transformers.unread_decoder import check_unread
 from runner.placement import TensorPlacement
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class LibraryWeights(ModelWeights):
         self._decoder, self._layout, self._placement = decoder, layout, placement
 
     def check(self, model_dir: Path, weights: OpenWeights) -> None:
-        """Do nothing: the library finds what is missing when it loads."""
+        self._check(model_dir, weights)
 
     def load(self, model_dir: Path, weights: OpenWeights, progress: Progress | None, at_once: int) -> None:
         self._load(model_dir, weights)
@@ -33,12 +34,17 @@ class LibraryWeights(ModelWeights):
     def load_random(self, model_dir: Path) -> None:
         self._load(model_dir, None)
 
+    def _check(self, model_dir: Path, weights: Mapping[str, Any] | None) -> None:
+        decoder = self._decoder
+        check_unread(decoder.config, model_dir, weights, self._placement.dtype, decoder.parallel.position.parallel)
+
     def _load(self, model_dir: Path, weights: Mapping[str, Any] | None) -> None:
         """Load this rank's part, and test all ranks together. Every rank refuses a model that one rank refuses."""
         decoder = self._decoder
         decoder.unload()
         refusal: PdserveError | None = None
         try:
+            self._check(model_dir, weights)  # before gigabytes are read
             decoder.load(model_dir, weights)
         except PdserveError as exc:
             refusal = exc

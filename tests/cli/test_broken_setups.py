@@ -1,4 +1,7 @@
-"""``pdserve doctor`` fails exactly where ``pdserve up`` would: broken checkpoints, flags, memory and ports."""
+"""``pdserve doctor`` fails exactly where ``pdserve up`` would: broken checkpoints, flags, memory and ports.
+
+``explain`` refuses what a node refuses, but for memory and ports.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from cli.doctor import command as doctor
+from cli.explain import main as explain_main
 from cli.up.command import main as up_main
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
@@ -100,7 +104,7 @@ def taken_port() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("spoil", "flags", "check", "words"), CASES)
-def test_doctor_and_up_refuse_the_same(
+def test_explain_doctor_and_up_refuse_the_same(
     spoil: Break,
     flags: list[str],
     check: str,
@@ -115,7 +119,11 @@ def test_doctor_and_up_refuse_the_same(
     shutil.copytree(EMBEDDED_MODEL, model)
     spoil(model)
     flags = [taken_port if word == "TAKEN" else word for word in flags]
-    command = [str(model), "--device", "cpu", "--threads", "1", "--kv-cache-memory", "64MiB", "--port", "0", *flags]
+    node = [str(model), "--device", "cpu", "--threads", "1", "--kv-cache-memory", "64MiB"]
+    if check in ("checkpoint", "tensors"):
+        assert explain_main([*node, *flags]) == 2
+        assert words in capfd.readouterr().err
+    command = [*node, "--port", "0", *flags]
     assert doctor.main(command) == 1
     *findings, verdict = capfd.readouterr().out.strip().splitlines()
     assert verdict == f"verdict: it would not start, {check} failed"

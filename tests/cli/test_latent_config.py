@@ -122,7 +122,10 @@ def test_weights_of_other_latents_are_not_reloaded(tmp_path: Path) -> None:
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63; rotary embeddings need an even one"),
         ({"topk_method": "noaux_tc"}, "topk_method.*'noaux_tc'.*greedy, group_limited_greedy"),
         ({"norm_topk_prob": True}, "norm_topk_prob = true"),
-        ({"model_type": "kimi_k2"}, "model_type = 'kimi_k2' beside architectures = .*which is 'deepseek_v2'"),
+        (
+            {"model_type": "kimi_k2"},
+            "model_type = 'kimi_k2' beside architectures = .*whose model_type is 'deepseek_v2'",
+        ),
     ],
 )
 def test_configs_that_describe_no_such_model_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:

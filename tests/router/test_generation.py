@@ -13,6 +13,7 @@ from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 from router.completions_api.request_bodies import CompletionBody
 from router.completions_api.response_encoders import CompletionEncoder
+from router.completions_api.response_objects import TokenNames
 from router.completions_api.response_writers import StreamedResponse
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration
@@ -26,7 +27,7 @@ TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
 
 def test_finished_request_leaves_no_reference_cycles() -> None:
     jobs = [Job(Prompt(pack_tokens([1, 2, 3])), SamplingParams(max_tokens=4, n=2), vocab_size=512)]
-    encoder = CompletionEncoder(TOKENIZER, "model", "id", 0, False)
+    encoder = CompletionEncoder(TokenNames(TOKENIZER), "model", "id", 0, False)
     response = StreamedResponse(encoder, CompletionBody(prompt=""), jobs)
     options = GenerationOptions(request_id="id", arrived=time.monotonic(), timeout=1.0, migrations=2)
     generation = RequestGeneration(jobs, options, TOKENIZER, response, RouterMetrics().of("m"))
@@ -45,7 +46,7 @@ def test_finished_request_leaves_no_reference_cycles() -> None:
 
 
 def test_chunks_keep_percent_signs_of_names_and_texts() -> None:
-    encoder = CompletionEncoder(TOKENIZER, "100%d", "id", num_top=0, include_usage=False)
+    encoder = CompletionEncoder(TokenNames(TOKENIZER), "100%d", "id", num_top=0, include_usage=False)
     chunk = json.loads(encoder.text_chunk(1, "5%b %%"))
     assert chunk["model"] == "100%d"
     assert chunk["choices"] == [{"index": 1, "text": "5%b %%", "logprobs": None, "finish_reason": None}]

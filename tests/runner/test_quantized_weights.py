@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def tokens(directory: Path, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("impl", ["native", "transformers"])
-@pytest.mark.parametrize("name", ["fp8 blocks", "compressed w4a16 zero points", "awq", "gptq desc_act"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed w4a16 zero points", "awq", "gptq desc_act", "auto-round"])
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_a_quantized_model_has_the_tokens_of_the_dequantized_one(
     impl: str, name: str, device: str, tmp_path: Path
@@ -170,6 +171,22 @@ def test_a_quantized_model_has_the_tokens_of_the_dequantized_one(
     plain = make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2)
     quantized = quantize(plain, tmp_path / "quantized", name)
     assert tokens(quantized, impl=impl, device=device) == reference_greedy(reference_model(plain), PROMPT, 6)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.37.0"}},
+        {"producer": {"name": "modelopt"}, "quantization": {"exclude_modules": ["lm_head"], "quant_algo": "FP8"}},
+    ],
+)
+def test_fp8_of_modelopt_needs_no_quant_method(impl: str, options: dict[str, Any], tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", "modelopt fp8")
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": options}))
+    assert tokens(quantized, impl=impl) == reference_greedy(reference_model(plain), PROMPT, 6)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,22 @@ COMPRESSED = "compressed-tensors"
         ("gptq", {"bits": 4, "group_size": 0}, "group_size 0; it must be -1 or a number"),
         ("gptq", {"bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ("gptq", {"bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic bits or group sizes"),
+        (
+            "auto-round",
+            {"bits": 4, "packing_format": "auto_round:mx_fp4"},
+            "packing_format 'auto_round:mx_fp4'; supported",
+        ),
+        ("auto-round", {"bits": 2, "group_size": 128}, "bits 2; supported are 4, 8"),
+        ("auto-round", {"bits": 4, "group_size": 128, "data_type": "fp8"}, "data_type 'fp8'; supported are int"),
+        ("auto-round", {"bits": 4, "group_size": 128, "act_bits": 8}, "act_bits 8; supported are"),
+        (
+            "auto-round",
+            {"bits": 4, "group_size": 128, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}},
+            "bits or group sizes per module .extra_config.",
+        ),
+        (None, {"bits": 4, "group_size": 64}, "Apple's MLX format .4 bits."),
+        (None, {"ignore": []}, "a quantization_config without quant_method; supported are"),
+        (None, {"quant_algo": "W4A8_AWQ"}, "ModelOpt quantized .'W4A8_AWQ'., which are not supported"),
         (COMPRESSED, {"config_groups": []}, r"config_groups \[\]; it must be an object"),
         (COMPRESSED, group("nvfp4-pack-quantized", num_bits=4, type="float"), "format 'nvfp4-pack-quantized'"),
         (COMPRESSED, group("marlin-24", num_bits=4), "format 'marlin-24'; supported are float-quantized"),
@@ -140,7 +156,7 @@ COMPRESSED = "compressed-tensors"
     ],
 )
 def test_unknown_formats_and_variants_are_refused_by_name(
-    method: str, options: dict[str, Any], message: str, tmp_path: Path
+    method: str | None, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
     config = json.loads((plain / "config.json").read_text())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from any_models import make_any_checkpoint
 from checkpoints import make_checkpoint
 from quantized_checkpoints import quantize
 from safetensors.torch import load_file, save_file
@@ -81,6 +82,50 @@ def ministral(path: Path) -> Published:
             "rms_norm_eps": 1e-05, "rope_parameters": rope, "sliding_window": None,
             "tie_word_embeddings": False}  # fmt: skip
     return _in_fp8(_multimodal(path, _mistral3(text), tied=False))
+
+
+def mistral_small_4(path: Path) -> Published:
+    """Latents, experts chosen by softmax, and queries that are scaled by their position."""
+    rope = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1e4, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16}  # fmt: skip
+    text = {**_SIZES, "model_type": "mistral4", "vocab_size": 128, "max_position_embeddings": 256, "head_dim": 16,
+            "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_head_dim": 16, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 0, "moe_intermediate_size": 32,
+            "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "rms_norm_eps": 1e-06, "rope_interleave": True, "rope_parameters": rope,
+            "routed_scaling_factor": 1.0, "tie_word_embeddings": False}  # fmt: skip
+    return _multimodal(path, _mistral3(text), tied=False)
+
+
+def gemma3n(path: Path) -> Published:
+    """Like gemma-3n-E4B-it: layers that share KV, whose own projections are stored. Its image part needs timm."""
+    sizes: dict[str, Any] = {
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "intermediate_size": [96] * 4,
+        "laurel_rank": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 8,
+    }
+    text = make_any_checkpoint(path / "text", "gemma3n_text", tie_word_embeddings=True, **sizes)
+    config = json.loads((text / "config.json").read_text())
+    fields = {name: config[name] for name in (*_SIZES, *sizes, "model_type", "vocab_size_per_layer_input")}
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {"model_type": "gemma3n_audio"},
+             "eos_token_id": [1, 106], "model_type": "gemma3n", "torch_dtype": "float32",
+             "text_config": {**fields, "max_position_embeddings": 512, "vocab_size": config["vocab_size"]},
+             "vision_config": {"architecture": "mobilenetv5_300m_enc", "model_type": "gemma3n_vision"}}  # fmt: skip
+    published = _renamed(text, path / "published", lambda name: name.replace("model.", "model.language_model.", 1))
+    tensors = load_file(published / "model.safetensors")
+    for name in list(tensors):
+        if ".layers.1." in name and ("k_proj" in name or "v_proj" in name or "k_norm" in name):
+            tensors[name.replace(".1.", ".3.", 1)] = torch.ones_like(tensors[name])
+    tensors["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.ones(4, 3, 3, 3)
+    save_file(tensors, published / "model.safetensors", {"format": "pt"})
+    (published / "config.json").write_text(json.dumps(whole))
+    return Published(published, text, "Gemma3nForCausalLM")
 
 
 def qwen3_vl(path: Path) -> Published:
@@ -242,8 +287,10 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "a body beside a head": body_with_head,
     "Infinity": config_with_infinity,
     "gemma-3-4b-it": gemma3,
+    "gemma-3n-E4B-it": gemma3n,
     "Mistral-Small-3.1": mistral_small,
     "Ministral-3": ministral,
+    "Mistral-Small-4": mistral_small_4,
     "Qwen3-VL": qwen3_vl,
     "Qwen3.5": qwen3_5,
     "Qwen3.5 with experts": qwen3_5_moe,

@@ -164,6 +164,13 @@ def _awq(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {f"{name}.{part}": tensor for part, tensor in stored.items()}, _spread(values, scales, zeros, GROUP)
 
 
+def _auto_round(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """GPTQ's tensors, of which AutoRound writes no group index."""
+    stored, dequantized = _gptq(4, desc_act=False, symmetric=True, offset=1)(name, weight)
+    del stored[f"{name}.g_idx"]
+    return stored, dequantized
+
+
 def mxfp4_experts(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     """gpt-oss: ``weight`` [experts, in, out]; blocks of 32 inputs share a power of two."""
     blocks = weight.transpose(1, 2).unflatten(2, (-1, 32))  # [experts, out, blocks, 32]
@@ -198,6 +205,16 @@ def _gptq_config(bits: int, **options: Any) -> dict[str, Any]:
 
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+_AUTO_ROUND = {
+    "autoround_version": "0.5.1",
+    "bits": 4,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "group_size": GROUP,
+    "packing_format": "auto_round:auto_gptq",
+    "quant_method": "auto-round",
+    "sym": True,
+}
 _GROUPS = {"strategy": "group", "group_size": GROUP, "type": "int"}
 FORMATS: dict[str, Format] = {
     "fp8 blocks": Format(
@@ -232,6 +249,8 @@ FORMATS: dict[str, Format] = {
     ),
     "compressed w8a16": Format(_compressed("pack-quantized", num_bits=8, **_GROUPS), _packed(8, symmetric=True)),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
+    "auto-round": Format(_AUTO_ROUND, _auto_round),
+    "auto-round awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False}, _awq),
     "gptq": Format(
         _gptq_config(4, desc_act=False, sym=True, checkpoint_format="gptq"),
         _gptq(4, desc_act=False, symmetric=True, offset=1),

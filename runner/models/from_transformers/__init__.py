@@ -8,5 +8,7 @@ loading.py           build a part of a model of the library, with weights or ran
 reference.py         logits of the unsplit model, whose layers are read a few at a time
 in_float32.py        a model of 16 bits computes in float32, for the self-test
 decoder.py           the model as the runner calls it
+without_values.py    weights without values: shapes alone, zeros as activations
+unread_decoder.py    what loading would refuse, before weights are read
 self_test.py         comparison with the library's own eager forward, at each start
 """

@@ -7,6 +7,7 @@ is what the predicate says, whether or not the layer names it in its call.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ PAGED, TRACED = "pdserve_paged", "pdserve_traced"
 _WITHOUT_EFFECT = frozenset(
     {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
 )
+
+_SHORTEST = 16  # tokens of a sequence that is worth a node
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key position) → attends
 
@@ -154,8 +157,20 @@ def window_of(predicate: Predicate, num_positions: int, device: torch.device) ->
     window = max(1, int(attends(last).sum()))
     for query in sorted({0, 1, 2, window - 1, window, last // 3, last // 2, last} & set(range(num_positions))):
         if not torch.equal(attends(query), (keys <= query) & (keys > query - window)):
-            raise ConfigError("its mask is neither causal nor a sliding window, and paged attention has no other")
+            raise _neither(lambda query: torch.equal(attends(query), keys <= query), num_positions)
     return None if window == num_positions else window
+
+
+def _neither(is_causal: Callable[[int], bool], num_positions: int) -> ConfigError:
+    """Return the error of a mask that is neither; ``is_causal`` says of a query whether it attends to all before it.
+
+    Attention within chunks, as of Llama 4, is causal up to the end of the first chunk.
+    """
+    problem = "its mask is neither causal nor a sliding window, and paged attention has no other"
+    causal = bisect_left(range(num_positions), True, key=lambda query: not is_causal(query))
+    if causal < _SHORTEST:
+        return ConfigError(problem)
+    return ConfigError(f"{problem}. It is causal for {causal} tokens: give --max-model-len {causal}, or less")
 
 
 def register() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +66,23 @@ class TransformersDecoder(Model):
         Without ``weights`` draw random ones. Raises CheckpointError for a broken checkpoint, ConfigError for a model
         that cannot be served exactly.
         """
-        register()
-        try:
+        with self._refusals():
             part = self._part()
             self._model = build_model(model_dir, self._placement, PAGED, part, weights)
             self._check_state()
             if part.shards is None:
                 pack_linear_layers(self._model, self._placement)
-            self._body = body_of(self._model)
-            self._scores = getattr(self._model, "score", None)
-            if "position_ids" not in inspect.signature(self._body.forward).parameters:
-                raise ConfigError("its layers take no positions, so sequences cannot share a step")
+            self._find_body()
             if self._position.parallel.pp > 1:
                 self._connect_stages()
             self.attention = self._trace()
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Translate the library's errors, and say of which model a refusal is."""
+        register()
+        try:
+            yield
         except CheckpointError:
             raise
         except ConfigError as exc:
@@ -88,6 +91,12 @@ class TransformersDecoder(Model):
             lacks_interface = self._model is not None and not self._model._supports_attention_backend
             known = NO_INTERFACE + "; " if lacks_interface else ""
             raise self._refusal(f"{known}its layers fail on two tokens: {shown(str(exc))}") from exc
+
+    def _find_body(self) -> None:
+        self._body = body_of(self._model)
+        self._scores = getattr(self._model, "score", None)
+        if "position_ids" not in inspect.signature(self._body.forward).parameters:
+            raise ConfigError("its layers take no positions, so sequences cannot share a step")
 
     def unload(self) -> None:
         """Free the weights, so that others can be loaded."""
@@ -165,12 +174,16 @@ class TransformersDecoder(Model):
         shards = TensorShards(self.parallel, self.config.num_kv_heads) if position.parallel.tp > 1 else None
         return ModelPart(self.config.num_layers, position.layers, position.is_first, position.is_last, shards)
 
+    def _layers_of_stages(self, pp: int) -> nn.ModuleList:
+        """Raises ConfigError for a model that the library cannot split into stages."""
+        if not self._body.config.base_model_pp_plan:
+            raise ConfigError(f"pp {pp}: it has no pipeline-parallel plan in transformers")
+        return layers_of(self._body, self.config.num_layers)[1]
+
     def _connect_stages(self) -> None:
         """Let the first layer begin with what was received, and keep what the last layer returns."""
         position = self._position
-        if not self._body.config.base_model_pp_plan:
-            raise ConfigError(f"pp {position.parallel.pp}: it has no pipeline-parallel plan in transformers")
-        _, layers = layers_of(self._body, self.config.num_layers)
+        layers = self._layers_of_stages(position.parallel.pp)
         if not position.is_first:
             layers[position.layers.start].register_forward_pre_hook(self._begin, with_kwargs=True)
         if not position.is_last:
@@ -214,8 +227,8 @@ class TransformersDecoder(Model):
             if head_dim != config.head_dim or not self._heads.knows(num_heads, num_kv_heads):
                 expected = (*self._heads.sizes, config.head_dim)
                 raise ConfigError(
-                    f"layer {layer} has {(num_heads, num_kv_heads, head_dim)} query heads, KV heads and head size "
-                    f"where config.json says {expected}; layers that differ from it are not supported"
+                    f"layer {layer} has {(num_heads, num_kv_heads, head_dim)} query heads, KV heads and head size; "
+                    f"the KV cache has one size for all layers, here {expected}. Choose a model of equal layers"
                 )
         self._check_windows(calls)
         self._check_groups(calls)

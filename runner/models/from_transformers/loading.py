@@ -13,9 +13,11 @@ import transformers
 from torch import Tensor
 
 from pdserve.errors import CheckpointError, ConfigError, shown
+from pdserve.model.config_fields import ConfigFields
 from pdserve.model.pooling import CLASSIFIER
 from pdserve.model.text_part import MULTIMODAL
 from runner.models.from_transformers.part import ModelPart, take_part
+from runner.models.from_transformers.without_values import UnreadSlice
 from runner.models.quantization.dequantize import is_padding_bias
 from runner.placement import TensorPlacement
 
@@ -27,13 +29,14 @@ _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 NO_INTERFACE = "its layers do not call a given attention function"
 
 # Errors that the library raises for checkpoints that it cannot read.
-LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+LIBRARY_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, TypeError, KeyError, IndexError)
+LIBRARY_ERRORS += (AttributeError, AssertionError, ImportError)
 
 
 def build_model(
     model_dir: Path, placement: TensorPlacement, attention: str, part: ModelPart, weights: Mapping[str, Any] | None
 ) -> Any:
-    """Return a part of a checkpoint's causal model on the device.
+    """Return a part of a checkpoint's causal model on the device; on the device meta nothing is read or drawn.
 
     ``weights`` has slices of safetensors, dequantized. None: weights are random; they depend on names and shapes, so
     that parts in all processes are parts of one model. Raises ConfigError for a model that cannot use a given attention
@@ -42,6 +45,10 @@ def build_model(
     _logging: Any = transformers.utils.logging
     _logging.disable_progress_bar()
     _logging.set_verbosity_error()  # the library's warnings name the tensors of other parts; ``_read`` checks them
+    model_type = ConfigFields(model_dir / "config.json").get("model_type")
+    if isinstance(model_type, str) and model_type not in transformers.CONFIG_MAPPING:
+        version = transformers.__version__
+        raise ConfigError(f"transformers {version} lacks model type {shown(model_type)}; checkpoints' code is not run")
     try:
         config = transformers.AutoConfig.from_pretrained(model_dir, **_LOCAL)
     except LIBRARY_ERRORS as exc:
@@ -56,7 +63,9 @@ def build_model(
         config.tie_word_embeddings = True  # a body was saved alone, to embed: its head is not used
     partial = _partial(model_class, part)
     try:
-        if weights is None:
+        if placement.device.type == "meta" and weights is None:
+            model = _without_memory(partial, config, placement, attention)
+        elif weights is None:
             model = _draw(partial, config, placement, attention, part)
         else:
             model = _read(partial, config, model_dir, placement, attention, weights)
@@ -84,11 +93,14 @@ def _class_of(config: Any) -> Any:
         if classifies
         else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     )
-    if type(config) not in mapping:
-        kind = "sequence classifier" if classifies else "causal language model"
-        more = f"; of multimodal ones, text is served for {', '.join(MULTIMODAL)}" if _has_images(config) else ""
-        raise ConfigError(f"model type {config.model_type!r} is no {kind} of transformers{more}")
-    return mapping[type(config)]
+    if type(config) in mapping:
+        return mapping[type(config)]
+    alone = getattr(transformers, type(config).__name__.removesuffix("Config") + "ForCausalLM", None)
+    if not classifies and alone is not None:  # of Mistral 4, which the library counts among multimodal models only
+        return alone
+    kind = "sequence classifier" if classifies else "causal language model"
+    more = f"; of multimodal ones, text is served for {', '.join(MULTIMODAL)}" if _has_images(config) else ""
+    raise ConfigError(f"model type {config.model_type!r} is no {kind} of transformers{more}")
 
 
 def _has_images(config: Any) -> bool:
@@ -107,6 +119,19 @@ def _partial(model_class: Any, part: ModelPart) -> Any:
     return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
 
 
+def _unread(model_class: Any) -> Any:
+    """Return the class of a model whose weights are not read: those that are missing get no memory either."""
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys"), lambda self, *args, **kwargs: None
+    )
+    return type(model_class.__name__, (model_class,), {"__module__": model_class.__module__, **nothing})
+
+
+def _without_memory(model_class: Any, config: Any, placement: TensorPlacement, attention: str) -> Any:
+    with torch.device("meta"):
+        return model_class._from_config(config, dtype=placement.dtype, attn_implementation=attention)
+
+
 def _read(
     model_class: Any,
     config: Any,
@@ -115,22 +140,34 @@ def _read(
     attention: str,
     weights: Mapping[str, Any],
 ) -> Any:
+    """Raises CheckpointError unless each weight has its place, and no place is left."""
+    slices = dict(weights)
+    if placement.device.type == "meta":
+        model_class, slices = _unread(model_class), {name: UnreadSlice(each) for name, each in slices.items()}
     model, report = model_class.from_pretrained(
         None,
         config=config,
-        state_dict=dict(weights),
+        state_dict=slices,
         dtype=placement.dtype,
         attn_implementation=attention,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
     )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        found = {str(name) for name in report.get(kind) or () if not is_padding_bias(str(name), weights)}
+        found = {_described(key) for key in report.get(kind) or () if not is_padding_bias(str(key), weights)}
         if kind == "unexpected_keys":
             found = {name for name in found if not _is_left_out(name, model)}
         if found:
             names = ", ".join(sorted(found)[:3])
             raise CheckpointError(f"{model_dir} has {kind.replace('_', ' ')}: {names}; config.json is of another model")
     return model
+
+
+def _described(key: Any) -> str:
+    """Return the name of a tensor; with the shapes of the file and of the model if these differ."""
+    if isinstance(key, tuple) and len(key) == 3:
+        return f"{key[0]} {list(key[1])} in place of {list(key[2])}"
+    return str(key)
 
 
 def _is_left_out(name: str, model: Any) -> bool:
@@ -142,8 +179,7 @@ def _is_left_out(name: str, model: Any) -> bool:
 
 def _draw(model_class: Any, config: Any, placement: TensorPlacement, attention: str, part: ModelPart) -> Any:
     """Draw weights on the device, tensor by tensor: a CPU takes minutes for 8B random values."""
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=placement.dtype, attn_implementation=attention)
+    model = _without_memory(model_class, config, placement, attention)
     in_float32 = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "$.")
 
     def empty(name: str, like: Tensor) -> Tensor:

@@ -59,6 +59,54 @@ _CUTS: dict[str, Cut] = {
 _WHOLE_OUTPUT = frozenset({"colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise"})
 
 
+class Cuts(NamedTuple):
+    styles: dict[str, str]  # of each module that has one
+    cuts: dict[str, Cut]  # of each parameter that is cut
+
+
+def find_cuts(model: Any, tp: int, num_kv_heads: int) -> Cuts:
+    """Return how the library's plan cuts a model, which may be on the device meta. Raises ConfigError if it cannot."""
+    plan = dict(model.tp_plan or {})
+    if not plan:
+        raise ConfigError(f"tp {tp}: {type(model).__name__} has no tensor-parallel plan in transformers")
+    unknown = sorted(set(plan.values()) - TENSOR_STYLES)
+    if unknown:
+        raise ConfigError(f"tp {tp}: its plan has styles that are not known here: {', '.join(unknown)}")
+    found = Cuts({}, {})
+    for name, module in model.named_modules():
+        style = _style(name, plan, tp, num_kv_heads)
+        if style is not None:
+            found.styles[name] = style
+        for key, parameter in module.named_parameters(recurse=False):
+            whole = f"{name}.{key}" if name else key
+            cut = _cut_of(whole, parameter, _style(whole, plan, tp, num_kv_heads) or style, tp)
+            if cut is not None:
+                found.cuts[whole] = cut
+    return found
+
+
+def _style(name: str, plan: dict[str, str], tp: int, num_kv_heads: int) -> str | None:
+    style = plan.get(_LAYER_NUMBER.sub(".*", name))
+    if style == "colwise" and name.endswith(_HEADS) and num_kv_heads % tp:
+        return "colwise_gather_output"  # the attention picks the heads of this shard
+    return style
+
+
+def _cut_of(name: str, parameter: nn.Parameter, style: str | None, tp: int) -> Cut | None:
+    cut = None if style is None else _CUTS.get(style)
+    if cut is None or style is None or (parameter.ndim == 1 and cut.dim == -1):  # a bias is added after the sum
+        return None
+    cut = cut._replace(dim=(cut.dim if parameter.ndim > 1 else -1) % parameter.ndim)
+    if cut.divides(parameter.shape, tp):
+        return cut
+    if style in _WHOLE_OUTPUT:
+        return None
+    raise ConfigError(
+        f"tp {tp} does not divide dimension {cut.dim} of {name} {list(parameter.shape)}"
+        f"{f', of {cut.pieces} pieces' if cut.pieces > 1 else ''}; choose a divisor"
+    )
+
+
 class TensorShards:
     """The cuts of one rank: ``cut`` before weights are read, ``finish`` afterwards."""
 
@@ -74,22 +122,15 @@ class TensorShards:
         """Replace a model's parameters, on the device meta, by their cut form. Raises ConfigError."""
         if self.tp == 1:
             return
-        plan = dict(model.tp_plan or {})
-        if not plan:
-            raise ConfigError(f"tp {self.tp}: {type(model).__name__} has no tensor-parallel plan in transformers")
-        unknown = sorted(set(plan.values()) - TENSOR_STYLES)
-        if unknown:
-            raise ConfigError(f"tp {self.tp}: its plan has styles that are not known here: {', '.join(unknown)}")
+        found = find_cuts(model, self.tp, self._num_kv_heads)
+        self._styles = found.styles
         mesh = DeviceMesh.from_group(self._parallel.shard_group, self._parallel.device.type)
         for name, module in model.named_modules():
-            style = self._style(name, plan)
-            if style is not None:
-                self._styles[name] = style
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # else the library may zero this row of each rank's part
             for key, parameter in list(module.named_parameters(recurse=False)):
                 whole = f"{name}.{key}" if name else key
-                cut = self._cut_of(whole, parameter, self._style(whole, plan) or style)
+                cut = found.cuts.get(whole)
                 if cut is not None:
                     self.cuts[whole], self._whole[whole] = cut, parameter.shape
                     placement = Shard(cut.dim) if cut.pieces == 1 else _StridedShard(cut.dim, split_factor=cut.pieces)
@@ -116,26 +157,6 @@ class TensorShards:
             shapes = ((f"{name}.{key}", one.shape) for key, one in module.named_parameters())
             if style not in _CUTS or any(shape != self._whole.get(key, shape) for key, shape in shapes):
                 self._connect(module, style)
-
-    def _style(self, name: str, plan: dict[str, str]) -> str | None:
-        style = plan.get(_LAYER_NUMBER.sub(".*", name))
-        if style == "colwise" and name.endswith(_HEADS) and self._num_kv_heads % self.tp:
-            return "colwise_gather_output"  # the attention picks the heads of this shard
-        return style
-
-    def _cut_of(self, name: str, parameter: nn.Parameter, style: str | None) -> Cut | None:
-        cut = None if style is None else _CUTS.get(style)
-        if cut is None or style is None or (parameter.ndim == 1 and cut.dim == -1):  # a bias is added after the sum
-            return None
-        cut = cut._replace(dim=(cut.dim if parameter.ndim > 1 else -1) % parameter.ndim)
-        if cut.divides(parameter.shape, self.tp):
-            return cut
-        if style in _WHOLE_OUTPUT:
-            return None
-        raise ConfigError(
-            f"tp {self.tp} does not divide dimension {cut.dim} of {name} {list(parameter.shape)}"
-            f"{f', of {cut.pieces} pieces' if cut.pieces > 1 else ''}; choose a divisor"
-        )
 
     def _connect(self, module: nn.Module, style: str) -> None:
         """Let the module's forward split its input, and sum or gather its output, as the style says."""
