@@ -13,8 +13,8 @@ import msgspec
 
 from pdserve.errors import ConfigError
 
-_ANSWER_TOKENS = 256  # of an example without a recorded answer
-_CHARACTERS = 4  # per token, as in English text; the model's tokenizer is the server's
+_ANSWER_TOKENS = 256  # output tokens of an example without a recorded answer
+_CHARACTERS = 4  # per token of English text; the model's tokenizer is the server's
 _HUMAN = ("human", "user")
 
 

@@ -63,7 +63,7 @@ class Endpoint(NamedTuple):
     tls: bool
     authority: str  # HOST[:PORT]
     path: str  # without a slash at its end
-    headers: dict[str, str]  # of every request
+    headers: dict[str, str]  # sent with every request
 
     @classmethod
     def of(cls, url: str, key: str = "") -> Endpoint:

@@ -19,7 +19,7 @@ from cli.bench.requests import Request
 from cli.numbers import UNKNOWN, count, percent, rate, seconds
 from pdserve.errors import ConfigError
 
-_BINS = 8  # of a histogram, at most
+_BINS = 8  # bins of a histogram
 _BAR = 40  # columns
 
 

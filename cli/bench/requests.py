@@ -18,11 +18,11 @@ class Request(NamedTuple):
     at: float  # seconds since the start of the load
     prompt: list[int]  # token ids
     num_tokens: int  # output tokens, exactly
-    text: str = ""  # of a prompt without token ids
+    text: str = ""  # prompt text, if there are no token ids
 
     @property
     def size(self) -> int:
-        """Tokens of the prompt; of a text its words, since the tokenizer is the server's."""
+        """Tokens of the prompt. A text counts its words, as only the server has the tokenizer."""
         return len(self.prompt or self.text.split())
 
 

@@ -32,14 +32,14 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     vocab_size: int
     dtype: str
-    kv_cache_dtype: str = "auto"  # auto: that of the model
+    kv_cache_dtype: str = "auto"  # auto: the model's dtype
     num_experts: int = 0  # in each layer; 0: dense
     top_k: int = 0  # experts per token
     expert_intermediate_size: int = 0
     has_latents: bool = False  # the KV cache has latents in place of keys and values
     full_layers: int = 0  # layers that keep all tokens, where others have a sliding window; 0: all do
     num_kv_layers: int = 0  # layers with a KV cache; 0: all
-    state_bytes: int = 0  # of recurrent layers, per sequence
+    state_bytes: int = 0  # recurrent state of all layers, per sequence
 
     @classmethod
     def of(cls, model: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:

@@ -47,7 +47,7 @@ class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: int
     lacks: str  # the bottleneck in one word; empty if there is none
-    utilisation: float  # of compute time (prefill) or of token throughput (decode)
+    utilisation: float  # share of compute time (prefill) or of token throughput (decode)
     kv_gb_per_s: float = 0.0  # out of or into each node
     ttft: dict[int, float] = {}  # seconds by percentile
     itl: dict[int, float] = {}  # seconds by percentile

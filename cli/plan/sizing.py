@@ -26,9 +26,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decode_carries: float
     prefill_lacks: str  # first bottleneck as the rate grows
     decode_lacks: str
-    aggregated: PlannedRole | None  # the same load on aggregated nodes; None if no number suffices
-    aggregated_lacks: str  # their bottleneck if none suffices
-    elastic: PlannedRole | None  # the same load on nodes that lean to either role; None if no number suffices
+    aggregated: PlannedRole | None  # aggregated nodes for the load; None if no number suffices
+    aggregated_lacks: str  # bottleneck of aggregated nodes if no number suffices
+    elastic: PlannedRole | None  # elastic nodes for the load; None if no number suffices
 
     @property
     def nodes(self) -> int:

@@ -38,7 +38,7 @@ _SETTLED = {"port", "metrics_port", "metrics_host", "home_node", "migrations"}
 class NodeProgram(NamedTuple):
     """A program that may have an OpenAI server beside it."""
 
-    name: str  # of its command
+    name: str  # command name
     module: str
     listed_as: str  # flag of routers for it
     peers_as: str  # flag of routers for the nodes that it reads from
