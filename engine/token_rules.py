@@ -51,8 +51,8 @@ class ChoiceRules:
 
     def __init__(self, rules: TokenRules) -> None:
         self._rules = rules
-        self._scanned = 0  # output tokens that were looked at
-        self._ends = (rules.sampling.thinking_end_ids, *rules.sampling.thinking_call_ids)  # of the reasoning
+        self._scanned = 0  # output tokens scanned for markers
+        self._ends = (rules.sampling.thinking_end_ids, *rules.sampling.thinking_call_ids)  # markers that end it
         self._thinks_from = _UNBEGUN if rules.sampling.thinking_start_ids else 0  # index in the output
         self.always_fixed = rules.always_fixed  # apart from forbidden tokens
 

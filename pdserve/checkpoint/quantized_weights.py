@@ -41,11 +41,11 @@ class StorageRule(msgspec.Struct, frozen=True, kw_only=True):
     """How a format stores a weight, as its config says."""
 
     packing: str
-    dtype: str  # of the values
+    dtype: str  # dtype of the stored values
     bits: int
     block: tuple[int, int]  # rows and columns that share a scale; 0: all of them
-    has_zero_points: bool = False  # must have; stored ones are always used
-    has_group_index: bool = False  # must have
+    has_zero_points: bool = False  # zero points are required; stored ones are always used
+    has_group_index: bool = False  # group index is required
     zero_point_offset: str = ""  # GPTQ version 1 stores zero points less 1: in each "field", or by each "word"
 
 
@@ -59,7 +59,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True, kw_only=True):
     values: str
     scales: str
     zero_points: str | None
-    group_index: str | None  # of each column, where groups are not consecutive
+    group_index: str | None  # tensor with the group of each column; None: consecutive groups
     stored_shape: str | None
 
     @property

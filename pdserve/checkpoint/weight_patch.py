@@ -25,7 +25,7 @@ _INDEX_DTYPES = ("I64", "I32")
 class PatchEntry(NamedTuple):
     """New values of one tensor. Keys are names in the file."""
 
-    name: str  # of the tensor, in the checkpoint
+    name: str  # tensor name in the checkpoint
     values: str  # key
     indices: str = ""  # key; "": the values are rows
     first_row: int = 0

@@ -22,7 +22,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 }
 #: Fields that have the library's default where config.json lacks them.
 _WITH_DEFAULT = frozenset({*LARGEST, *_ALIASES, *(other for others in _ALIASES.values() for other in others)})
-#: Every so many layers one attends to all tokens, if a config has no ``layer_types``. Source: the library's configs.
+#: Period of layers that attend to all tokens, if a config has no ``layer_types``. Source: the library's configs.
 _WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 #: Fields of a multimodal config that its part for text does not replace.
 _OF_WHOLE = ("architectures", "dtype", "eos_token_id", "quantization_config")
@@ -37,18 +37,18 @@ def add_defaults(fields: ConfigFields) -> None:
 
 
 def rename_fields(fields: ConfigFields) -> None:
-    """Give the fields that a config names otherwise their usual names as well."""
+    """Copy fields with other names to their usual names."""
     values = fields.values
     fields.remedy = "a model without it cannot run through transformers, as the KV cache has no size"
     text = values.get("text_config")
-    if isinstance(text, dict):  # a model that also takes images or sound: its decoder of text
+    if isinstance(text, dict):  # multimodal model: the config of its text decoder
         values.update({name: value for name, value in text.items() if value is not None and name not in _OF_WHOLE})
     for name, others in _ALIASES.items():
         if values.get(name) is None:
             values[name] = next((values[other] for other in others if values.get(other) is not None), None)
-    if isinstance(values.get("intermediate_size"), list):  # of Gemma 3n: one for each layer
+    if isinstance(values.get("intermediate_size"), list):  # Gemma 3n: one size per layer
         values["intermediate_size"] = max(filter(_is_size, values["intermediate_size"]), default=None)
-    attention = values.get("attn_config")  # of DBRX
+    attention = values.get("attn_config")  # DBRX
     if isinstance(attention, dict) and values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = attention.get("kv_n_heads")
     if values.get("num_key_value_heads") is None and values.get("multi_query") is True:

@@ -12,7 +12,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     node refuses at start a back end that lacks something the model needs.
     """
 
-    scale: float  # of scores, usually head_dim ** -0.5
+    scale: float  # factor of scores, usually head_dim ** -0.5
     window: int | None = None  # a token sees itself and the window - 1 tokens before it; None: all before it
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap)
     has_sinks: bool = False  # each head has a learned score that takes part in the softmax and has no value

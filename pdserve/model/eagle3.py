@@ -34,8 +34,8 @@ class TargetSizes(msgspec.Struct, frozen=True):
     """Sizes of the model whose tokens a head drafts. The head must have equal ones."""
 
     vocab_size: int
-    hidden_size: int  # unless the head has an embedding of its own
-    num_layers: int  # of the model; the head has one
+    hidden_size: int  # may differ if the head has an embedding of its own
+    num_layers: int  # layers of the model; the head has one
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -44,17 +44,17 @@ class TargetSizes(msgspec.Struct, frozen=True):
 class Eagle3Config(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     intermediate_size: int
-    draft_vocab_size: int  # tokens that it can draft
+    draft_vocab_size: int  # tokens that the head can draft
     rms_norm_eps: float
     rope: RopeConfig
-    layers: tuple[int, ...]  # of the model; the hidden states before these are auxiliary. One may be behind the last
+    layers: tuple[int, ...]  # model layers whose input is an auxiliary state; num_layers: output of the last layer
     attention_bias: bool = False
     mlp_bias: bool = False
     norm_before_residual: bool = False  # the residual of the layer begins with the normed hidden state
     norm_before_fc: bool = False  # one norm over all auxiliary hidden states of a token
-    fc_norm: bool = False  # a norm over each of them
+    fc_norm: bool = False  # one norm per auxiliary hidden state
     norm_output: bool = False  # the next draft takes the normed result, as the head does
-    has_embedding: bool = False  # else it uses the model's
+    has_embedding: bool = False  # False: the head uses the model's embedding
     has_token_map: bool = True  # d2t; else draft ids are token ids
 
 

@@ -125,12 +125,12 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     module: str  # runner.models.<module> has the class, named like the architecture; also config.json's model_type
     defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
     windows: Callable[[ConfigFields, int], Windows] = full_attention
-    has_sinks: bool = False  # of attention
-    recurrent: Callable[[ConfigFields, int], tuple[bool, ...]] | None = None  # which layers are; None: none
-    has_output_gate: bool = False  # of attention
+    has_sinks: bool = False  # attention has sinks
+    recurrent: Callable[[ConfigFields, int], tuple[bool, ...]] | None = None  # whether each layer is; None: none is
+    has_output_gate: bool = False  # attention output is gated
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
-    partial_rotary: bool = False  # whether it may rotate only the first part of each head
+    partial_rotary: bool = False  # RoPE may rotate only the first part of each head
     # First part of the names of a layer that predicts further tokens, which makes drafts; "": checkpoints have none, or
     # it does not run here. {layer} is the number of layers of the model.
     predictor: str = ""

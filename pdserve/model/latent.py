@@ -17,11 +17,11 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     keys and values are linear functions of the latent.
     """
 
-    kv_lora_rank: int  # of the latent
-    q_lora_rank: int  # of the latent that queries are projected from; 0: they are projected at once
-    qk_nope_head_dim: int  # of each query and key head without a position
-    qk_rope_head_dim: int  # of each query head, and of the one key of all heads, with a position
-    v_head_dim: int  # of each value head
+    kv_lora_rank: int  # latent of keys and values, per token
+    q_lora_rank: int  # latent of queries; 0: queries are projected from the hidden state
+    qk_nope_head_dim: int  # part without a position, per query and key head
+    qk_rope_head_dim: int  # part with a position, per query head; all heads share one such key
+    v_head_dim: int  # per value head
     rope_interleave: bool  # rotated pairs are neighbours in the checkpoint; else they are half a head apart
 
     @property

@@ -56,33 +56,33 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of keys in the KV cache; with latents the elements of a row
+    head_dim: int  # elements of a key in the KV cache; with latents, of a row
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
-    dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    dtype: str  # dtype of the checkpoint: float32, bfloat16 or float16
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     attention: tuple[AttentionSpec, ...] = ()  # per layer that attends
     windows: tuple[int | None, ...] = ()  # per layer of a model of the library, in tokens; None: all tokens
-    recurrent: tuple[bool, ...] = ()  # per layer, whether it keeps a state instead of attending; empty: none does
-    state: GatedDeltaSpec | None = None  # of each recurrent layer, in the checkpoint's dtype; None: there is none
+    recurrent: tuple[bool, ...] = ()  # per layer, whether it keeps a state instead of attending; empty: no layer does
+    state: GatedDeltaSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
     has_output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a part of q_proj
     centered_norms: bool = False  # RMS norms scale by 1 + weight
-    weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
+    weight_format: str = UNQUANTIZED  # format of linear layers in the checkpoint, a key of WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
     keeps_quantized: bool = False  # weights stay quantized in memory; else they are dequantized when loaded
-    eos_token_ids: tuple[int, ...] = ()  # of the configs and the tokenizer
+    eos_token_ids: tuple[int, ...] = ()  # from the configs and the tokenizer
     impl: str = NATIVE  # or TRANSFORMERS
     num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
     moe: MoEConfig | None = None  # None: dense, or not native
     latent: LatentConfig | None = None  # None: the KV cache has keys and values of heads
     use_qk_norm: bool = False  # norms of query and key heads, in families where they are optional
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens
-    num_draft_layers: int = 0  # that are loaded to make drafts: the first of these, or a head; ``with_draft_layers``
-    draft_head: Eagle3Config | None = None  # of a checkpoint of its own, which makes the drafts
-    multimodal: str = ""  # architecture of the checkpoint of which this is the text model; "": it is all of it
+    num_draft_layers: int = 0  # draft layers that are loaded: the first next-token layers, or a draft head
+    draft_head: Eagle3Config | None = None  # EAGLE-3 head in a separate checkpoint; None: no head
+    multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
     @property

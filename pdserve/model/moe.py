@@ -19,8 +19,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: int
     top_k: int  # experts per token
-    intermediate_size: int  # of one expert
-    shared_intermediate_size: int = 0  # of the shared experts together, which take every token; 0: none
+    intermediate_size: int  # per expert
+    shared_intermediate_size: int = 0  # all shared experts together; they process every token. 0: none
     scoring: str = "softmax"  # or sigmoid
     renormalize: bool = True
     has_correction_bias: bool = False
@@ -28,8 +28,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     topk_group: int = 1
     best_of_group: int = 2
     routed_scaling_factor: float = 1.0
-    has_bias: bool = False  # of the router and of experts, as gpt-oss has them
-    swiglu_alpha: float = 1.0  # of the sigmoid, where ``swiglu_limit`` clamps
+    has_bias: bool = False  # the router and the experts have biases, as in gpt-oss
+    swiglu_alpha: float = 1.0  # factor in the sigmoid, if ``swiglu_limit`` is set
     swiglu_limit: float | None = None  # gates above and ups beyond are clamped, as in gpt-oss; None: silu and product
     has_shared_gate: bool = False  # the result of the shared experts is multiplied by the sigmoid of a learned score
     dense_layers: tuple[int, ...] = ()  # layers with an MLP in place of experts, ascending

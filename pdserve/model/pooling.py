@@ -37,7 +37,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     normalize: bool = False
     matryoshka: bool = False  # embeddings may be shortened
-    token_ids: tuple[int, ...] = ()  # of "no" and "yes"
+    token_ids: tuple[int, ...] = ()  # ids of "no" and "yes"
 
 
 def read_pooling(model_dir: Path, task: str) -> PoolingConfig | None:

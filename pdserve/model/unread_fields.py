@@ -42,7 +42,7 @@ _MAX_NAMES = 32
 
 class _Fixed(NamedTuple):
     value: Any  # None: the field must be absent, null or empty
-    meaning: str  # of other values
+    meaning: str  # meaning of any other value, for the error
 
 
 #: Fields that change the forward pass, each with the value that all native layers have built in.

@@ -31,10 +31,10 @@ class _Unsupported(Exception):
 
 class WeightFormat(msgspec.Struct, frozen=True):
     linear_method: str = "unquantized.UnquantizedLinearMethod"  # "module.Class" below runner.models.quantization
-    bytes_per_weight: Callable[[str], float] = DTYPE_BYTES.__getitem__  # of linear layers, by the model's dtype
+    bytes_per_weight: Callable[[str], float] = DTYPE_BYTES.__getitem__  # linear layers, by the model's dtype
     storage_rules: Callable[[Mapping[str, Any]], Rules] | None = None  # raises _Unsupported; None: loaded as stored
     experts_method: str = "unquantized_experts.UnquantizedExperts"
-    bytes_per_expert_weight: Callable[[str], float] | None = None  # None: as those of linear layers
+    bytes_per_expert_weight: Callable[[str], float] | None = None  # None: as for linear layers
 
     def num_bytes(self, linear: int, experts: int, dtype: str) -> int:
         """Return the bytes of weights of linear layers and of experts."""

@@ -17,7 +17,7 @@ from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 from pdserve.state import GatedDeltaSpec, RankStates, StateLayout, StateShare
 
-_SEQUENCES = ("bad_words", "thinking_call_ids")  # of tokens
+_SEQUENCES = ("bad_words", "thinking_call_ids")  # lists of token sequences
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in (*TOKEN_ID_LISTS, *_SEQUENCES, "logit_bias")
 )

@@ -96,7 +96,7 @@ def _class_of(config: Any) -> Any:
     if type(config) in mapping:
         return mapping[type(config)]
     alone = getattr(transformers, type(config).__name__.removesuffix("Config") + "ForCausalLM", None)
-    if not classifies and alone is not None:  # of Mistral 4, which the library counts among multimodal models only
+    if not classifies and alone is not None:  # Mistral 4: transformers lists it as multimodal only
         return alone
     kind = "sequence classifier" if classifies else "causal language model"
     more = f"; of multimodal ones, text is served for {', '.join(MULTIMODAL)}" if _has_images(config) else ""

@@ -60,8 +60,8 @@ _WHOLE_OUTPUT = frozenset({"colwise_gather_output", "colwise_rep", "embedding_ro
 
 
 class Cuts(NamedTuple):
-    styles: dict[str, str]  # of each module that has one
-    cuts: dict[str, Cut]  # of each parameter that is cut
+    styles: dict[str, str]  # by module, if it has one
+    cuts: dict[str, Cut]  # by parameter, if it is cut
 
 
 def find_cuts(model: Any, tp: int, num_kv_heads: int) -> Cuts:
