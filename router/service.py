@@ -100,7 +100,7 @@ class Service:
             self.keys = single_key(options.api_key)
         self.draining = False  # /health fails
         self.dashboard = DashboardState(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
-        self.turns = asyncio.Lock()  # of large responses, to encode their next piece
+        self.turns = asyncio.Lock()  # held while a large response encodes its next piece
         self._loop_lag = LoopLag(self.metrics.loop_lag)
         self._memory = MemoryTrimmer()
         self._key_watch: asyncio.Task[None] | None = None

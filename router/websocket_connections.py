@@ -15,16 +15,16 @@ from websockets.http11 import Request
 
 from pdserve.http.connections import ABORT, BODY_SECONDS, ConnectionLimit, UnreadWatch
 
-_MAX_FRAGMENTS = 4096  # of a message
-_SMALL_BYTES = 64 * 1024  # a connection may always hold so much
-_MESSAGE_BYTES = 512  # of a message beside its own: an empty one takes memory, too
+_MAX_FRAGMENTS = 4096  # fragments per message
+_SMALL_BYTES = 64 * 1024  # bytes that a connection may always hold
+_MESSAGE_BYTES = 512  # bytes counted per message beside its content: an empty message takes memory, too
 _BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SET_IDLE = "pdserve.set_idle"  # key in the ASGI scope
 _TOO_BIG, _TRY_AGAIN_LATER = 1009, 1013  # close codes of RFC 6455
 
 
 class MessageMemory:
-    """Bytes of messages that the application has not taken, of all connections."""
+    """Bytes of messages that the application has not taken, over all connections."""
 
     def __init__(self, maximum: int) -> None:
         self.maximum = maximum
@@ -34,7 +34,7 @@ class MessageMemory:
 class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
     """Close a connection whose message is too large, or stays incomplete for BODY_SECONDS."""
 
-    _deadline: asyncio.TimerHandle | None = None  # of an incomplete message
+    _deadline: asyncio.TimerHandle | None = None  # timer while a message is incomplete
     _held = 0  # bytes in MessageMemory
     _complete = 0  # bytes of complete messages, until the application wants the message after them
     _taken = 0  # bytes of the message that the application has

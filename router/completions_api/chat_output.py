@@ -31,7 +31,7 @@ class ChatOutput:
         self._body = body
         self._use = self._held_use = body.tool_use
         self._conversion = model.grammars.conversion()
-        self._answer = OutputGrammar()  # of the request's fields
+        self._answer = OutputGrammar()  # grammar of the request's own fields, without tools
         continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
         self._warnings: list[str] = []
         self._state: ReasoningState = model.parsers.state_after(prompt.text or "", continued)

@@ -97,12 +97,12 @@ class GenerateBody(BodyParams, kw_only=True, frozen=True):
         """Whether a limit beyond the context is lowered to the room that the prompt leaves; else it is an error."""
         return False
 
-    # The names of fields in the client's body, for errors
+    # Names of fields in the client's body, for errors
     prompt_field: ClassVar[str] = "prompt"
-    limit_field: ClassVar[str] = "max_tokens"  # of ``output_limit``
-    logprobs_field: ClassVar[str]  # of ``num_logprobs``
+    limit_field: ClassVar[str] = "max_tokens"  # field of ``output_limit``
+    logprobs_field: ClassVar[str]  # field of ``num_logprobs``
 
-    usual_tokens: ClassVar[int | None] = None  # of output, if neither client nor model has a limit; None: what fits
+    usual_tokens: ClassVar[int | None] = None  # output limit if client and model set none; None: all that fits
 
     @property
     def num_logprobs(self) -> int:

@@ -59,18 +59,18 @@ class ResponseEncoder(ABC):
     choice_format: bytes  # a chunk's choice object up to its text, without the closing brace: index, JSON of the text
     text_json: Callable[[str], bytes] = staticmethod(_encode)
     format_logprobs: Callable[[TokenNames, Sequence[TokenLogprob], int], Any]
-    format_tables: Callable[[TokenNames, Sequence[LogprobTable], int], Any]  # the same with lazy lists
+    format_tables: Callable[[TokenNames, Sequence[LogprobTable], int], Any]  # from tables, with lazy lists
 
     def __init__(self, names: TokenNames, model: str, request_id: str, num_top: int, include_usage: bool) -> None:
         self.names = names
-        self.warnings: list[str] = []  # of the whole response, in its first chunk
+        self.warnings: list[str] = []  # about the whole response; sent in its first chunk
         self._num_top = num_top  # alternatives per token
         self._head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": int(time.time()), "model": model}
         self._no_usage = b'],"usage":null}' if include_usage else b"]}"
         self.use_weights("")
 
     def use_weights(self, weights: str) -> None:
-        """Name the version of the weights in what follows; "" if it is not known."""
+        """Set the version of the weights for later chunks; "" if unknown."""
         self._head["system_fingerprint"] = f"fp_{weights}" if weights else None
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
         self._chunk_head = head + b',"choices":['

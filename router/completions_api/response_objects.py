@@ -97,7 +97,7 @@ class Completion(Struct):
     id: str
     created: int
     model: str
-    system_fingerprint: str | None  # of the weights
+    system_fingerprint: str | None  # version of the weights; None: unknown
     object: Literal["text_completion"]
     usage: UsageInfo
     choices: list[CompletionChoice]
@@ -152,13 +152,13 @@ class ChatCompletion(Struct):
     id: str
     created: int
     model: str
-    system_fingerprint: str | None  # of the weights
+    system_fingerprint: str | None  # version of the weights; None: unknown
     object: Literal["chat.completion"]
     usage: UsageInfo
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    warnings: list[str] | UnsetType = UNSET  # what of the request has no effect
+    warnings: list[str] | UnsetType = UNSET  # parts of the request without effect
 
 
 class TokenBytes(Protocol):

@@ -13,7 +13,7 @@ from router.text.chat.parsers import ReasoningState
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer import Tokenizer
 
-_MAX_BAD_TOKENS = 8192  # of all bad words of a request
+_MAX_BAD_TOKENS = 8192  # tokens in all bad words of a request
 
 
 class NamedTokens(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ class DashboardState:
         self._epoch = secrets.token_hex(4)
         self._last_seen: dict[Key, tuple[float, str, str]] = {}  # time of last contact, node id, model
         self._reads: tuple[live.LiveHandoffs | None, list[live.LiveConnection]] = None, []  # at the latest sample
-        self._now: tuple[int, live.LiveNow] | None = None  # of a second, shared by all viewers
+        self._now: tuple[int, live.LiveNow] | None = None  # second and its statistics, shared by all viewers
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -51,9 +51,9 @@ class LiveNodeStats(msgspec.Struct, frozen=True):
     output_token_rate: float
     cached_share: float | None  # share of prompt tokens in the node's prefix cache
     host_share: float | None  # share of prompt tokens whose KV came from host memory; also in ``cached_share``
-    pulled_share: float | None  # the same from a peer's cache, moved streams included; not in ``cached_share``
-    tokens_per_drafted_decode: float | None  # of a sequence whose decode verifies drafts
-    acceptance: float | None  # share of drafts that are right
+    pulled_share: float | None  # share pulled from a peer's cache or moved with a stream; not in ``cached_share``
+    tokens_per_drafted_decode: float | None  # output tokens per sequence and step that verifies drafts
+    acceptance: float | None  # share of draft tokens that are accepted
 
 
 class LiveNode(msgspec.Struct, frozen=True):

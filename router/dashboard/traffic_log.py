@@ -48,7 +48,7 @@ class TrafficLog:
         self._bounds = ttft_bounds, itl_bounds
         self._samples: deque[TrafficSample] = deque(maxlen=_QUANTILE_WINDOW + 1)
         self._points: deque[dict[str, float | None]] = deque(maxlen=_HISTORY)
-        self.second = -1  # of the latest sample
+        self.second = -1  # second of the latest sample; -1: no sample
 
     def add(self, second: int, sample: TrafficSample) -> None:
         self._samples.append(sample)

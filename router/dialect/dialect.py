@@ -50,9 +50,9 @@ class Dialect(ABC, Generic[BodyT]):
     """A protocol whose requests compute with a model."""
 
     name: ClassVar[str]  # label of metrics and logs
-    trace_name: ClassVar[str]  # gen_ai.operation.name of OpenTelemetry, as far as it has one
+    trace_name: ClassVar[str]  # gen_ai.operation.name of OpenTelemetry, if it has one
     paths: ClassVar[Sequence[str]]
-    operation: ClassVar[Operation]  # of each path
+    operation: ClassVar[Operation]  # OpenAPI operation that all ``paths`` share
     errors: ClassVar[ErrorFormat] = OPENAI_ERRORS  # also of other paths that begin with one of ``paths``
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Prepared(msgspec.Struct, frozen=True):
     stops: StopStrings
     continues_prompt: bool  # the output continues the prompt's text; a chat message begins a new text
     visible_special_tokens: tuple[str, ...] | None  # special tokens that become text; None: all
-    parsing: OutputParsing | None  # of reasoning and tool calls; None: plain text
+    parsing: OutputParsing | None  # parser of reasoning and tool calls; None: plain text
 
     @property
     def new_reader(self) -> Callable[[], Reasoned] | None:

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import UNSET
 
 _CHUNK_BYTES = 64 * 1024  # about a millisecond of encoding
-_TEXT_CHARS = 64 * 1024  # of a string
-_PART_ITEMS = 1024  # of an array
+_TEXT_CHARS = 64 * 1024  # characters per piece of a string
+_PART_ITEMS = 1024  # items per part of an array
 
 _encode = msgspec.json.encode
 Item = TypeVar("Item")

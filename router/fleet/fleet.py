@@ -40,8 +40,8 @@ from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
-_INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
-_TYPICAL_SECONDS = 1.0  # between two computations of the mean costs
+_INLINE_TOKENS = 16_384  # longer prompts are hashed on a thread; a millisecond of hashing
+_TYPICAL_SECONDS = 1.0  # between computations of the mean costs
 
 _ENDPOINTS = {
     GENERATE: "/v1/completions, /v1/chat/completions or /v1/responses",
@@ -136,7 +136,7 @@ class Fleet:
         self._typical = TYPICAL
         self._typical_until = 0.0  # time.monotonic
         self._unpriced: set[str] = set()  # ids of nodes
-        self.suspect_turn = asyncio.Lock()  # of prompts to pool whose node's engine has ended
+        self.suspect_turn = asyncio.Lock()  # held while a pooling batch runs that an engine has ended with
 
     def snapshot(self) -> FleetSnapshot:
         return FleetSnapshot(self._model, self._nodes.views(), self._nodes.placement_counter)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from pdserve import request_cost as cost
 from router.fleet.policy import FleetSnapshot, NodeView, priced, prompt_shares
 
-_TOKENS = cost.OUTPUT_TOKENS // 4  # of an answer, for which a move saves: half of its rest, as loads change meanwhile
+_TOKENS = cost.OUTPUT_TOKENS // 4  # output tokens that a move speeds up: half of the rest, as loads change
 _LEAST = 0.01  # seconds of TTFT that a decision must save: one prompt alone makes a share of 5 % for a second
 _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
-# The longest pause of a stream, in ITL targets, and of the last ones of a node. On a node that computes prompts in
-# bulk, half a step is 1/2, a decode 1/9 at least, and the read comes on top. With 0.7 to 0.85 simulated fleets are much
-# the same; with 0.6 a burst of decodes stays on the nodes where it began.
+# Longest pause of a stream, and of the last streams of a node, in ITL targets. On a node that computes prompts in bulk,
+# half a step takes 1/2 and a decode at least 1/9; the read is added. Simulated fleets differ little with 0.7 to 0.85;
+# with 0.6 a burst of decodes stays on the nodes where it began.
 _PAUSE, _LAST_PAUSE = 0.75, 1.0
 
 

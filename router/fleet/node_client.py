@@ -81,11 +81,11 @@ class NodeClient:
         self._load = pb.NodeLoad()
         self._unreported: deque[tuple[float, int, int, bool]] = deque()  # requests: time sent, see add_request
         self._view: NodeView | None = None  # None: to be computed
-        self._peers: frozenset[str] = frozenset()  # ids; a new set at changes only
-        self._pause = PAUSE  # of the present report stream
+        self._peers: frozenset[str] = frozenset()  # node ids; replaced by a new set when they change
+        self._pause = PAUSE  # seconds between reports of the present stream
         self._reported_at = 0.0
         self._read_changed_at = 0.0  # time of the latest new read costs
-        self._pool_calls: dict[PoolCall, Callable[[], bool]] = {}  # with whether another node could take it over
+        self._pool_calls: dict[PoolCall, Callable[[], bool]] = {}  # → whether another node could take the call over
         self._dialer = Dialer(address, tls=tls)
         self._task = asyncio.create_task(self._watch(), name=f"watch {address}")
 

@@ -16,12 +16,12 @@ from pdserve.config.compatibility import PROTOCOL_VERSION, common_protocol
 from pdserve.errors import Overloaded
 from pdserve.request_cost import LinearCost, OutOfRange, PromptTimes, RequestLoad, StepCosts
 
-_MOST_SOURCES = 4  # of a pull, that are considered
-_MOST_OPTIONS = 6  # in a trace
+_MOST_SOURCES = 4  # peers that are considered for a pull
+_MOST_OPTIONS = 6  # options listed in a trace
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
 
 
-GENERATE, EMBED, CLASSIFY = TASKS = ("generate", "embed", "classify")  # of nodes
+GENERATE, EMBED, CLASSIFY = TASKS = ("generate", "embed", "classify")  # tasks of nodes
 POOLING = (EMBED, CLASSIFY)
 BOTH = "both"  # role of a node that prefills and decodes
 
@@ -346,14 +346,14 @@ class _Candidate(NamedTuple):
     seconds: float
     node: NodeView
     prefill: NodeView | None = None
-    first_token: float = 0.0  # seconds; of P
-    excess: float = 0.0  # over the objectives
-    source: _Source | None = None  # of a pull by the node that computes the prompt
-    saved: float = 0.0  # seconds, by the pull
+    first_token: float = 0.0  # seconds until P sends it; only in choices of P
+    excess: float = 0.0  # beyond the objectives, in their multiples
+    source: _Source | None = None  # peer that the computing node pulls the prefix from
+    saved: float = 0.0  # seconds that the pull saves
 
 
 def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """The best candidates and those of equal cost, so that independent routers do not all choose the same."""
+    """Return the candidates of lowest or equal cost, so that independent routers do not all choose the same node."""
     least = min(candidate.seconds for candidate in candidates)
     limit = least + _SLACK_SHARE * abs(least) + _SLACK
     return [candidate for candidate in candidates if candidate.seconds <= limit]

@@ -43,12 +43,12 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.holders: dict[int, int] = {}  # block hash → bits of nodes
-        self.rebuilds = 0  # of the part of a node
+        self.rebuilds = 0  # times that a node's part was rebuilt
         self._used_bits = 0
 
     def open(self, sample_bits: int) -> CachedBlocks:
         """Add a node that holds nothing yet."""
-        bit = ~self._used_bits & (self._used_bits + 1)  # the lowest free one
+        bit = ~self._used_bits & (self._used_bits + 1)  # lowest free bit
         self._used_bits |= bit
         return CachedBlocks(self, bit, (1 << sample_bits) - 1)
 

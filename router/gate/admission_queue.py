@@ -60,7 +60,7 @@ class AdmissionQueue:
         self._extra_per_client = max(1, self._extra_slots // 8)
         self._admitted: set[Ticket] = set()
         self._by_client = Counter[str]()  # admitted requests
-        self._duration = RecentMean()  # of admitted requests
+        self._duration = RecentMean()  # seconds from admission to the end of a request
 
     @property
     def num_waiting(self) -> int:

@@ -27,7 +27,7 @@ from router.file_reload import FileReloader
 from router.gate.api_keys import NAME, key_digest
 
 MAX_KEYS = 10_000  # each name is a metrics label
-_PREFIX_BYTES = 4  # of a digest: nearly unique among MAX_KEYS
+_PREFIX_BYTES = 4  # digest bytes that index keys; nearly unique among MAX_KEYS
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 

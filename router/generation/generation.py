@@ -120,8 +120,8 @@ class PromptRun:
         self._generation = generation
         self._observe_itl = generation.metrics.itl.observe
         self._call: NodeCall | None = None
-        self._prefill_node = ""  # of the present call; D may still compute the prompt itself
-        self._waiting = True  # for the first token of the present call
+        self._prefill_node = ""  # P of the present call; D may still compute the prompt itself
+        self._waiting = True  # until the first token of the present call
         self._started = False  # a token has arrived
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
@@ -140,7 +140,7 @@ class PromptRun:
         ]
         self.scores = PromptScores(job) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
-        self._span = NO_SPAN  # of the present call
+        self._span = NO_SPAN  # span of the present call
         self._migration = Migration(options, generation.metrics, self._send, generation.fail, len(self.choices))
         self._suspicion = self._migration.suspicion
 

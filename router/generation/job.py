@@ -37,11 +37,11 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     timeout: float  # seconds
     migrations: int = 0  # node failures after which a prompt may still continue elsewhere
     stops: StopStrings = StopStrings()
-    new_reader: Callable[[], Reasoned] | None = None  # where stop strings match behind the reasoning only
+    new_reader: Callable[[], Reasoned] | None = None  # set if stop strings match only behind the reasoning
     cache_salt: str = ""
     priority: int = 0
     client_tag: int = 0  # opaque; nodes are fair between clients
-    owner: str = ""  # of stored responses
+    owner: str = ""  # tenant or key that owns the stored responses
     continues_prompt: bool = True  # true for a completion; a chat message begins a new text
     visible_special_tokens: tuple[str, ...] | None = ()  # None: all
     names_nodes: bool = False  # response headers name prefill and decode node

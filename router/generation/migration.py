@@ -36,11 +36,11 @@ from router.metrics import ModelMetrics
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 10.0  # seconds from leaving a node until another one must have accepted the prompt
-_AVOID = 2.0  # seconds for which nodes that it left are avoided: a failing node is not reported at once
+_AVOID = 2.0  # seconds to avoid a node that the prompt left: a failing node is not reported at once
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 _TURN_PAUSE = 0.05  # seconds between attempts of a suspect while others are on trial
 _REST = 5.0  # seconds between two moves of a stream
-_LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # of log lines, by reason
+_LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # log level by reason; other reasons: WARNING
 _FAILURES = ((EngineCrashed, "crashed"), (NodeLost, "lost"), (MalformedOutput, "malformed"))  # reasons in metrics
 
 Accepts = Callable[[NodeView], bool]

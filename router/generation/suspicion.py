@@ -27,9 +27,9 @@ class Suspicion:
     """The suspicion against one prompt with its choices, and its trial."""
 
     def __init__(self, num_choices: int) -> None:
-        self.pending = False  # suspect, and not cleared
+        self.pending = False  # suspected and not cleared
         self._crashed = False
-        self._call: NodeCall | None = None  # of the trial
+        self._call: NodeCall | None = None  # call of the trial; None: not on trial
         self._trial_tokens = _CLEARED_TOKENS * num_choices
         self._tokens_left = 0
 

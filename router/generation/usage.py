@@ -12,7 +12,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    accepted_drafts: int = 0  # of output tokens that decode nodes computed
+    accepted_drafts: int = 0  # draft tokens, as decode nodes report them
     rejected_drafts: int = 0
 
     def count_token(self, accepted_drafts: int, rejected_drafts: int) -> None:

@@ -40,7 +40,7 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-_PARAMETER = re.compile(r"{[^}]*}")  # of a path
+_PARAMETER = re.compile(r"{[^}]*}")  # path parameter
 _REF = "#/components/schemas/{name}"
 _STATUSES = {
     400: "The request is invalid; `param` names the field.",
@@ -55,7 +55,7 @@ _STATUSES = {
 }
 _STORED = (*ANY, 400, 404)
 
-# Of routes that no dialect has.
+# Operations of routes that no dialect has.
 _OTHERS = (
     Operation(
         path="/v1/messages/count_tokens",

@@ -149,7 +149,7 @@ class StreamedMessage(MessageResponse, EventStreamResponse):
         self, body: MessagesBody, model: str, request_id: str, jobs: Sequence[Job], parsing: OutputParsing
     ) -> None:
         super().__init__(body, model, request_id, jobs=jobs, parsing=parsing)
-        self._index = -1  # of the last block
+        self._index = -1  # index of the last block; -1: no block yet
         self._open: DeltaKind | None = None  # the kind of the last block, while it grows
         self._has_start = False
 

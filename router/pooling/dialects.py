@@ -31,7 +31,7 @@ from router.text.prompt_encoder import PromptEncoder
 class PoolingDialect(Dialect[BodyT]):
     """A protocol whose answers are made of vectors."""
 
-    tasks: ClassVar[Sequence[str]]  # of nodes that can serve it
+    tasks: ClassVar[Sequence[str]]  # node tasks that can serve it
 
     @abstractmethod
     async def prompts(self, body: BodyT, encoder: PromptEncoder, limits: ModelLimits) -> list[Prompt]:

@@ -14,9 +14,9 @@ from router.text.chat.template import RenderRequest
 from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
 
-MAX_PAIR_CHARS = 32 << 20  # of all pairs of a request: each repeats its query
+MAX_PAIR_CHARS = 32 << 20  # characters in all pairs of a request; each pair repeats its query
 
-# The prompt of https://huggingface.co/Qwen/Qwen3-Reranker-0.6B, whose chat template lacks it.
+# Prompt of https://huggingface.co/Qwen/Qwen3-Reranker-0.6B; its chat template lacks the prompt.
 RERANKER_PROMPT = (
     "<|im_start|>system\n"
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided."

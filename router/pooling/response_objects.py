@@ -36,7 +36,7 @@ class EmbeddingList(Struct):
     model: str
     data: list[Embedding]
     usage: PoolingUsage
-    system_fingerprint: str | None  # of the weights
+    system_fingerprint: str | None  # version of the weights; None: unknown
     object: Literal["list"] = "list"
 
 
@@ -52,7 +52,7 @@ class ScoreList(Struct):
     model: str
     data: list[Score]
     usage: PoolingUsage
-    system_fingerprint: str | None  # of the weights
+    system_fingerprint: str | None  # version of the weights; None: unknown
     object: Literal["list"] = "list"
 
 
@@ -71,7 +71,7 @@ class Ranking(Struct):
     model: str
     results: list[RankedResult]  # the best first
     usage: PoolingUsage
-    system_fingerprint: str | None  # of the weights
+    system_fingerprint: str | None  # version of the weights; None: unknown
 
 
 def embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[Embedding]:

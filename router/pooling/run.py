@@ -34,13 +34,13 @@ from router.text.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
-_CALLS_PER_NODE = 2  # at a time: the node computes one while the other is on its way
+_CALLS_PER_NODE = 2  # concurrent calls: the node computes one while the next is on its way
 _TIMEOUT = 10.0  # seconds from the first failure of a batch until a node must have computed it
 _AVOID = 2.0  # seconds for which a failed node gets no further call: a failing node is not reported at once
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
-_MAX_VERSIONS = 4  # of the weights that a request begins with
-_DEADLINE_GRACE = 0.5  # seconds by which a call may outlive the request: its own error says more
-_VALUE_BYTES = 4  # of float32
+_MAX_VERSIONS = 4  # weight versions that a request tries
+_DEADLINE_GRACE = 0.5  # seconds that a call may outlive the request, whose own error says more
+_VALUE_BYTES = 4  # one float32
 
 
 class PoolingOptions(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class PoolingOptions(msgspec.Struct, frozen=True):
     task: str
     arrived: float
     timeout: float  # seconds
-    dimensions: int = 0  # of embeddings; 0: all
+    dimensions: int = 0  # values per embedding; 0: all
     migrations: int = 0  # node failures after which a batch may still go to another node
     cache_salt: str = ""
     priority: int = 0
@@ -78,8 +78,9 @@ class PoolingRun:
         self._fleet = fleet
         self._metrics = metrics
         self._vectors = [b""] * len(prompts)
-        self._most_failures = self._failures_before = 0  # of a batch; before the present version of the weights
-        self._left: dict[str, float] = {}  # by id of a node that failed: the time, of time.monotonic
+        # Node failures of the batch with the most: so far, and before the present version of the weights.
+        self._most_failures = self._failures_before = 0
+        self._left: dict[str, float] = {}  # node id → time of its failure (time.monotonic)
         self._error: Exception | None = None
         self._suspect = False  # an engine has ended in a step with a batch
         metrics.prompt_tokens.inc(self.usage.prompt_tokens)

@@ -68,8 +68,8 @@ class OutputItemWriter:
         self._sequence_number = 0
         self._open: OutputItem | None = None  # the last item, while it grows
         self._texts: list[str] = []  # text or arguments of the open item
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
-        self._table = LogprobTable()  # of the latest message
+        self._logprobs: list[TokenLogprob] = []  # log-probabilities of held-back tokens
+        self._table = LogprobTable()  # log-probabilities of the latest message
 
     def event(self, kind: str, **fields: Any) -> None:
         if self.stream is not None:

@@ -138,14 +138,14 @@ class ResponseObject(Struct, tag_field="object", tag="response"):
     frequency_penalty: float
     text: TextConfig
     tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]  # those that the model was offered
+    tools: list[dict[str, Any]]  # tools offered to the model
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
-    warnings: list[str] | UnsetType = UNSET  # what of the request the model did not get
+    warnings: list[str] | UnsetType = UNSET  # parts of the request that the model did not get
 
 
 class CompactionItem(Struct, tag="compaction"):

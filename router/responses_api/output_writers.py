@@ -56,7 +56,7 @@ _REPEATED = (
     "prompt_cache_key",
     "background",
 )
-_FORMAT = {"name": None, "description": None, "schema": None, "strict": False}  # of a JSON schema
+_FORMAT = {"name": None, "description": None, "schema": None, "strict": False}  # defaults of a JSON schema format
 _FUNCTION = {"type": "function", "name": None, "description": None, "parameters": None, "strict": None}
 
 

@@ -62,7 +62,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] = "disabled"  # an input that does not fit is refused with either
-    max_tool_calls: int | None = None  # of built-in tools, which do not exist here
+    max_tool_calls: int | None = None  # without effect: it limits built-in tools, which do not exist here
     safety_identifier: str | None = None  # this and the next two: without effect
     prompt_cache_key: str | None = None
     service_tier: str | None = None
@@ -100,7 +100,7 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
     request: ResponsesRequest
     items: list[Item]  # the whole conversation
     offered: OfferedTools
-    num_images: int = 0  # of the conversation; the model reads a placeholder for each
+    num_images: int = 0  # images in the conversation; the model reads a placeholder for each
     prompt_field = "input"
     limit_field = "max_output_tokens"
 

@@ -19,9 +19,9 @@ from router.responses_api.stored_items import PLACE_BYTES, Place, StoredItems, d
 
 StoreError = sqlite3.Error
 
-_VERSION = 3  # of the tables; version 2 did not count the objects in lists
+_VERSION = 3  # schema version; version 2 did not count the objects in lists
 _MAX_ENTRIES = 100_000
-_ENTRY_SHARE = 4  # an entry may have this part of all bytes
+_ENTRY_SHARE = 4  # divisor: an entry may have 1/4 of all bytes
 _IN_PROGRESS = "in_progress"
 _PLACES, _PLACES_DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Place])
 _TABLES = """
@@ -64,7 +64,7 @@ class Entry(msgspec.Struct, frozen=True):
 class ItemIndex(msgspec.Struct, frozen=True):
     """The items of a response: its input and its output."""
 
-    number: int  # of its row
+    number: int  # row number
     status: str
     num_inputs: int
     places: list[Place]

@@ -15,7 +15,7 @@ from router.responses_api.input_items import OF_PROVIDERS, Item, new_id
 from router.responses_api.output_objects import ItemStatus, OutputItem, OutputMessage
 from router.text.json_bounds import MAX_ITEMS
 
-PLACE_BYTES = 256  # of an item beside its JSON, roughly
+PLACE_BYTES = 256  # bytes per item beside its JSON, roughly
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _ID_PREFIXES |= {"compaction": "cmp", "custom_tool_call": "ctc", "custom_tool_call_output": "ctco"}

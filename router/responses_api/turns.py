@@ -24,7 +24,7 @@ from router.responses_api.request import ResponsesBody, responses_body
 from router.responses_api.stored_items import ConversationBudget, StoredItems, encode_items, encode_output
 from router.service import ServedModel
 
-_KEPT_BYTES = 64 * 1024 * 1024  # of latest responses with their conversations, of all connections
+_KEPT_BYTES = 64 * 1024 * 1024  # latest responses and their conversations, over all connections
 
 
 class KeptMemory:
@@ -57,7 +57,7 @@ class SocketTurns(GenerateDialect[ResponsesBody]):
         self._memory = memory
         self._max_bytes = max_bytes
         self._latest: _Kept | None = None
-        self._final: tuple[ResponseObject, list[Item]] | None = None  # of the present turn, with the items before it
+        self._final: tuple[ResponseObject, list[Item]] | None = None  # this turn's response, and the items before it
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

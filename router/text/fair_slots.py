@@ -10,7 +10,7 @@ from time import monotonic
 
 from pdserve.fair_turns import FairTurns
 
-CLIENT = ContextVar("client", default="")  # of the HTTP request that a task serves, see fairness_key
+CLIENT = ContextVar("client", default="")  # fairness_key of the HTTP request that a task serves
 
 
 class FairSlots:

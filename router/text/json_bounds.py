@@ -11,7 +11,7 @@ from pdserve.errors import RequestError
 SMALL_BYTES = 64 * 1024  # decoded in 30 ms at worst, so neither scanned nor moved to a thread
 MAX_ITEMS = 100_000  # objects, lists and keys: the costliest parts
 _MAX_EXPONENTS = 1000  # numbers with an exponent; one takes up to 10 µs
-_MAX_DIGITS = 100  # of a number; the cost grows with the square
+_MAX_DIGITS = 100  # digits per number; the cost grows with their square
 
 _PIECE_BYTES = 256 * 1024
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")

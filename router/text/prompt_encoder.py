@@ -23,7 +23,7 @@ from router.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing
 _INLINE_TOKENS = 1024  # about a millisecond of decoding
-_THREADS = 3  # of which a client gets two
+_THREADS = 3  # threads; a client gets at most two
 _BYTES_PER_TOKEN = 16  # at most, on average; natural languages and code have 2 – 6
 _MIN_LIMIT = 1024 * 1024  # bytes that /tokenize accepts for any model
 

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-_MANY_CHARS = 4096  # an automaton of more is built on a thread; each takes about 1 µs
-_NO_LETTER = "\ud800"  # of a state without state + 1 as its continuation: a surrogate, which no text has
+_MANY_CHARS = 4096  # larger automata are built on a thread; a character takes about 1 µs
+_NO_LETTER = "\ud800"  # letter of a state that state + 1 does not continue: a surrogate, which no text has
 
 
 class Advanced(NamedTuple):

@@ -21,7 +21,7 @@ from router.text.fair_slots import FairSlots
 from router.text.json_bounds import SMALL_BYTES, check_json
 
 BODIES_IN_MEMORY = 4  # large bodies of the largest size that may be unfinished or unparsed at once
-MIN_TOKEN_IDS = 1024 * 1024  # of all prompts of a body; more if a model's context is longer
+MIN_TOKEN_IDS = 1024 * 1024  # token ids in all prompts of a body; a longer model context raises it
 
 _BODY_TIMEOUT = 60.0  # seconds; arriving requests are bounded by --max-inflight
 _PATIENCE = 5.0  # seconds that an unfinished body keeps its memory when others need it

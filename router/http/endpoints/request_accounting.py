@@ -50,7 +50,7 @@ class RequestAccounting:
         path = scope["path"]
         self.arrived = monotonic()
         self.model = ""  # until the body names it
-        self.metrics: ModelMetrics  # of ``model``
+        self.metrics: ModelMetrics  # metrics of ``model``
         self._scope, self._trusts_headers = scope, service.options.trust_routing_headers
         self._metrics = service.metrics
         self._log_requests = service.options.log_requests

@@ -29,7 +29,7 @@ from router.websocket_connections import set_idle
 
 logger = logging.getLogger(__name__)
 
-_MAX_SECONDS = 3600.0  # of a connection
+_MAX_SECONDS = 3600.0  # lifetime of a connection
 
 
 class ResponsesSocket:
@@ -163,7 +163,7 @@ class SocketWriter:
     def __init__(self, send: Send, turns: asyncio.Lock) -> None:
         self._send = send
         self._turns = turns
-        self._parts = bytearray()  # of a large event that has not ended
+        self._parts = bytearray()  # parts of a large event that is incomplete
 
     async def send_json(self, pieces: Iterator[bytes], headers: Headers, disconnected: Callable[[], bool]) -> None:
         raise AssertionError("turns are answered with events")

@@ -86,7 +86,7 @@ class RenderedPrompt(msgspec.Struct):
 
     model: str
     token_ids: list[int]
-    features: None = None  # of images and audio: there are none
+    features: None = None  # images and audio, which are not supported
 
 
 def json_response(value: Any) -> Response:

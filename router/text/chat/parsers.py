@@ -63,7 +63,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
 
     start: str
     end: str
-    channels: bool = False  # of messages in harmony's channels
+    channels: bool = False  # the markers are parts of messages in harmony's channels
 
 
 class ReasoningState(msgspec.Struct, frozen=True):

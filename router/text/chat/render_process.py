@@ -17,7 +17,7 @@ from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import COMPILE_SECONDS, RendererConfig, RenderResult
 from router.text.worker_process import read_message, write_message
 
-_LARGE_BYTES = 1 << 20  # of a message
+_LARGE_BYTES = 1 << 20  # memory is collected and trimmed after larger messages
 _MAX_ERROR = 1000  # characters; a template may quote a message
 
 

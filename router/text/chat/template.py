@@ -40,7 +40,7 @@ class RenderRequest(msgspec.Struct, frozen=True):
     documents: Sequence[Mapping[str, Any]] | None = None
     continue_final_message: bool = False
     template: str = ""  # in place of the model's
-    field: str = "messages"  # of the client's body that holds the conversation, for errors
+    field: str = "messages"  # field of the client's body with the conversation, for errors
 
 
 class ChatTemplate:

@@ -20,10 +20,10 @@ from pdserve.errors import CheckpointError, NodeError, RequestError
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.worker_process import WorkerPool, WorkerProcess, packed, unpacked
 
-COMPILE_SECONDS = 5  # of CPU; real templates take less than 0.1 s, the process itself 0.2 s
+COMPILE_SECONDS = 5  # CPU time; real templates take less than 0.1 s, the process itself 0.2 s
 RENDER_SECONDS = 5.0  # real templates take less than a millisecond for a message
 MAX_MEMORY = 2 << 30  # bytes of address space
-RENDERERS = 3  # of which a client gets two
+RENDERERS = 3  # processes; a client gets at most two
 
 _PROCESS = "router.text.chat.render_process"
 

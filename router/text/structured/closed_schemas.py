@@ -19,7 +19,7 @@ from pdserve.errors import RequestError
 from router.text.structured.finite_patterns import matched_names
 from router.text.structured.work_budget import Budget
 
-LISTS = ("allOf", "anyOf", "oneOf")  # of schemas for the same value
+LISTS = ("allOf", "anyOf", "oneOf")  # keywords with a list of schemas for the same value
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
 MAPS_OF_CHILDREN = ("properties", "patternProperties", "$defs", "definitions")
 CHILDREN = (

@@ -73,7 +73,7 @@ class _Texts:
         found = set(texts) if not least else set()
         for count in range(1, most + 1):
             before, texts = texts, self._joined(texts, once)
-            if texts == before:  # of empty texts
+            if texts == before:  # further repetitions of empty texts change nothing
                 return found | texts
             if count >= least:
                 self._budget.spend(len(texts))

@@ -19,8 +19,8 @@ from router.text.structured.structured_outputs import OutputGrammar
 from router.text.worker_process import WorkerPool, WorkerProcess
 
 COMPILE_SECONDS = 5.0
-_WORKERS = 2  # of which a client gets one
-_MAX_WAITING = 64  # of a client
+_WORKERS = 2  # processes; a client gets at most one
+_MAX_WAITING = 64  # waiting grammars per client
 _MAX_CACHED = 256  # results
 
 

@@ -19,16 +19,16 @@ from typing import Any
 from router.text.structured.python_patterns import UnknownPattern, constants, has_flags, parsed
 from router.text.structured.work_budget import Budget
 
-_MAX_STATES = 48  # of an automaton; its regex may be exponentially longer
+_MAX_STATES = 48  # states per automaton; its regex may be exponentially longer
 _MAX_REGEX = 16 * 1024  # characters
 _MAX_WORK = 80_000  # steps for a pattern
 _MAX_PATTERN = 1000  # characters
-_MAX_COUNT = 1000  # of repetitions
+_MAX_COUNT = 1000  # highest repetition count in a pattern
 _MAX_CACHED = 256  # patterns
-_PARTS_PER_STEP = 32  # of a language that is made
+_PARTS_PER_STEP = 32  # parts of a new language that cost one step
 _NOT_KNOWN: list[str] = []
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, both ends included
+Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted, both ends included
 
 
 class RewrittenPatterns:

@@ -11,7 +11,7 @@ import msgspec
 from pdserve.grammar import json_schema_problem
 from router.text.structured.closed_schemas import CHILDREN, LISTS, MAPS_OF_CHILDREN
 
-_MAX_SECONDS = 1.0  # of CPU; then the place is that of a part around it
+_MAX_SECONDS = 1.0  # CPU time; when it is over, the place may be a larger part
 _DEFINITIONS = ("$defs", "definitions")
 
 

@@ -20,7 +20,7 @@ from pdserve.errors import RequestError, shown
 from router.text.structured.normalized_schemas import held_schema
 from router.text.structured.work_budget import Budget
 
-MAX_STRUCTURES = 128  # of a structural tag, as tools
+MAX_STRUCTURES = 128  # structures, or triggers, per structural tag
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ _ENDS = (
     "<|return|>",
     "<|start|>",
     "<|channel|>",
-)  # of a message; the last two begin the next one
+)  # end of a message; the last two begin the next message
 _BEGINS = ("<|start|>", "<|channel|>")
 _FUNCTIONS = "functions."
 _MESSAGE = "<|message|>"

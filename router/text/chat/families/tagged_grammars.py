@@ -22,10 +22,10 @@ from router.text.structured.normalized_schemas import ANNOTATIONS
 from router.text.structured.work_budget import Budget, check_chars
 
 _ANY = "(?s:.*)"
-_NAME = '/[^<>"\\s]{1,64}/'  # of any argument
+_NAME = '/[^<>"\\s]{1,64}/'  # name of any argument
 _KNOWN = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _MAX_REFERENCES = 16
-_MAX_LENGTH = 1000  # of a text; llguidance repeats a state for each character
+_MAX_LENGTH = 1000  # characters of a string; llguidance repeats a state for each one
 
 
 def tagged_grammar(tags: CallTags) -> StrictGrammar:
@@ -48,7 +48,7 @@ class _Rules:
 
     def __init__(self, tags: CallTags, use: ToolUse, marker: MarkerOf, budget: Budget) -> None:
         self._budget = budget
-        self._num_chars = 0  # of the rules
+        self._num_chars = 0  # characters in all rules
         self._tags = tags
         self._use = use
         self._added = marker
@@ -59,7 +59,7 @@ class _Rules:
         self._end = self._marker(tags.end)
         self._closing = {"key": self._key, "end": self._marker(tags.call_end) if tags.call_end else self._end}
         if tags.call_end:
-            self._closing["stop"] = self._end  # of a call without its own end
+            self._closing["stop"] = self._end  # closes a call without its own end
         self._rules: dict[str, str] = {}  # by name
 
     def _marker(self, text: str) -> Marker:

@@ -30,17 +30,17 @@ class CallTags(msgspec.Struct, frozen=True):
     ``begin (function NAME function_end (key KEY key_end KIND kind_end value VALUE value_end)* call_end)+ end``
     """
 
-    begin: str  # of a call, or of a list of calls
+    begin: str  # before a call, or before a list of calls
     end: str
     key: str
     key_end: str
     value_end: str
     value: str = ""  # before a value
     kind_end: str = ""  # behind "true" or "false", which says whether the value is a string
-    token: str = ""  # of the vocabulary, inside the tags
+    token: str = ""  # token of the vocabulary, inside the tags
     function: str = ""  # before the name
     function_end: str = ""  # behind the name; "" where a key or an end follows
-    call_end: str = ""  # of each call in a list
+    call_end: str = ""  # behind each call in a list
     line_around_values: bool = False  # a newline at the beginning and end of a value does not belong to it
 
     @property
