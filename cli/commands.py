@@ -14,8 +14,8 @@ from pdserve.flags.parser import CommandParser
 
 class Command(NamedTuple):
     module: str
-    summary: str  # its line in ``pdserve --help``
-    serves: bool = False  # it runs until a signal, with settings from the environment
+    summary: str  # line in ``pdserve --help``
+    serves: bool = False  # runs until a signal, with settings from the environment
 
 
 COMMANDS = {

@@ -144,7 +144,7 @@ def longest_sequence_bytes(config: NodeConfig) -> dict[str, int]:
 
 
 def _legend(config: NodeConfig) -> str:
-    """Say what each dimension of the KV layout counts."""
+    """Describe each dimension of the KV layout."""
     page, latent = config.kv_layout.kernel_block_size, config.model.latent
     if latent is None:
         return f"[pages, KV heads, layers, K/V, {page} tokens of a page, head size]"
@@ -181,7 +181,7 @@ def _state_rows(config: NodeConfig) -> list[tuple[str, str]]:
 
 
 def _draft_rows(config: NodeConfig) -> list[tuple[str, str]]:
-    """Say what the layer or the head that makes drafts takes on a rank of the last stage."""
+    """Describe the memory of the draft layer or draft head on a rank of the last stage."""
     model, last = config.model, config.parallel.position(config.parallel.num_ranks - 1)
     if not model.num_draft_layers:
         return []

@@ -1,4 +1,4 @@
-"""Variables PDSERVE_… in the environment that no command reads: they are misspelled, or another program's."""
+"""PDSERVE_… variables that no command reads: misspelled ones, or those of another program."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def warn_of_unread_variables(command: str) -> None:
         return
     for name, nearest in unread_variables(parser_of(command)).items():
         if COMMANDS[command].serves:
-            warn_early(describe_unread(name, nearest))  # once it has set up its log
+            warn_early(describe_unread(name, nearest))  # logged once the log is set up
         else:
             say(f"pdserve {command}: warning: {describe_unread(name, nearest)}", level="WARNING")
 

@@ -27,8 +27,8 @@ from pdserve.weights.change import WAIT, WHEN
 
 _PIECE = 256 << 10  # bytes; every node takes a message of this size (pdserve/rpc/message_limits.py)
 _DESCRIBE_SECONDS = 10.0
-_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # how a client begins, with empty settings
-_HTTP1 = b"HTTP/1."  # how its servers begin their answer
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # HTTP/2 preface of a client, with empty settings
+_HTTP1 = b"HTTP/1."  # beginning of an HTTP/1 server's answer
 _TLS_ALERT = b"\x15\x03"
 
 Change = Callable[[grpc.aio.Channel], Awaitable[pb.WeightsChanged]]

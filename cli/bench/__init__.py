@@ -1,4 +1,4 @@
-"""``pdserve bench``: load on a running server, and what its clients saw.
+"""``pdserve bench``: load on a running server, as its clients measure it.
 
 http_load.py  client: streamed completions, and the arrival time of each token
 requests.py   random prompts and bodies

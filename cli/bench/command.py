@@ -113,7 +113,7 @@ async def _send_all(
     ended: Callable[[], None],
     arrivals: random.Random | None = None,
 ) -> list[Trace]:
-    """Send each body when it is due and fewer than the limit are in flight; ``arrivals``: not all are due at once."""
+    """Send each body when it is due and fewer requests than the limit are in flight; ``arrivals`` spreads the times."""
     rate = args.request_rate if arrivals else None
     slots = asyncio.Semaphore(args.max_concurrency or (len(bodies) if rate else _CONCURRENCY))
     due = time.perf_counter()

@@ -38,12 +38,12 @@ class Trace:
     """A request's times in seconds of time.perf_counter()."""
 
     due: float
-    start: float = 0.0  # sent
+    start: float = 0.0  # time of sending
     tokens: list[float] = field(default_factory=list)  # arrivals; one per event if the server sends no token ids
     num_tokens: int = 0  # output tokens
-    prompt_tokens: int = 0  # as reported by the server
+    prompt_tokens: int = 0  # reported by the server
     cached_tokens: int = 0  # prompt tokens from its prefix cache
-    reports_cache: bool = False  # some servers do not say what was cached
+    reports_cache: bool = False  # False: the server does not report cached tokens
     error: str = ""
 
     @property

@@ -155,7 +155,7 @@ class ChatClient:
             raise KeyboardInterrupt from None
 
     def _check(self, response: httpx.Response) -> None:
-        """Raise what an error response says."""
+        """Raise the error of an error response."""
         if response.status_code == 200:
             return
         if response.status_code == 401:

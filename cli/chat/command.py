@@ -82,7 +82,7 @@ def _model(client: ChatClient, wanted: str | None) -> str:
 
 
 def _edit_lines() -> None:
-    """Have ``input`` edit lines with a history; pasted lines become one message where readline knows how."""
+    """Let ``input`` edit lines with a history; pasted lines become one message if readline supports it."""
     with suppress(ImportError):
         import readline
 

@@ -31,11 +31,11 @@ from pdserve.transports import Connected
 
 _MIB = 1 << 20
 _SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that suffice for NCCL and UCX; tests of ranks need far less
-_FEW_PORTS = 16  # UCX takes one per rank, network address and peer
+_FEW_PORTS = 16  # UCX takes one port per rank, network address and peer
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 _NVIDIA = "0x10de"  # vendor of PCI devices
 _ACCELERATORS = ("0x03", "0x12")  # classes of PCI devices
-_EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # older than pdserve: such a clock was never set
+_EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # an earlier clock was never set: pdserve is younger
 
 
 def check_device(options: NodeOptions, ranks: int) -> Finding:

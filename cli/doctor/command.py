@@ -1,9 +1,9 @@
 """``pdserve doctor``: check whether a node with these flags, and a router for its model, would start on this machine.
 
 It takes the flags of a node, loads no weights, opens no port for others and leaves nothing behind but a cache of weight
-digests, which --prefill needs, and the small files of a hub id. It prints a line per check: ok; note for what is right
-until other hosts take part; warn if a node would start; fail if it would not start, or not do what its flags say. The
-last line is the verdict.
+digests, which --prefill needs, and the small files of a hub id. It prints a line per check: ok; note if the result is
+right only until other hosts take part; warn if a node would start; fail if it would not start, or not do what its flags
+say. The last line is the verdict.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     print(json.dumps(msgspec.to_builtins(findings), indent=2) if args.json else verdict(findings), flush=True)
     status = 1 if any(finding.level is Level.FAIL for finding in findings) else 0
     if any(thread.name == _NIXL_THREAD for thread in threading.enumerate()):
-        os._exit(status)  # it may never end, and neither may the destructors of its libraries
+        os._exit(status)  # the NIXL thread and the destructors of its libraries may never end
     return status
 
 
@@ -122,7 +122,7 @@ def _findings(
     on_gpu = devices[0].kind == "cuda"
     config: NodeConfig | None = None
     local = checks.is_local(options)
-    # Without its weights, what a download of a few small files tells.
+    # Without weights, only the small files are downloaded and checked.
     known = options if local else msgspec.structs.replace(options, load_format="dummy", load_from="disk")
     try:
         # Without the variable: a forced runner that cannot run is no fault of the checkpoint.

@@ -37,7 +37,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = 0  # experts per token
     expert_intermediate_size: int = 0
     has_latents: bool = False  # the KV cache has latents in place of keys and values
-    full_layers: int = 0  # layers that keep all tokens, where others have a sliding window; 0: all do
+    full_layers: int = 0  # layers that keep all tokens, if others have a sliding window; 0: all layers do
     num_kv_layers: int = 0  # layers with a KV cache; 0: all
     state_bytes: int = 0  # recurrent state of all layers, per sequence
 
@@ -96,7 +96,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     kv_tokens: int  # capacity of the KV cache in tokens
     step_tokens: int = 8192  # most prompt tokens per step
     first_token_ms: float = 0.0  # added to the first token by a handoff
-    second_token_ms: Points = ((0.0, 0.0),)  # added to the gap after it, by prompt tokens
+    second_token_ms: Points = ((0.0, 0.0),)  # added to the gap after the first token, by prompt tokens
     kv_gb_per_s: float  # 10^9 bytes per second, read by one node
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def second_token(self, prompt: float, kv_gb_per_s: float) -> float:
         """Seconds that a handoff adds to the gap behind the first token, over a network of that speed.
 
-        What is left to be read then is what the prompt's last step has computed.
+        The rest to read then is the KV of the prompt's last step.
         """
         last = self.shape.handoff_bytes(min(prompt, self.step_tokens)) / 1e9
         slower = max(0.0, last / kv_gb_per_s - last / self.kv_gb_per_s)

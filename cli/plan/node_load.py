@@ -1,8 +1,8 @@
 """Model a load on a number of nodes: utilisation, TTFT, ITL, and the first bottleneck.
 
 Each role is modelled alone: prompts reach decode nodes at their arrival times, regardless of their time on P.
-``aggregated`` nodes do both, like decode nodes without prefill nodes. ``elastic`` nodes do both, and lean: as many as
-the prompts need compute prompts, and the others decode; one does both in part if too few would decode otherwise.
+``aggregated`` nodes do both, like decode nodes without prefill nodes. ``elastic`` nodes do both, and lean: as many
+nodes as the prompts need compute prompts, and the others decode; one does both in part if too few would decode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdserve.request_cost import AUTO_ITL_STEPS, auto_itl_target
 _FULL = 0.01  # accepted share of time in which a decode node is full, so that new requests wait
 _RARE = 1e-7  # batch sizes with a smaller share of the busy time are ignored
 _JOINING_STEPS = 2.5  # steps until a joining sequence has its token: half of one, one in flight, its own
-_BESIDE_DECODES = AUTO_ITL_STEPS / (AUTO_ITL_STEPS - 1.0)  # times the duration of a prompt alone
+_BESIDE_DECODES = AUTO_ITL_STEPS / (AUTO_ITL_STEPS - 1.0)  # factor on the duration of a prompt alone
 _REPORTED = (50, 99)  # percentiles to report beside the SLO
 
 

@@ -93,7 +93,7 @@ def as_text(load: NodeLoad, plan: Plan) -> str:
 
 
 def _errors() -> tuple[str, str]:
-    """Return how far predictions were off, and of which nodes."""
+    """Return the prediction errors, and the nodes that they were measured on."""
     found = PREDICTION_ERRORS
 
     def span(bounds: tuple[float, float]) -> str:

@@ -11,7 +11,7 @@ from cli.plan.node_load import NodeLoad, PlannedRole
 from pdserve.errors import CapacityError
 
 _MOST_NODES = 1 << 14
-_PRECISION = 1e-3  # relative, of rates
+_PRECISION = 1e-3  # relative precision of rates
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ class _RouterState:
         self.url = base_url(url)
         self._client = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT)
         self.report: LiveReport | None = None
-        self.error = ""  # why the report is outdated
+        self.error = ""  # reason why the report is outdated
 
     async def fetch(self) -> LiveReport:
         """Fetch a report and join its history with the earlier one. Raises ConfigError or NodeError."""

@@ -97,7 +97,7 @@ class _Pair:
         self._status = status
         self._restarts = Restarts()
         self._router: Child | None = None
-        self._told = ""  # the parent: "listening" or "ready"
+        self._told = ""  # state last reported to the parent: "listening" or "ready"
 
     def serve(self) -> None:
         """Raises ConfigError or NodeError if the node ends, or if the router fails to start or has ended too often."""
@@ -115,12 +115,12 @@ class _Pair:
     def _handle(self, event: object, node: Child) -> None:
         match event:
             case Printed(child, text):
-                follows = node.state == "failed" and child is not node  # the router loses it
+                follows = node.state == "failed" and child is not node  # the router has lost its node
                 if not follows and not child.has_reported(text):
                     _print(child, text)
             case Died(child):
                 served = time.monotonic() - child.ready_at if child.ready_at else 0.0
-                failed_start = self._told != "ready"  # a wrong flag or file: it would fail again
+                failed_start = self._told != "ready"  # a wrong flag or file would fail again
                 if child is node or failed_start or not self._restarts.died(time.monotonic(), served):
                     raise death_of(child)
 

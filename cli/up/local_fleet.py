@@ -67,7 +67,7 @@ class Member:
     name: str
     module: str
     flags: list[str]
-    device: str = ""  # where a node runs, for users
+    device: str = ""  # device of a node, for users
     gpus: range = range(0)
     address: str = ""  # host:port, once it has listened
     child: Child | None = None

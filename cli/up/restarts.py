@@ -1,4 +1,4 @@
-"""When a process that died starts again. Pure: times are in monotonic seconds."""
+"""Delays before a dead process starts again. Pure: times are in monotonic seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Restarts:
     """The failures of one process."""
 
     failures: int = 0  # in a row
-    due: float = 0.0  # when it may start again
+    due: float = 0.0  # time from which it may start again
 
     def died(self, now: float, served: float) -> bool:
         """Record a death after ``served`` seconds of service. Return False if the process has failed too often."""

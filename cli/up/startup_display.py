@@ -38,8 +38,8 @@ class Display:
 
     def __init__(self, starting: bool = False) -> None:
         self._starting = starting
-        self._failed: Child | None = None  # the first that reported a failure
-        self._stages: dict[str, tuple[str, float]] = {}  # the last line per child: its stage, and when it was printed
+        self._failed: Child | None = None  # first child that reported a failure
+        self._stages: dict[str, tuple[str, float]] = {}  # by child: stage of the last line, and the line's time
 
     def changed(self, child: Child) -> None:
         if child.state == "failed" and self._failed is None:
@@ -72,7 +72,7 @@ class Display:
 
     def _tells_more(self, child: Child, text: str) -> bool:
         """Return whether a line says more than the failure that ``up`` is going to print."""
-        follows = self._starting and self._failed not in (None, child)  # others lose the one that failed
+        follows = self._starting and self._failed not in (None, child)  # the other processes lose the failed one
         return not follows and not child.has_reported(text)
 
     def _print(self, child: Child, text: str) -> None:
