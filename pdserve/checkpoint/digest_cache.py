@@ -24,7 +24,7 @@ from pdserve.weights.change import FileState
 _log = logging.getLogger(__name__)
 
 NAME = ".pdserve-digests.json"
-_VERSION = 3  # 2 had the digests of all tensors of a file, or none
+_VERSION = 3  # version 2 had the digests of all tensors of a file, or of none
 _READABLE = (2, _VERSION)
 _MAX_BYTES = 64 << 20
 
@@ -38,7 +38,7 @@ class _Entry(msgspec.Struct):
 
 class _Content(msgspec.Struct):
     version: int
-    files: dict[str, _Entry]  # by name in the model directory
+    files: dict[str, _Entry]  # by file name in the model directory
 
 
 class DigestCache:
@@ -47,7 +47,7 @@ class DigestCache:
     def __init__(self, model_dir: Path) -> None:
         self._paths = [model_dir / NAME, *_user_cache(model_dir)]
         self._stored = [_read(path) for path in self._paths]
-        self._files: dict[str, _Entry] = {}  # as they are now
+        self._files: dict[str, _Entry] = {}  # entries of the present files
         self._changed = False
 
     def get(self, name: str, state: FileState) -> TensorDigests:

@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.errors import CheckpointError
 
-#: What msgspec raises for hostile JSON.
+#: Errors that msgspec raises for hostile JSON.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 MAX_TOKENIZER_CONFIG = 16 << 20  # bytes of tokenizer_config.json
@@ -84,7 +84,7 @@ def _decode(data: bytes) -> Any:
         try:
             return json.loads(data.decode())
         except ValueError:
-            raise exc from None  # its message names the place, too
+            raise exc from None  # the message already names the place
 
 
 def _check_nesting(path: Path, values: dict[str, Any]) -> None:

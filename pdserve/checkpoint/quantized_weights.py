@@ -52,7 +52,7 @@ class StorageRule(msgspec.Struct, frozen=True, kw_only=True):
 class QuantizedWeight(msgspec.Struct, frozen=True, kw_only=True):
     """A weight and the names of the stored tensors that make it up."""
 
-    shape: tuple[int, ...]  # as an unquantized checkpoint has it
+    shape: tuple[int, ...]  # shape in an unquantized checkpoint
     rule: StorageRule
     block: tuple[int, int]  # rows and columns that share a scale
     grid: tuple[int, int]  # scales of a matrix by rows and columns
@@ -70,7 +70,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True, kw_only=True):
 
 class CheckpointWeights(NamedTuple):
     quantized: dict[str, QuantizedWeight]
-    plain: dict[str, Tensor]  # tensors that are loaded as they are
+    plain: dict[str, Tensor]  # tensors that are loaded unchanged
     stored_bytes: int
 
     @property

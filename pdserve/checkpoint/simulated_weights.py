@@ -18,7 +18,7 @@ _MAX_CONFIG, _END = 1 << 20, 1 << 16  # bytes
 
 class SimulatedDigest(NamedTuple):
     digest: bytes
-    files: FileStates  # in which it was taken
+    files: FileStates  # states of the digested files
 
 
 def simulated_digest(model_dir: Path) -> SimulatedDigest:

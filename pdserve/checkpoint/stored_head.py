@@ -12,7 +12,7 @@ from pdserve.checkpoint.weight_files import read_headers
 from pdserve.errors import CheckpointError
 
 _EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head."  # also of the parts of a quantized weight
+_HEAD = "lm_head."  # prefix of the weight, and of the parts of a quantized one
 _CHUNK = 4 << 20  # bytes
 
 

@@ -138,7 +138,7 @@ def _digest_tensors(
         return {name: digest for job in jobs for name, digest in job.result().items()}
     except BaseException:
         stop.set()
-        wait(jobs)  # they use fd
+        wait(jobs)  # the jobs use fd
         raise
 
 

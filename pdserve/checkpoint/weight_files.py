@@ -17,7 +17,7 @@ from pdserve.errors import CheckpointError, cut, shown
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 64 << 20  # bytes; 100,000 tensors take 10 MB
 _MAX_FILES = 4096
-_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # dtypes that values are computed in
+_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # dtypes of computation
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt")
 
 

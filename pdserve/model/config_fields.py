@@ -65,7 +65,7 @@ class ConfigFields:
         """Raises CheckpointError unless the file is a JSON object of bounded size and depth."""
         self.path = path
         self.defaults: Mapping[str, Any] = {}
-        self.remedy = "download the checkpoint again"  # for a field that is missing
+        self.remedy = "download the checkpoint again"  # remedy for a missing field
         self.names_read: set[str] = set()
         if not os.path.exists(path):
             if others := sorted(path.parent.glob("*.gguf")):

@@ -27,7 +27,7 @@ from pdserve.model.rope import RopeConfig, read_rope
 _EMBEDDING = "embed_tokens.weight"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MAX_AUXILIARY = 16
-UNUSED_TENSORS = ("t2d",)  # says of each token whether the head can draft it, as d2t does
+UNUSED_TENSORS = ("t2d",)  # per token, whether the head can draft it; d2t says the same
 
 
 class TargetSizes(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ def load_eagle3(directory: Path, target: TargetSizes, *, weights: bool = True) -
 
 
 def _within(fields: ConfigFields, values: dict[str, Any]) -> ConfigFields:
-    """Return a part of the fields, whose errors name the same file."""
+    """Return a part of the fields; its errors name the same file."""
     part = ConfigFields(fields.path)
     part.values = values
     return part
@@ -183,7 +183,7 @@ def _layers(fields: ConfigFields, nested: ConfigFields, num_layers: int) -> tupl
 def _with_tensors(
     fields: ConfigFields, head: Eagle3Config, target: TargetSizes, names: Collection[str] | None
 ) -> Eagle3Config:
-    """Return the head with what its tensors tell. Raises CheckpointError if a table is missing."""
+    """Return the head, completed from its tensors. Raises CheckpointError if a table is missing."""
     maps = head.draft_vocab_size != target.vocab_size
     narrower = head.hidden_size != target.hidden_size
     has_embedding = narrower if names is None else _EMBEDDING in names

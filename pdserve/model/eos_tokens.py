@@ -64,7 +64,7 @@ def _tokenizer_eos(model_dir: Path) -> int | None:
     text = token_text(config.get("eos_token"))
     if text is None:
         return None
-    listed = config.get("added_tokens_decoder")  # may have tokens that tokenizer.json lacks
+    listed = config.get("added_tokens_decoder")  # may list tokens that tokenizer.json lacks
     for token_id, token in listed.items() if isinstance(listed, dict) else ():
         if token_text(token) == text and token_id.isdecimal():
             return int(token_id)

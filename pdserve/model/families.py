@@ -44,7 +44,7 @@ _GATED_DELTA: Mapping[str, Any] = {
 
 
 def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
-    if fields.get("sliding_window") is not None:  # transformers drops keys outside it from its cache, without a mask
+    if fields.get("sliding_window") is not None:  # transformers drops older keys from its cache, without a mask
         raise fields.error(
             f"has sliding_window = {shown(fields.get('sliding_window'))}, but layers of this architecture attend to "
             "all tokens. Remove the field if the model was trained so"
@@ -87,7 +87,7 @@ def alternating_windows(fields: ConfigFields, num_layers: int) -> Windows:
 
 
 def _window_if_used(fields: ConfigFields) -> int | None:
-    fields.given("sliding_window")  # it has a reader also where it is not used
+    fields.given("sliding_window")  # marks the field as read, although it is not used
     return fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None
 
 
@@ -131,12 +131,12 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
     partial_rotary: bool = False  # RoPE may rotate only the first part of each head
-    # First part of the names of a layer that predicts further tokens, which makes drafts; "": checkpoints have none, or
-    # it does not run here. {layer} is the number of layers of the model.
+    # Name prefix of the layer that predicts further tokens and makes drafts; "": checkpoints have no such layer, or it
+    # does not run here. {layer} is the number of layers of the model.
     predictor: str = ""
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_figures: str = ""  # section of docs/numbers.md with V2's figures, which names this family; "": V1 by default
-    v2_figures_of: str = ""  # the architecture named there, if it is another one with the same layers
+    v2_figures_of: str = ""  # architecture of these figures, if another one with equal layers was measured
     v2_is_faster: bool = False  # that section has V1's figures, too, and V2 decodes faster
 
 

@@ -64,5 +64,5 @@ def read_latent(fields: ConfigFields) -> LatentConfig:
         if fields.flag(name):
             raise fields.error(f"has {name} = true; layers with latent attention have no biases here. {REMEDY}")
     for name in ("head_dim", "qk_head_dim", "num_key_value_heads"):
-        fields.given(name)  # the sizes above say it
+        fields.given(name)  # marks the field as read; the sizes above imply it
     return latent

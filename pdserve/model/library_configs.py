@@ -71,6 +71,6 @@ def literal(found: ast.ClassDef, name: str) -> Any:
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             try:
                 return ast.literal_eval(node.value)
-            except ValueError:  # it is computed
+            except ValueError:  # a computed value
                 return None
     return None

@@ -64,8 +64,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    attention: tuple[AttentionSpec, ...] = ()  # per layer that attends
-    windows: tuple[int | None, ...] = ()  # per layer of a model of the library, in tokens; None: all tokens
+    attention: tuple[AttentionSpec, ...] = ()  # one spec per layer that attends
+    windows: tuple[int | None, ...] = ()  # tokens, per layer of a transformers model; None: all tokens
     recurrent: tuple[bool, ...] = ()  # per layer, whether it keeps a state instead of attending; empty: no layer does
     state: GatedDeltaSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
     has_output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a part of q_proj
@@ -109,7 +109,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers with a KV cache: ``kv_layers``, and behind them those that make drafts."""
+        """Layers with a KV cache: ``kv_layers``, followed by the draft layers."""
         return len(self.kv_layers) + self.num_draft_layers
 
     def with_draft_layers(self, count: int, head: Eagle3Config | None = None) -> ModelConfig:
@@ -161,7 +161,7 @@ MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 LATER_FIELDS = frozenset({"draft_head", "num_draft_layers"})
 
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
-_NEXTN = (  # the first that a config has counts
+_NEXTN = (  # the first name in a config counts
     "num_nextn_predict_layers",
     "num_mtp_layers",
     "num_mtp_modules",

@@ -94,7 +94,7 @@ def deepseek_v2(fields: ConfigFields, num_layers: int) -> MoEConfig:
     limited = method != "greedy"
     groups = [fields.integer(name) if limited else 1 for name in ("n_group", "topk_group")]
     for name in ("n_group", "topk_group"):
-        fields.given(name)  # it has a reader also where it is not used
+        fields.given(name)  # marks the field as read, although it is not used
     if fields.flag("norm_topk_prob"):
         raise fields.error(f"has norm_topk_prob = true, which no layer of this architecture computes. {REMEDY}")
     sizes = _sizes(fields, "moe_intermediate_size")
@@ -157,7 +157,7 @@ def _first_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
 
 
 def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 saves another one than 4
+    names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 4 and 5 save different names
     given = {name: fields.integer(name) for name in names if fields.given(name) is not None}
     if len(set(given.values())) > 1:
         raise fields.error(f"has different numbers of experts in {' and '.join(given)}. {REMEDY}")

@@ -17,7 +17,7 @@ from pdserve.model.weight_formats import (
     stored_formats,
 )
 
-_FIELDS = ("quantization_config", "compression_config")  # the second in checkpoints of early compressed-tensors
+_FIELDS = ("quantization_config", "compression_config")  # early compressed-tensors wrote the second one
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")  # quant_method
 
 
@@ -34,7 +34,7 @@ def read_weight_format(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     if not isinstance(options, dict) or not isinstance(name, str) or name not in stored_formats():
         raise fields.error(f"describes a quantized checkpoint ({shown(name)}); {_supported()}")
     try:
-        msgspec.msgpack.encode(options)  # as it travels to the ranks
+        msgspec.msgpack.encode(options)  # the form that is sent to the ranks
     except OverflowError as exc:
         raise fields.error(f"has a number beyond 64 bits in quantization_config. {REMEDY}") from exc
     try:
@@ -51,7 +51,7 @@ def _named(fields: ConfigFields, options: Any) -> tuple[Any, Any]:
     inner = options.get("quantization")  # ModelOpt's level in hf_quant_config.json
     options = {**options, **inner} if isinstance(inner, dict) and "quant_algo" in inner else options
     name = options.get("quant_method")
-    if str(name).startswith("modelopt") or (name is None and "quant_algo" in options):  # older versions name none
+    if str(name).startswith("modelopt") or (name is None and "quant_algo" in options):  # older versions name no tool
         _check_modelopt(fields, options)
         return "modelopt", {**_with_kv_scheme(options), "quant_method": "modelopt"}
     if name in _AUTO_ROUND:

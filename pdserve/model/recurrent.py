@@ -19,7 +19,7 @@ def linear_attention_layers(fields: ConfigFields, num_layers: int) -> tuple[bool
         interval = fields.integer("full_attention_interval", 4)
         recurrent = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     else:
-        fields.given("full_attention_interval")  # layer_types say it, too
+        fields.given("full_attention_interval")  # marks the field as read; layer_types imply it
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
             raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")

@@ -42,7 +42,7 @@ _ROPE_BOUNDS: dict[str, tuple[float, float]] = {
 }
 _THETA = 10_000.0
 _OTHER_BOUNDS = (-1e15, 1e15)
-_IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # text has one position where images have three
+_IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # sections of image positions; text has a single position
 
 
 def read_rope(fields: ConfigFields, max_position_embeddings: int, head_dim: int, partial_rotary: bool) -> RopeConfig:
@@ -105,7 +105,7 @@ def _rope_params(fields: ConfigFields) -> dict[str, Any]:
     if not scaling:
         return dict(fields.defaults.get("rope_parameters", {})) if parameters is None else parameters
     replaced = dict(parameters or {})
-    if fields.given("rotary_dim") is not None:  # it holds for any parameters
+    if fields.given("rotary_dim") is not None:  # applies to all rope parameters
         replaced.pop("partial_rotary_factor", None)
     for name, default in (("rope_theta", _THETA), ("partial_rotary_factor", 1.0)):
         if name in replaced and replaced[name] != scaling.get(name, fields.get(name, default)):

@@ -41,7 +41,7 @@ _NATIVE: Mapping[str, tuple[str, str]] = {
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
 _ROPE = ("rope_parameters", "rope_scaling")
-_IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # text has one position where images have three
+_IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # sections of image positions; text has a single position
 _PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),

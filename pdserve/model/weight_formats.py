@@ -19,7 +19,7 @@ UNQUANTIZED = "unquantized"
 FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
-_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # the last in MiniMax-M2
+_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # MiniMax-M2 has the last one
 MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 Rules = tuple[StorageRule, ...]
