@@ -13,7 +13,7 @@ from pdserve.logs import setup_logging
 from pdserve.process import StatusWriter, run_command, watch_lifeline
 from router.options import RouterOptions, make_parser, parse_options
 
-__all__ = ["main", "make_parser"]  # what cli/commands.py asks of a command
+__all__ = ["main", "make_parser"]  # names that cli/commands.py needs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def run(options: RouterOptions) -> int:
     # gRPC reads this at start. The router's child processes exec at once; gRPC's fork handlers sometimes closed the
     # child's pipe (4 of 28 starts on busy cores).
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    gc.disable()  # the import makes many objects and hardly any garbage: searching them is a tenth of its time
+    gc.disable()  # the import makes hardly any garbage, and collection would take a tenth of its time
     from router.server import serve  # a late import: a wrong flag is reported without loading FastAPI
 
     gc.enable()

@@ -33,9 +33,9 @@ _TOKEN_IDS = (
     "tokens",
 )  # lists of token ids; their types bound the nesting
 MAX_STOP_CHARS = 4096  # per stop string
-_MAX_PROBLEM = 130  # characters of msgspec's words, which may quote a value
+_MAX_PROBLEM = 130  # characters of msgspec's message, which may quote a value
 
-# Fields without effect here, and why. Agents send them with every turn, and other servers ignore them.
+# Fields without effect here, each with the reason. Agents send them with every turn; other servers ignore them.
 _IGNORED = {
     **dict.fromkeys(("metadata", "client_metadata"), "labels for logs of a provider"),
     **dict.fromkeys(("moderation", "safety_identifier"), "checks of OpenAI"),
@@ -49,7 +49,7 @@ _IGNORED = {
     **dict.fromkeys(("anthropic_beta", "anthropic_version"), "headers of Anthropic that proxies put into bodies"),
     **dict.fromkeys(("plugins", "provider", "route", "transforms", "usage"), "OpenRouter's choice among providers"),
 }
-_METADATA = "_metadata"  # the end of names that are labels, too: litellm_metadata, request_metadata …
+_METADATA = "_metadata"  # suffix of further fields with labels: litellm_metadata, request_metadata …
 # Fields of OpenAI, vLLM and SGLang that are not supported, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": ({},),
@@ -60,7 +60,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "web_search_options": (),
-    # vLLM's
+    # fields of vLLM
     "ec_transfer_params": ({},),
     "enable_response_messages": (False,),
     "media_io_kwargs": ({},),
@@ -75,7 +75,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
-    # SGLang's
+    # fields of SGLang
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),

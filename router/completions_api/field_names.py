@@ -1,4 +1,4 @@
-"""Errors of a chat in the words of the protocol that became it: each names the field that its client wrote."""
+"""Rename fields in errors of a chat: the client reads the names of its own protocol."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from pdserve.sampling_params import BodyParams
 from router.text.structured.structured_outputs import Structure, StructuredOutputs, requested_structure
 
-#: Fields with a grammar, and what they are called in StructuredOutputs: the older names of vLLM's, and SGLang's.
+#: Fields with a grammar, and their names in StructuredOutputs: vLLM's older fields, and SGLang's.
 _GRAMMAR_FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _GRAMMAR_FIELDS |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 

@@ -23,11 +23,11 @@ from router.text.stop_strings import build_stop_strings
 
 _T = TypeVar("_T")
 
-MAX_REPEATED = 128 * 1024 * 1024  # bytes about its prompts in an answer
-_ID_BYTES, _LOGPROB_BYTES = 8, 64  # about so many in JSON, per token
+MAX_REPEATED = 128 * 1024 * 1024  # bytes of prompt fields in an answer
+_ID_BYTES, _LOGPROB_BYTES = 8, 64  # approximate JSON bytes per token
 _NAMED_IDS = [name for name in TOKEN_ID_LISTS if name in GenerateBody.__struct_fields__]
 _SEED_BITS = 63
-_SEED_RANGE = 2**64  # negative seeds are taken modulo this
+_SEED_RANGE = 2**64  # modulus of negative seeds
 
 
 async def encode_completion(body: CompletionBody, encoder: PromptEncoder, limits: ModelLimits) -> list[Prompt]:
@@ -70,7 +70,7 @@ def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits, *, keeps
         return prompt
     if body.truncation_side == "right":
         return Prompt(prompt.first(most))
-    # A chat keeps its text: the end of it says whether the prompt opens reasoning.
+    # A chat keeps its text: the end of the text shows whether the prompt opens reasoning.
     return Prompt(prompt.last(most), prompt.text if keeps_text else None)
 
 
@@ -97,7 +97,7 @@ def make_job(
         )
     top_k = max(_first(body.top_k, defaults.top_k), 0)  # -1 also means off
     top_p = _first(body.top_p, defaults.top_p)
-    if top_p == 0:  # the best token alone
+    if top_p == 0:  # only the best token
         top_k, top_p = 1, 1.0
     logprobs = len(named.logprob_token_ids) or min(body.num_logprobs, limits.vocab_size)
     sampling = SamplingParams(
@@ -132,7 +132,7 @@ def _first(given: _T | None, default: _T) -> _T:
 def _max_tokens(prompt_len: int, body: GenerateBody, limits: ModelLimits, defaults: GenerationDefaults) -> int:
     """The client's limit, or a default cut to the room left; at least 1, because a node always samples one token.
 
-    The room of what is cut is that of any node that takes the prompt.
+    A limit that is cut fits every node that takes the prompt.
     """
     if prompt_len == 0:
         raise RequestError("the prompt has 0 tokens; give at least one", body.prompt_field)

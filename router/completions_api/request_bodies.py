@@ -128,14 +128,14 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
 
     @property
     def effort(self) -> Effort | None:
-        """How much to reason, by the first field that says it."""
+        """Reasoning effort, from the first field that sets it."""
         of_reasoning = None if self.reasoning is None else self.reasoning.effort
         of_think = None if isinstance(self.think, bool) else self.think
         return self.reasoning_effort or of_reasoning or of_think
 
     @property
     def reasons(self) -> bool | None:
-        """Whether to reason, by the first field that says it; None leaves it to the template."""
+        """Whether to reason, from the first field that sets it; None: the template decides."""
         thinking = self.thinking
         if isinstance(thinking, ThinkingField):
             thinking = {"enabled": True, "disabled": False}.get(thinking.type)
@@ -148,7 +148,7 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     @property
     def template_variables(self) -> dict[str, Any]:
         variables: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
-        if self.reasons is not None:  # as Qwen3 and DeepSeek name it
+        if self.reasons is not None:  # names in the templates of Qwen3 and DeepSeek
             variables |= {"enable_thinking": self.reasons, "thinking": self.reasons}
         return variables | self.chat_template_kwargs
 
@@ -204,7 +204,7 @@ def check_chat(body: ChatBody) -> None:
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     field = body.structure.field
-    if body.tool_use.must_call and field not in ("", "response_format"):  # that one is of messages, not of calls
+    if body.tool_use.must_call and field not in ("", "response_format"):  # response_format is about messages, not calls
         raise RequestError(f"{field} excludes a tool_choice that forces calls; leave one out", field)
     if body.continue_final_message and body.opens_message:
         remedy = "set add_generation_prompt to false"

@@ -32,7 +32,7 @@ def check_ranges(body: GenerateBody) -> None:
         within(body.limit_field, body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
     for name in _AS_DECLARED:
         value = getattr(body, name)
-        if value is not None and (name, value) != ("top_p", 0):  # as clients write "the best token" (make_job)
+        if value is not None and (name, value) != ("top_p", 0):  # top_p 0 means the best token (make_job)
             ranges_of(SamplingParams)[name].check(name, value)
     within("seed", body.seed or 0, -(2**63), 2**64 - 1)
     if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens != -1:

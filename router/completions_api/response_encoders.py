@@ -117,7 +117,7 @@ class ResponseEncoder(ABC):
         yield b',"finish_reason":null}' + self._end(usage)
 
     def text_chunk(self, index: int, text: str) -> bytes:
-        """``chunk`` with nothing but text: most of them."""
+        """A chunk with text only, the most frequent kind."""
         return self._text_chunk % (index, self.text_json(text))
 
     def usage_chunk(self, usage: Usage) -> bytes:

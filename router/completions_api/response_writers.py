@@ -128,7 +128,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         super().__init__(encoder, body, jobs)
         self._include_usage = body.usage_in_stream.include_usage
         self._continuous_usage = self._include_usage and body.usage_in_stream.continuous_usage_stats
-        self._usage_shown = Usage()  # in the newest chunk with text
+        self._usage_shown = Usage()  # usage in the newest chunk with text
         self._opened: set[int] = set()
         self._detailed = self._num_logprobs >= 0 or body.return_token_ids
         self._plain = not (self._detailed or self._continuous_usage)  # chunks have nothing but text, until the end
@@ -178,7 +178,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         return self.generation.usage if self._continuous_usage else None
 
     def _usage_before(self) -> Usage | None:
-        """Return the same for chunks before a choice's first token, whose usage is that of the chunk before them."""
+        """Return the usage for chunks before a choice's first token: that of the previous chunk."""
         usage = self._usage
         if usage is None:
             return None

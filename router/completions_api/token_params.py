@@ -29,7 +29,7 @@ class ThinkingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     token_budget: int = 0
     start_ids: TokenIds = ()
-    end_ids: TokenIds = ()  # (): there is no budget
+    end_ids: TokenIds = ()  # (): no budget
     call_ids: tuple[TokenIds, ...] = ()
 
 

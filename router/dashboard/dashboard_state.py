@@ -21,7 +21,7 @@ from router.fleet.nodes import Nodes
 from router.fleet.policy import BOTH, NodeView
 from router.metrics import RouterMetrics
 
-_MAX_CONNECTIONS = 50  # in a report
+_MAX_CONNECTIONS = 50  # connections in a report
 _VERSION = __version__
 
 

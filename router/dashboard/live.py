@@ -94,11 +94,11 @@ class LiveHandoffs(msgspec.Struct, frozen=True):
 class LiveConnection(msgspec.Struct, frozen=True):
     """KV reads of a node from another one, over about 10 s. Nodes without a known name show an address.
 
-    Prefill nodes read in pulls only; they are here while they do.
+    Prefill nodes read only in pulls; their connections are listed while they pull.
     """
 
     prefill: str  # the source: a decode node in some pulls
-    decode: str  # the reader: likewise a prefill node
+    decode: str  # the reader: a prefill node in some pulls
     transport: str  # "none": not connected
     byte_rate: float
     throughput: float | None  # bytes per second of reading time
@@ -111,8 +111,8 @@ class LiveNow(msgspec.Struct, frozen=True):
     traffic: LiveTraffic
     nodes: list[LiveNode]
     handoffs: LiveHandoffs | None  # None until the decode nodes have been polled twice
-    connections: list[LiveConnection]  # a bounded part of all: broken ones first, then the busiest
-    num_connections: int  # all
+    connections: list[LiveConnection]  # bounded: broken connections first, then the busiest
+    num_connections: int  # all connections
     num_connected: int
 
 

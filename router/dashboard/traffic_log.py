@@ -14,7 +14,7 @@ from router.dashboard.live import LiveHistory, LiveTraffic, Quantiles
 FAILURES = ("overloaded_error", "timeout_error", "node_error", "server_error")
 
 _COLUMNS = LiveHistory.__struct_fields__
-# Seconds of rates, quantiles and history. The history has the windows of the latest figures, so that both are equal.
+# Windows of rates, quantiles and history, in seconds. History and latest figures use equal windows.
 _RATE_WINDOW, _QUANTILE_WINDOW, _HISTORY = 10, 60, 300
 
 

@@ -1,4 +1,4 @@
-"""Dialect: all that tells one HTTP protocol from the others. The endpoints know nothing else of a protocol.
+"""Dialect: all differences between the HTTP protocols. The endpoints know nothing else of a protocol.
 
     client ── body ──► parse ──► complete ──► prepare ──► jobs ──► nodes
     client ◄── JSON or events ◄── Response ◄── respond ◄── tokens ◄──┘
@@ -53,7 +53,7 @@ class Dialect(ABC, Generic[BodyT]):
     trace_name: ClassVar[str]  # gen_ai.operation.name of OpenTelemetry, if it has one
     paths: ClassVar[Sequence[str]]
     operation: ClassVar[Operation]  # OpenAPI operation that all ``paths`` share
-    errors: ClassVar[ErrorFormat] = OPENAI_ERRORS  # also of other paths that begin with one of ``paths``
+    errors: ClassVar[ErrorFormat] = OPENAI_ERRORS  # applies also to other paths that begin with one of ``paths``
 
     @abstractmethod
     def parse(self, data: bytes) -> BodyT:

@@ -49,7 +49,7 @@ def batches(events: Iterable[Event]) -> Iterator[list[Event]]:
 
 def server_sent(event: Event) -> bytes:
     """Return the event as a server-sent event."""
-    if event.begins and event.ends and not event.kind:  # most of them
+    if event.begins and event.ends and not event.kind:  # the most frequent kind
         return b"data: %b\n\n" % event.data
     head = b"event: %b\ndata: " % event.kind.encode() if event.kind else b"data: "
     return b"%b%b%b" % (head if event.begins else b"", event.data, b"\n\n" if event.ends else b"")

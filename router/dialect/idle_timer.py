@@ -13,7 +13,7 @@ class IdleTimer:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._on_idle = on_idle
-        self._due_at = 0.0  # in the time of the event loop
+        self._due_at = 0.0  # time of the event loop
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> IdleTimer:
@@ -31,7 +31,7 @@ class IdleTimer:
         return self._seconds > 0 and self._loop.time() >= self._due_at
 
     def sent(self) -> None:
-        """Something has been sent."""
+        """Note that the stream has sent something."""
         self._due_at = self._loop.time() + self._seconds
 
     def _look(self) -> None:

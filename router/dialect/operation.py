@@ -18,7 +18,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     response: type | None  # None: plain text
     is_list: bool = False  # the response is a list of these
     method: str = "post"
-    path: str = ""  # a dialect's paths take its place
+    path: str = ""  # replaced by a dialect's paths
     statuses: Sequence[int] = ANY
     body: type | None = None
     chat_fields: Set[str] = frozenset()  # fields of a chat that the body may have, too

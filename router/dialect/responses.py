@@ -23,7 +23,7 @@ from router.generation.job import Job
 MAX_HELD = 64 * 1024 * 1024  # bytes of text, token ids and log-probabilities of a response that is not streamed
 _TOKEN_BYTES, _ALTERNATIVE_BYTES = 20, 8  # memory in columns, per token and per alternative
 PAUSE_BYTES = 64 * 1024  # events that wait for the connection; above, the nodes pause the request
-_RESUME_BYTES = 16 * 1024  # left to write when the connection takes bytes again
+_RESUME_BYTES = 16 * 1024  # bytes left to write when the connection takes bytes again
 _EVENT_BYTES = 96  # memory of an event beside its JSON: two objects and a list entry
 
 
@@ -80,7 +80,7 @@ class Response(ABC):
         self.wake.set()
 
     def _start(self) -> None:
-        """A token, the end without an error, or a sign of life has come."""
+        """Start the answer: on a token, an end without error, or a sign of life."""
         self.started = True
         self.wake.set()
 
@@ -133,8 +133,8 @@ class EventStreamResponse(Response):
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
-        self._ready: list[Event] = []  # before the first large event
-        self._later: deque[Event | Iterator[Event]] = deque()  # the parts of a large event, and all behind it
+        self._ready: list[Event] = []  # events before the first large one
+        self._later: deque[Event | Iterator[Event]] = deque()  # parts of a large event, and all later events
         self._buffered = 0  # bytes
         self._sending = False  # the connection has not taken the events of the last ``_take``
         self._paused = False

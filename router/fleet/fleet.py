@@ -51,7 +51,7 @@ _ENDPOINTS = {
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """What some node of a model takes; others may take less, and get only what they take.
+    """Requests that at least one node of a model takes. Other nodes may take less, and get only what they take.
 
     So a node that describes itself wrongly makes no router refuse what other nodes serve.
     """
@@ -69,7 +69,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
         return self.lengths[-1]
 
     def length_beyond(self, num_tokens: int) -> int:
-        """Return the least ``max_model_len`` that leaves room behind so many tokens, or the largest of all."""
+        """Return the least ``max_model_len`` above a number of tokens, or the largest of all."""
         return next((length for length in self.lengths if length > num_tokens), self.max_model_len)
 
 
@@ -112,7 +112,7 @@ class NodeCall:
 
     @property
     def suspect(self) -> object | None:
-        """The request on trial at the node; after a crash, the one that was."""
+        """The request on trial at the node; after a crash, the request that was on trial."""
         return self._stream.suspect
 
     @suspect.setter
@@ -323,7 +323,7 @@ class Fleet:
 
 
 def _name_nodes(message: pb.Generate, placement: Placement) -> None:
-    """Name the nodes that take part beside the decode node. In a pull by that, the source is its prefill node."""
+    """Name the nodes beside the decode node. If the decode node pulls, the source counts as its prefill node."""
     message.prefill_node = placement.prefill or placement.source or ""
     message.pull = placement.prefill is None and placement.source is not None
     message.prefix_node = placement.source or "" if placement.prefill else ""

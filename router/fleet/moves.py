@@ -37,7 +37,7 @@ class _Node(NamedTuple):
     prompt_share: float
 
     def saved(self, count: int) -> float:
-        """Return what ``count`` streams fewer save on the node; if negative, what so many more cost, negated."""
+        """Return the seconds that ``count`` streams fewer save on the node; if negative, minus the cost of more."""
         load, decodes = self.view.load, self.view.load.to_decode
 
         def seconds(number: int) -> float:
@@ -47,7 +47,7 @@ class _Node(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds of a step, with the prompts that wait now, or those that usually do once it has streams."""
+        """Seconds of a step, with the waiting prompts, or with the usual number of them once the node has streams."""
         load = self.view.load
         decode = self.view.costs.decode.at(load.decoding)
         chunk = cost.longest_step(load.itl_target, decode) - decode if load.itl_target else 0.0

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_CACHED = 2 * MAX_REPORTED_BLOCKS
 RETRY = 0.1  # seconds until a lost node is tried again
-FAULT_PAUSE = 2.0  # seconds until a node is tried again that sent what cannot be
+FAULT_PAUSE = 2.0  # seconds until a node with an invalid report is tried again
 SILENCE = 4.0  # seconds without a report until a node counts as hung; reports come every second at least
 REPORTED = 0.03  # seconds after which reports include a request that was sent: messages, and some decode steps
 PAUSE = 0.02  # seconds between two reports of a node at least; the node's own limit
@@ -70,10 +70,10 @@ class NodeClient:
         self._decodes = role in ("decode", BOTH)
         self.description: pb.NodeDescription | None = None
         self.stream: ServeStream | None = None
-        self.cached: CachedBlocks | None = None  # while there is a description
+        self.cached: CachedBlocks | None = None  # set while there is a description
         self.in_flight = 0  # requests of this router; prompts for peers only until their first token
-        self.fault = ""  # why its latest report was refused; empty if it was not
-        self.unlisted = False  # discovery has dropped it: it gets no new request
+        self.fault = ""  # reason why the latest report was refused; empty if it was accepted
+        self.unlisted = False  # discovery has dropped the node: it gets no new request
         self._prefixes = prefixes
         self._on_change = on_change
         self._on_idle = on_idle
@@ -227,7 +227,7 @@ class NodeClient:
                 reason = ""
             except PeerError as exc:
                 reason = fault = str(exc)
-            except Exception:  # a bug; unwatched, the node would stay as it was for ever
+            except Exception:  # a bug; without a watch the node's state would never change
                 logger.exception("a report of the node at %s could not be handled", self.address)
                 reason = fault = "its report could not be handled"
             except asyncio.CancelledError:
@@ -259,7 +259,7 @@ class NodeClient:
             self.fault = ""
 
     async def _cancel_when_silent(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
-        """Time in which this process itself was stopped does not count as silence of the node."""
+        """Cancel the call of a silent node. Time in which this process was stopped does not count."""
         loop = asyncio.get_running_loop()
         self._reported_at = loop.time()
         while (silence := loop.time() - self._reported_at) < SILENCE:

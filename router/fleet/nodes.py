@@ -19,7 +19,7 @@ from router.fleet.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
-REPORTS = 2000.0  # per second, of all nodes: a quarter of a core
+REPORTS = 2000.0  # reports per second, over all nodes: a quarter of a core
 
 
 class Nodes:

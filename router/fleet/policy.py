@@ -37,7 +37,7 @@ class NodeView(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL_VERSION
     connected_peers: frozenset[str] = frozenset()  # ids of the nodes that it can read from
     in_flight: int = 0  # requests of this router; on P, those still in prefill
-    stalled: bool = False  # a step may never end: chosen only if all are
+    stalled: bool = False  # a step may never end: chosen only if all nodes are stalled
     load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
     costs: StepCosts = StepCosts()
     task: str = GENERATE
@@ -121,7 +121,7 @@ class PolicyRequest(msgspec.Struct, frozen=True):
 
 
 class Option(NamedTuple):
-    """A way to serve a request: the ids of its nodes, and the cost by which ways are compared, in seconds of TTFT."""
+    """A way to serve a request: the ids of its nodes, and its cost in seconds of TTFT."""
 
     seconds: float
     decode: str
@@ -137,7 +137,7 @@ class Option(NamedTuple):
 class Placement(msgspec.Struct, frozen=True):
     """The ids of a request's nodes. Without ``prefill`` the decode node computes the prompt.
 
-    The node that computes it pulls its first ``source_tokens`` tokens, as far as it lacks them, from ``source``.
+    The node that computes the prompt pulls the first ``source_tokens`` tokens from ``source``, except those it has.
     """
 
     decode: str
@@ -181,7 +181,7 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> Placement:
 
 
 def compared_options(snapshot: FleetSnapshot, request: PolicyRequest, chosen: Placement) -> list[Option]:
-    """Return ways that ``prefix_aware`` has compared: what was chosen, others of the same D, then the cheapest ones.
+    """Return options that ``prefix_aware`` has compared: the choice, others of the same D, then the cheapest ones.
 
     Each that pulls is there also without its pull.
     """
@@ -338,8 +338,8 @@ class _Source(NamedTuple):
     """A node whose prefix cache has a part of the prompt."""
 
     node: NodeView
-    num_tokens: int  # leading ones of the prompt
-    wait: float  # seconds until it answers
+    num_tokens: int  # leading tokens of the prompt
+    wait: float  # seconds until the node answers
 
 
 class _Candidate(NamedTuple):
@@ -380,7 +380,7 @@ def _rank_prefills(
 
 
 def _sources(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Source]:
-    """Return the nodes that a prefix may be pulled from: those with the most of it, which answer first."""
+    """Return peers for a pull, the longest prefix first; of equal ones, the fastest to answer first."""
     if not (request.cached and request.may_hand_off):
         return []
     found = [
@@ -425,7 +425,7 @@ def _with_pull(
 
 
 class Unpriced(NamedTuple):
-    """A node whose costs cannot be predicted, and why."""
+    """A node without predictable costs, and the reason."""
 
     node_id: str
     reason: OutOfRange

@@ -117,8 +117,8 @@ class CachedBlocks:
         self._index = index
         self.bit = bit
         self.sample_mask = sample_mask
-        self.hashes = array("Q")  # all that the node holds, and some that it has evicted
-        self.digest = 0  # XOR of what the node holds
+        self.hashes = array("Q")  # hashes that the node holds, and some that it has evicted
+        self.digest = 0  # XOR of the hashes that the node holds
         self._count = 0
 
     def __len__(self) -> int:

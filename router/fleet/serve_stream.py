@@ -76,7 +76,7 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
             linger=0.0,  # the node stops the requests at once
             on_change=on_change,
         )
-        self.epoch = epoch  # the one that the node last reported
+        self.epoch = epoch  # epoch that the node last reported
         self._suspect: object | None = None
 
     def generate(self, message: pb.Generate, handler: OutputHandler) -> int:

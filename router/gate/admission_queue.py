@@ -101,7 +101,7 @@ class AdmissionQueue:
             self._duration.add(now - ticket.admitted_at)
             self._admit(now)
         elif not ticket.admitted:
-            with suppress(ValueError):  # it was rejected
+            with suppress(ValueError):  # the ticket was rejected
                 self._remove(ticket)
                 self._admit(now)
 
@@ -135,7 +135,7 @@ class AdmissionQueue:
         """Reject a waiting ticket so that ``ticket`` may wait. Raises Overloaded if it is the one to reject."""
         waiting = len(self._waiting)
         text = f"{self._slots} requests run and {waiting} wait, the limit is {self._max_waiting}; retry later"
-        error = Overloaded(text, self.expected_wait(waiting))  # once all that wait now are admitted
+        error = Overloaded(text, self.expected_wait(waiting))  # when all waiting tickets are admitted
         rejected = self._waiting.to_reject(ticket.client, ticket.priority)
         if rejected is None:
             raise error

@@ -8,7 +8,7 @@ from router.gate.keys import network_of
 from router.gate.rate_limits import TokenBucket
 
 PER_MINUTE = 60  # refused keys of a network, which is an IPv4 address or an IPv6 /64
-MAX_NETWORKS = 4096  # that are remembered, the latest ones
+MAX_NETWORKS = 4096  # networks to remember, the latest ones
 
 
 class RefusedKeys:
