@@ -23,7 +23,7 @@ from pdserve.tracing.trace_flags import TRACE_SAMPLE, TRACES
 from router.fleet.policy import POLICIES, PREFIX_AWARE
 from router.text.chat.parsers import parser_name, parser_names
 
-MAX_LOGPROBS = 65_536  # what fits into a message of a node
+MAX_LOGPROBS = 65_536  # as many fit into a message of a node
 
 
 def _age(text: str) -> int:
@@ -198,7 +198,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256 * 1024 * 1024
     response_store_seconds: Annotated[
         float, Flag("stored responses are removed after so many seconds", metavar="S", parse=_age)
-    ] = 30 * 86400.0  # as OpenAI keeps them
+    ] = 30 * 86400.0  # OpenAI's retention
     drain_grace: Annotated[
         float,
         Flag(

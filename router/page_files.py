@@ -40,7 +40,7 @@ def read_page(package: str, index_path: str, folder_path: str, sanitizer: str = 
     for name, file in _files(files(package).joinpath("page")):
         path = index_path if name == "index.html" else f"{folder_path}/{name}"
         kind = _KINDS.get(name.rpartition(".")[2])
-        if kind is not None:  # others: licences, an editor's backup
+        if kind is not None:  # other kinds: licences, an editor's backup
             found[path] = Response(file.read_bytes(), media_type=kind, headers=headers)
     return found
 

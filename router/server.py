@@ -40,10 +40,10 @@ from router.websocket_connections import MessageMemory, WebSocketConnection
 _log = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 20_000  # allocations between garbage collections; requests leave no cycles
-_GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to flush
-_MAX_CONNECTIONS = 16_384  # unless --max-connections says otherwise
-_NODE_PATIENCE = 3.0  # seconds without a node until a line says what is missing
-_WARNING_INTERVAL = 60.0  # seconds until the next one
+_GRACEFUL_SECONDS = 1  # seconds that uvicorn waits for connections to flush
+_MAX_CONNECTIONS = 16_384  # at most, unless --max-connections is given
+_NODE_PATIENCE = 3.0  # seconds without a node until a log line describes the missing ones
+_WARNING_INTERVAL = 60.0  # seconds until the next such line
 _READY_GRACE = 5.0  # seconds to wait for nodes that do not answer, and for connections between nodes
 
 
@@ -90,7 +90,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         log_config=None,
         server_header=False,
         timeout_keep_alive=options.keep_alive_timeout,
-        proxy_headers=False,  # they would let a client pose as any address
+        proxy_headers=False,  # proxy headers would let a client pose as any address
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,
     )
@@ -116,7 +116,7 @@ def load_tokenizer(root: str, template_file: str | None = None) -> Tokenizer:
 
 
 def _max_connections(options: RouterOptions) -> int:
-    """A quarter of the files may be connections to nodes and others. Raises ConfigError."""
+    """Return the limit of connections: a quarter of the files is left to nodes and others. Raises ConfigError."""
     files = raise_file_limit()
     allowed = files - files // 4
     if options.max_connections is None:

@@ -36,7 +36,7 @@ from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_STATUS_SECONDS = 2.0  # for the node beside the router to answer a scrape
+_STATUS_SECONDS = 2.0  # seconds for the home node to answer a scrape
 
 
 class Running(Protocol):
@@ -88,7 +88,7 @@ class Service:
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
-            self.metrics.of(name)  # its series begin at 0
+            self.metrics.of(name)  # creates the series, which begin at 0
             fleet = Fleet(name, self.nodes, options.policy, metrics=self.metrics)
             self.models[name] = ServedModel(name, root, tokenizer, fleet=fleet, options=options)
         self.names = self.models | {name: next(iter(self.models.values())) for name in options.aliases}
@@ -156,7 +156,7 @@ class Service:
         return self.names[name]
 
     def longest_context(self) -> int:
-        """``max_model_len`` of the model where it is largest; 0 while no model has a ready node."""
+        """Largest ``max_model_len`` of any model; 0 while no model has a ready node."""
         longest = 0
         for model in self.models.values():
             with suppress(Overloaded):

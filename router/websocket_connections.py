@@ -38,7 +38,7 @@ class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
     _held = 0  # bytes in MessageMemory
     _complete = 0  # bytes of complete messages, until the application wants the message after them
     _taken = 0  # bytes of the message that the application has
-    _pong: Sequence[bytes] = ()  # the newest one that waits until the client reads
+    _pong: Sequence[bytes] = ()  # newest pong that waits until the client reads
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
 
     async def run_asgi(self) -> None:
         await super().run_asgi()
-        self._limit.idle(self)  # it closes as soon as the client has read the rest
+        self._limit.idle(self)  # an idle connection closes once the client has read the rest
 
     def handle_ping(self) -> None:
         if self.writable.is_set():

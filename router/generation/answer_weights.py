@@ -1,4 +1,4 @@
-"""The version of the weights that make an answer: one for all of its tokens, and for all prompts of a request."""
+"""The version of the weights of an answer: one for all tokens, and for all prompts of a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.fleet.policy import NodeView
 
 
 class AnswerWeights:
-    """Settled by the first token, or by the first of several prompts. Then only nodes with these weights continue."""
+    """The weights of the first token, or of the first of several prompts. Only nodes with these weights continue."""
 
     def __init__(self, on_settled: Callable[[str], None]) -> None:
         self.settled = False

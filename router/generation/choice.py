@@ -12,7 +12,7 @@ from pdserve.sampling_params import SamplingParams
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import LateStopMatcher, Reasoned, StopMatcher, StopStrings
 
-_REASONS = frozenset(("", *FinishReason))  # that this release knows; empty: the choice goes on
+_REASONS = frozenset(("", *FinishReason))  # reasons that this release knows; empty: the choice goes on
 
 
 class Choice:
@@ -54,7 +54,7 @@ class Choice:
         self._stops = StopMatcher(stops) if reader is None else LateStopMatcher(stops, reader)
         self._stop_included = stops.included
         self.token_ids = array("I")
-        self.text_length = 0  # characters, including those held back
+        self.text_length = 0  # characters, including held-back ones
         self.token_offset = 0
         self.finish_reason = ""
         self.stop_string = ""
@@ -101,7 +101,7 @@ class Consumer(Protocol):
         """Handle a token, the end of the choice (``choice.finish_reason``), or both."""
 
     def on_weights(self, weights: str) -> None:
-        """Note the weights that make the whole answer. Called once, before all else."""
+        """Note the weights of the whole answer. Called once, before any other method."""
 
     def on_end(self, error: PdserveError | None) -> None:
         """Handle the end. Without an error every choice has a finish reason."""

@@ -152,7 +152,7 @@ class PromptRun:
     def _send(self, to: Accepts | Placement | None, on_trial: bool = False) -> None:
         """Send the prompt with the tokens so far. Raises Overloaded when no accepted decode node is ready.
 
-        ``on_trial``: it is suspect, so no prefill node takes part.
+        ``on_trial``: the prompt is suspect, so no prefill node takes part.
         """
         generation = self._generation
         options, sampling = generation.options, self.job.sampling
@@ -198,11 +198,11 @@ class PromptRun:
 
     def set_paused(self, paused: bool) -> None:
         if paused:
-            self._suspicion.end_trial()  # it may last
+            self._suspicion.end_trial()  # a pause may last
         if self._call is not None:
             self._call.set_paused(paused)
         for choice in self.choices:
-            choice.last_token_at = monotonic()  # the metric of token gaps leaves pauses out
+            choice.last_token_at = monotonic()  # the metric of token gaps excludes pauses
 
     @property
     def movable_tokens(self) -> int:
@@ -219,7 +219,7 @@ class PromptRun:
         assert self._call is not None
         if isinstance(error, MalformedOutput):
             self._generation.metrics.refused_outputs.labels(error.field).inc()
-            self._call.cancel()  # else the node would go on
+            self._call.cancel()  # otherwise the node would go on
         else:
             self._call.finish()
         self._span.fail(error)
@@ -265,15 +265,15 @@ class PromptRun:
         if self.scores is not None and self.job.silent:
             output = pb.Output(choice=output.choice, finish_reason="length")
         for each in self._first.add(output):
-            if not self._accounted:  # one before may have ended the request
+            if not self._accounted:  # an earlier output may have ended the request
                 self._take(each)
 
     def _take(self, output: pb.Output) -> None:
-        # Scores do not settle them: another node computes all of them again.
+        # Scores do not settle the weights: another node computes all scores again.
         if not self._generation.weights.settled and self._call is not None:
             self._generation.weights.settle(self._call.node)
         choice = self.choices[output.choice]
-        if choice.finish_reason:  # a stop string has ended it; these tokens were under way
+        if choice.finish_reason:  # a stop string has ended the choice; these tokens were under way
             return
         if output.has_token:
             self._count_token(choice, output)
@@ -318,7 +318,7 @@ class PromptRun:
         generation.metrics.cached_tokens.inc(output.cached_tokens)
 
     def _finish(self) -> None:
-        """All choices have ended; abort at the node what only stop strings have ended."""
+        """End the prompt, whose choices have ended; abort choices at the node that only stop strings have ended."""
         assert self._call is not None
         self._suspicion.end_trial()
         end = self._call.cancel if self._stopped_early else self._call.finish

@@ -1,4 +1,4 @@
-"""A prompt to generate from, and the options of its request, nothing left open."""
+"""A prompt to generate from, and the options of its request, with all defaults resolved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     visible_special_tokens: tuple[str, ...] | None = ()  # None: all
     names_nodes: bool = False  # response headers name prefill and decode node
     hint: RoutingHint = NO_HINT
-    span: Span = NO_SPAN  # the request's
+    span: Span = NO_SPAN  # span of the request
 
     @property
     def remaining(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from router.generation.token_logprob import TokenLogprob
 
-_ROWS = 64  # that exist as objects at once
+_ROWS = 64  # rows that exist as objects at once
 
 
 class LogprobTable:
@@ -16,9 +16,9 @@ class LogprobTable:
 
     def __init__(self) -> None:
         self.token_ids = array("I")
-        self.offsets = array("I")  # where each token's text begins, in characters
+        self.offsets = array("I")  # begin of each token's text, in characters
         self.logprobs = array("f")
-        self.ends = array("I")  # where the alternatives of each token end in the next two columns
+        self.ends = array("I")  # end of each token's alternatives in the next two columns
         self.top_ids = array("I")
         self.top_logprobs = array("f")
 

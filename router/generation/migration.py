@@ -65,18 +65,18 @@ class Migration:
         self._metrics = metrics
         self._send = send
         self._give_up = give_up
-        self._left: set[str] = set()  # ids of decode nodes
-        self._left_at = 0.0  # the latest
+        self._left: set[str] = set()  # ids of decode nodes that the prompt has left
+        self._left_at = 0.0  # time when the prompt left the latest node
         self._give_up_at = 0.0
-        self.destination: Placement | None = None  # where the prompt will move, behind its next token
+        self.destination: Placement | None = None  # destination of the move after the next token
         self.suspicion = Suspicion(num_choices)
         self._waits_for_turn = False  # only nodes with other suspects are ready
         self._num_failures = 0
         self._left_stalled = False
-        self._rerouted = False  # from a node without room
-        self._moving = False  # the present call is a move, as far as is known
+        self._rerouted = False  # the prompt was moved from a node without room
+        self._moving = False  # the present call is believed to be a move
         self._moved_at = -_REST
-        self._computed_by: NodeView | None = None  # the tokens so far; a node of another kind may continue otherwise
+        self._computed_by: NodeView | None = None  # node of the tokens so far; another kind may continue differently
         self._reason: PdserveError | None = None
         self._pause = _FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
@@ -111,9 +111,9 @@ class Migration:
             self._give_up(error)
 
     def may_leave(self, node: NodeView, num_tokens: int, exists: Callable[[Accepts], bool]) -> bool:
-        """Return whether a prompt may go on elsewhere although its node has not failed: once, as it may be the cause.
+        """Return whether a prompt may leave a node that has not failed: once, as the prompt may be the cause.
 
-        ``exists`` returns whether a decode node that is accepted could take it.
+        ``exists`` returns whether an accepted decode node could take the prompt.
         """
         if self._cancelled or not self._options.migrations or self._left_stalled:
             return False
@@ -142,13 +142,13 @@ class Migration:
             self._try()
 
     def leave_stalled(self, node: NodeView, num_tokens: int) -> None:
-        """Continue elsewhere, since a step of the node may never end. It is no failure and counts towards no limit."""
+        """Continue elsewhere, since a step of the node may never end. This counts as no failure, towards no limit."""
         self.suspicion.end_trial()
         self._left_stalled = True
         self._leave(node, num_tokens, NodeError(f"decode node {node.node_id} is stalled in a step"), "stalled")
 
     def _reroute(self, full: NodeView) -> bool:
-        """Try another node, once, when the first one has no room. Returns False where there is none."""
+        """Try another node, once, if the first one has no room. Return False if no other node takes the prompt."""
         if self._rerouted:
             return False
         self._rerouted = True
@@ -213,7 +213,7 @@ class Migration:
         self._waits_for_turn = False
         try:
             self._send(self._accepts, self.suspicion.pending)
-        except PdserveError:  # no such node is ready
+        except PdserveError:  # no accepted node is ready
             self._retry_later()
 
     def _retry_later(self) -> None:

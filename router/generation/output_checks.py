@@ -1,4 +1,4 @@
-"""Which outputs of a decode node are malformed: a prompt leaves the node that sends one, and goes on elsewhere.
+"""Find malformed outputs of a decode node. A prompt leaves the node that sends one, and continues elsewhere.
 
 The range of a number is that of its request: its choices, prompt and log-probabilities, and the vocabulary. A finish
 reason that this release does not know is not malformed (choice.py).

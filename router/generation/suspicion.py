@@ -20,7 +20,7 @@ from router.errors import CrashingRequest
 from router.fleet.fleet import NodeCall
 from router.fleet.policy import NodeView
 
-_CLEARED_TOKENS = 8  # per choice: more than a node computes beyond what a router has received when its engine ends
+_CLEARED_TOKENS = 8  # per choice: more than the outputs of a dead engine that the router has not received
 
 
 class Suspicion:
@@ -70,7 +70,7 @@ class Suspicion:
         """
         if call.suspect not in (None, self) and not isinstance(error, PrefillCrashed):
             return
-        self._call = None  # the node keeps its suspect: other requests have not learned of the end yet
+        self._call = None  # the node keeps its suspect: other requests do not know of the crash yet
         if self._crashed:
             text = "the engines of two decode nodes have ended while they computed this request, so it is not tried"
             raise CrashingRequest(f"{text} again; the last one: {error}; report it with the nodes' logs")

@@ -189,7 +189,7 @@ def _open_store(service: Service) -> ResponseStore | None:
 
 
 def _hint_of_path(path: str, app: FastAPI) -> str:
-    """Return the nearest path of an endpoint, or where all are listed."""
+    """Return the nearest path of an endpoint, or the page that lists all."""
     paths = [route.path for route in app.routes if isinstance(route, Route)]
     nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.8)
     return f"did you mean {nearest[0]}?" if nearest else f"{DOCS_PATH} lists the endpoints"
@@ -208,7 +208,7 @@ def _without_slash(request: Request, app: FastAPI) -> str:
 
 def _methods_of_path(path: str, app: FastAPI) -> list[str]:
     matching = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
-    routes = [route for route in matching if route.path == path] or matching  # one path is also another's {id}
+    routes = [route for route in matching if route.path == path] or matching  # one path also matches another's {id}
     return sorted({method for route in routes for method in route.methods or ()})
 
 
@@ -234,7 +234,7 @@ def _add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
         message = messages.get(exc.status_code, str(exc.detail))
         response = http_error(exc.status_code, message, formats.of(request.url.path))
         response.headers.update(exc.headers or {})
-        if exc.status_code == 405:  # Starlette names those of the first route alone
+        if exc.status_code == 405:  # Starlette names only the methods of the first route
             response.headers["allow"] = ", ".join(methods)
         return response
 

@@ -40,7 +40,7 @@ class KeyCheck:
             self._metrics.unauthorized_limited.inc()
             text = f"more than {PER_MINUTE} unknown API keys per minute came from this address; check the key"
             return RateLimitExceeded(f"{text}, retry in {math.ceil(wait)} s", wait, [(b"connection", b"close")])
-        # LiteLLM recognizes a wrong key by OpenAI's own words, which these are.
+        # OpenAI's own words, by which LiteLLM recognizes a wrong key.
         return Unauthorized("Incorrect API key provided; check it, or ask the operator for one")
 
 

@@ -107,7 +107,7 @@ def _description(schema: Fields) -> str:
 
 
 def _text(markup: str) -> str:
-    """Return HTML of a text with code in one or two backticks."""
+    """Return the HTML of a text with code in one or two backticks."""
     return re.sub(r"(`{1,2})([^`]+)\1", r"<code>\2</code>", escape(markup))
 
 

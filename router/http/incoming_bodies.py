@@ -52,8 +52,8 @@ class _GzipBody:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._decompressor = zlib.decompressobj(_GZIP)
-        self._rest = b""  # compressed
-        self._arrived = False  # all of the body
+        self._rest = b""  # compressed bytes that are left
+        self._arrived = False  # the whole body has arrived
 
     async def receive(self) -> Message:
         """Return the next message. Raises RequestError if the body is not one gzip member."""

@@ -63,7 +63,7 @@ def check_newest_turn(messages: Sequence[MessageParam]) -> None:
 
     Beside tool results, which agents add by themselves, and in earlier turns the model reads a placeholder.
     """
-    last = len(messages) - (1 if messages and messages[-1].role == "assistant" else 0)  # which is continued
+    last = len(messages) - (1 if messages and messages[-1].role == "assistant" else 0)  # the last message is continued
     for index in range(last - 1, -1, -1):
         blocks = list(_blocks(messages[index].content, f"messages[{index}].content"))
         if messages[index].role == "assistant" or any(isinstance(block, ToolResultBlockParam) for block, _ in blocks):
@@ -108,7 +108,7 @@ class MessagesChat(Conversation):
                 case _:
                     self.add_content(self._text(block, at))
         if "tool_calls" not in message:
-            message.setdefault("content", [])  # templates expect either
+            message.setdefault("content", [])  # templates expect content or calls
 
     def _result(self, block: ToolResultBlockParam, where: str) -> str:
         return "\n".join(self._text(part, at) for part, at in _blocks(block.content or "", f"{where}.content"))

@@ -52,7 +52,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     system: str | list[TextOrImageParam] = ""
     tools: list[ToolParam] = []
     tool_choice: ToolChoiceParam = ToolChoiceParam("auto")
-    thinking: ThinkingParam = ThinkingParam("adaptive")  # as the chat template does it
+    thinking: ThinkingParam = ThinkingParam("adaptive")  # the chat template decides
     output_config: OutputConfigParam = OutputConfigParam()
     mcp_servers: Annotated[list[Any], Meta(description="Left out: their tools run at Anthropic.")] = []
     cache_control: NoEffect = None
@@ -79,7 +79,7 @@ class MessagesBody(ChatBody, kw_only=True, frozen=True):
     """The chat, with the original request."""
 
     request: MessagesRequest
-    warnings: list[str]  # what of the request the model does not get
+    warnings: list[str]  # parts of the request that the model does not get
 
     @property
     def lowers_max_tokens(self) -> bool:
@@ -131,7 +131,7 @@ def _prompt_fields(
     variables = extensions.get("chat_template_kwargs") or {}
     if request.thinking.type in ("enabled", "disabled") and isinstance(variables, dict):
         enabled = request.thinking.type == "enabled"
-        variables = {"enable_thinking": enabled, "thinking": enabled, **variables}  # as Qwen3 and DeepSeek name it
+        variables = {"enable_thinking": enabled, "thinking": enabled, **variables}  # names of Qwen3 and DeepSeek
     tools = enumerate(request.tools)
     return {
         "model": request.model,
@@ -160,7 +160,7 @@ def _tool(tool: ToolParam, where: str) -> dict[str, Any]:
     """A function in chat form, with a nested ``function`` object."""
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is missing", "tools")
-    function = {  # in this order, as models have seen it in training
+    function = {  # the order of fields in training data
         "name": tool.name,
         "description": tool.description,
         "parameters": tool.input_schema,

@@ -44,7 +44,7 @@ class MessageUsage(Struct):
     def of(cls, usage: Usage) -> MessageUsage:
         return cls(
             input_tokens=usage.prompt_tokens - usage.cached_tokens,
-            cache_creation_input_tokens=0,  # prefixes are cached without being asked for
+            cache_creation_input_tokens=0,  # prefixes are cached without a request for it
             cache_read_input_tokens=usage.cached_tokens,
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
@@ -62,7 +62,7 @@ class Message(Struct, tag="message"):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    warnings: list[str] | UnsetType = UNSET  # what of the request the model did not get
+    warnings: list[str] | UnsetType = UNSET  # parts of the request that the model did not get
 
 
 class MessageTokensCount(Struct):

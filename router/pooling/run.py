@@ -55,7 +55,7 @@ class PoolingOptions(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     priority: int = 0
     client_tag: int = 0  # opaque; nodes are fair between clients
-    span: Span = NO_SPAN  # the request's
+    span: Span = NO_SPAN  # span of the request
 
     @property
     def remaining(self) -> float:

@@ -94,7 +94,7 @@ RunningResponses = dict[tuple[str, str], "BackgroundItems"]  # by owner and id
 
 
 class StoredPlace(NamedTuple):
-    """Where a background response is found: in the store, and among the running ones until its end."""
+    """The place of a background response: in the store, and among the running ones until its end."""
 
     store: ResponseStore
     owner: str
@@ -128,7 +128,7 @@ class BackgroundItems(OutputItemsResponse, BodyResponse):
         key = (owner, self.response.id)
         store.put(owner, self.response, self._items)
         self.on_final = self._finish
-        if self.ended:  # no node took it
+        if self.ended:  # no node took the request
             self.on_final(self.response)
         running[key] = self
         try:

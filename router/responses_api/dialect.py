@@ -74,7 +74,7 @@ class ResponsesDialect(GenerateDialect[ResponsesBody]):
         assert prepared.parsing is not None
         owner = options.owner
         store = self.store if body.request.store else None
-        # A client may choose the id of its request, so that does not name what is stored.
+        # Stored responses have ids of their own, as a client may choose the id of its request.
         response_id = f"resp_{options.request_id if store is None else uuid4().hex}"
         jobs, parsing, tokenizer = prepared.jobs, prepared.parsing, model.tokenizer
         stored = store is not None

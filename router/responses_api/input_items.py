@@ -17,7 +17,7 @@ Item = dict[str, Any]
 MAX_INPUT_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
 _PLACEHOLDER = {"type": "input_text", "text": "[an image, which this model cannot see]"}
-_MAX_SUMMARY = 20_000  # characters of a call that ran elsewhere
+_MAX_SUMMARY = 20_000  # characters of the summary of a call that ran elsewhere
 # Items of tools that run at a provider, with the fields that the model reads. Without any, the item is left out.
 OF_PROVIDERS: dict[str, tuple[str, ...]] = {
     "web_search_call": ("action",),
@@ -154,7 +154,7 @@ def _check_newest_turn(items: list[Item]) -> None:
     for index in range(len(items) - 1, -1, -1):
         item = items[index]
         kind = str(item.get("type", "message"))
-        if OF_PROVIDERS.get(kind) == ():  # the model reads nothing of it
+        if OF_PROVIDERS.get(kind) == ():  # the model reads no field of the item
             continue
         if kind != "message" or item.get("role") == "assistant":
             return
@@ -191,7 +191,7 @@ def _call_id(item: Item, where: str) -> str:
 
 
 def _summary(item: Item) -> str | None:
-    """Return what the model reads of a call that ran elsewhere, or None for items without meaning to it."""
+    """Return the text that the model reads of a call that ran elsewhere; None for items without such text."""
     kind = str(item["type"])
     fields = {name: item[name] for name in OF_PROVIDERS[kind] if item.get(name) not in (None, "", [], {})}
     if not fields:

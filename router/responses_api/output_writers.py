@@ -128,7 +128,7 @@ class OutputItemsResponse(Response):
         tokenizer: Tokenizer,
     ) -> None:
         super().__init__(jobs)
-        self.response = response  # as it began; complete after the end
+        self.response = response  # response as it began; complete after the end
         self.on_final: Callable[[ResponseObject], None] = lambda response: None
         self._num_logprobs = jobs[0].sampling.logprobs
         self._parser = ChoiceParser(parsing)

@@ -61,7 +61,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    truncation: Literal["auto", "disabled"] = "disabled"  # an input that does not fit is refused with either
+    truncation: Literal["auto", "disabled"] = "disabled"  # both refuse an input that does not fit
     max_tool_calls: int | None = None  # without effect: it limits built-in tools, which do not exist here
     safety_identifier: str | None = None  # this and the next two: without effect
     prompt_cache_key: str | None = None
@@ -95,7 +95,7 @@ CHAT_ONLY = frozenset(
 
 
 class ResponsesBody(ChatBody, kw_only=True, frozen=True):
-    """The chat, with the original request. ``messages`` is empty until what the input names has been read."""
+    """The chat, with the original request. ``messages`` is empty until the items that the input names are read."""
 
     request: ResponsesRequest
     items: list[Item]  # the whole conversation

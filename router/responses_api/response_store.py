@@ -26,8 +26,8 @@ from router.responses_api.stored_items import ConversationBudget, decode_items, 
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNWRITTEN = 256  # entries; a disk may hang
-_EXPIRY_SECONDS = 60.0  # between searches for entries that are too old
+_MAX_UNWRITTEN = 256  # entries waiting for a disk that may hang
+_EXPIRY_SECONDS = 60.0  # seconds between searches for expired entries
 
 Result = TypeVar("Result")
 
@@ -63,7 +63,7 @@ class ResponseStore:
             self._not_written(response.id, f"{self._unwritten} others are not written yet")
 
     def finish(self, owner: str, response: ResponseObject, events: Iterable[bytes]) -> None:
-        """Replace the state of a response that is still stored, and add its events. What is too large has failed."""
+        """Replace the state of a response that is still stored, and add its events. Too large a response fails."""
 
         def write() -> None:
             self._database.finish(
@@ -134,7 +134,7 @@ class ResponseStore:
             await asyncio.sleep(_EXPIRY_SECONDS)
             try:
                 await self._run(self._database.expire)
-            except StoreFailed:  # logged
+            except StoreFailed:  # already logged
                 continue
 
 

@@ -33,7 +33,7 @@ _TEXTS = {  # fields of items, by type
 # Fields with a text or a list of parts.
 _PARTS = {"message": ("content",), "reasoning": ("content", "summary")}
 _PARTS |= {f"{call}_output": ("output",) for call in ("function_call", "custom_tool_call", "local_shell_call")}
-# Fields with any value: actions, and what the model reads of calls that ran elsewhere.
+# Fields with any value: actions, and fields of calls that ran elsewhere.
 _VALUES = {**OF_PROVIDERS, "local_shell_call": ("action",)}
 _TEXTS_OF_PARTS = ("type", "text", "refusal")
 _STATUSES = ItemStatus.__args__  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ class StoredItems(msgspec.Struct, frozen=True):
 
 
 def start_of(places: Sequence[Place], at: int) -> int:
-    """Return where the JSON of item ``at`` begins, or where all end."""
+    """Return the begin of item ``at`` in the JSON, or the end of all items."""
     return places[at - 1].end if at else 0
 
 
@@ -125,7 +125,7 @@ def stored_item(item: Item) -> Item:
         value = item.get(name)
         if isinstance(value, list):
             parts = [_stored_part(part) for part in value if isinstance(part, dict)]
-            stored[name] = [part for part in parts if part]  # without a known field it says nothing
+            stored[name] = [part for part in parts if part]  # a part without a known field is dropped
         elif isinstance(value, str):
             stored[name] = value
     if kind == "function_call" and isinstance(item.get("arguments"), dict):

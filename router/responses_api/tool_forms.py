@@ -21,7 +21,7 @@ Tool = dict[str, Any]
 
 SHELL = "local_shell"
 INPUT = "input"  # the argument of a custom tool
-# Tools that run at OpenAI, or whose calls have a form of their own. Names may end with a version.
+# Tools that run at OpenAI, or have their own form of calls. Names may end with a version.
 _LEFT_OUT: tuple[str, ...] = (
     "web_search",
     "file_search",

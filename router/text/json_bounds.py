@@ -25,12 +25,12 @@ def check_json(text: bytes | bytearray, max_scalars: int) -> None:
     if len(text) <= SMALL_BYTES:
         return
     num_items = num_commas = num_exponents = 0
-    inside = False  # a string
+    inside = False  # inside a string
     start = 0
     while start < len(text):
         piece = bytes(text[start : start + _PIECE_BYTES])
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and len(piece) > 1:
-            piece = piece[:-1]  # not between a backslash and the character that it escapes
+            piece = piece[:-1]  # do not cut between a backslash and the escaped character
         start += len(piece)
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[inside::2])

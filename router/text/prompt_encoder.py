@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class PromptEncoder:
-    """``max_tokens`` returns the model's current limit of prompt tokens. ``trusts_templates``: of requests."""
+    """``max_tokens`` returns the current limit of prompt tokens. ``trusts_templates``: requests may have one."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: Callable[[], int], trusts_templates: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -40,7 +40,7 @@ class PromptEncoder:
         self._trusts_templates = trusts_templates
         template = tokenizer.chat_template
         if template is None and trusts_templates:
-            template = ChatTemplate("", tokenizer.named_tokens)  # requests have theirs
+            template = ChatTemplate("", tokenizer.named_tokens)  # requests bring their own template
         self._renderers = None if template is None else TemplateRenderers(template)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._slots = FairSlots(_THREADS)
@@ -101,7 +101,7 @@ class PromptEncoder:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
         contents = (message.get("content") for message in request.messages)
         num_chars = sum(len(content) for content in contents if isinstance(content, str))
-        self._check_length(num_chars, request.field)  # before the cost of a template, too
+        self._check_length(num_chars, request.field)  # checked before the cost of the template
         text = await self._renderers.render(request)
         self._check_length(len(text.encode()), request.field)
         return await self._encode_text(text, add_special_tokens)

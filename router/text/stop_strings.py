@@ -19,8 +19,8 @@ class Advanced(NamedTuple):
     """The state after a text, or after the first complete stop string in it."""
 
     state: int
-    end: int  # characters until there
-    stop_length: int  # characters of that stop string; 0: none
+    end: int  # characters up to the end of that stop string
+    stop_length: int  # characters of the stop string; 0: none
 
 
 class StopStrings:
@@ -58,7 +58,7 @@ class StopStrings:
         if at == len(stop):
             self.complete[state] = at
             return
-        if letters[state] != _NO_LETTER or state + 1 != len(letters):  # state + 1 is taken, by another stop string
+        if letters[state] != _NO_LETTER or state + 1 != len(letters):  # another stop string has state + 1
             self._branches.setdefault(state, {})[stop[at]] = len(letters)
         else:
             letters[state] = stop[at]
@@ -94,7 +94,7 @@ class StopStrings:
                 state += 1
             if may_stop and complete[state]:
                 return Advanced(state, end, complete[state])
-        while letters[state] == _NO_LETTER and state not in branches and state:  # a whole stop string, without effect
+        while letters[state] == _NO_LETTER and state not in branches and state:  # a complete stop string without effect
             state = shorter[state]
         return Advanced(state, len(text), 0)
 
@@ -165,7 +165,7 @@ class LateStopMatcher(StopMatcher):
         super().__init__(stops)
         self._reader: Reasoned | None = reader
         self._num_passed = 0  # characters of reasoning
-        self._waiting: list[str] = []  # text that may be reasoning or not
+        self._waiting: list[str] = []  # text that may be reasoning
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
         reader = self._reader

@@ -92,7 +92,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(data)
         except KeyboardInterrupt:
             raise
-        except BaseException as exc:  # the library raises bare Exception; a panic in Rust is not even that
+        except BaseException as exc:  # the library raises bare Exception; a panic in Rust is a BaseException
             raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
         config = _read_config(model_dir / "tokenizer_config.json")
         try:
@@ -140,7 +140,7 @@ class Tokenizer:
         if self._bytes is not None:
             return self._bytes.of(token_id)
         once = self.decode([token_id])
-        return self.decode([token_id, token_id])[len(once) :].encode()  # as inside a text, with its space
+        return self.decode([token_id, token_id])[len(once) :].encode()  # as inside a text, with a leading space
 
     def detokenizer(self, context: Sequence[int] = (), visible: Sequence[str] | None = ()) -> Detokenizer:
         """Return a new detokenizer for text that follows ``context``, the last tokens of the prompt.

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from router.text.fair_slots import FairSlots
 
 _LENGTH_BYTES = 4
-_START_SECONDS = 60.0  # a large vocabulary takes one or two
+_START_SECONDS = 60.0  # seconds; a large vocabulary takes one or two
 
 
 class WorkerProcess:
@@ -43,7 +43,7 @@ class WorkerProcess:
         async with asyncio.timeout(seconds):
             try:
                 stdin.write(packed(message))
-            except RuntimeError as exc:  # uvloop raises it when the process has ended
+            except RuntimeError as exc:  # uvloop raises RuntimeError when the process has ended
                 raise EOFError from exc
             await stdin.drain()
             length = int.from_bytes(await stdout.readexactly(_LENGTH_BYTES), "little")

@@ -53,7 +53,7 @@ class BodyReader:
         self._longest_context = longest_context
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
         self._slots = FairSlots(1)
-        self._unfinished: dict[_Upload, None] = {}  # large ones, oldest first
+        self._unfinished: dict[_Upload, None] = {}  # large uploads, oldest first
         self._num_bytes = 0
         metrics.body_bytes.set_function(lambda: self._num_bytes)
 

@@ -67,7 +67,7 @@ class RequestAccounting:
         self._stage = self.span.child("prepare")
 
     def use_id(self, request_id: str) -> None:
-        """Name the request as its body does, unless a header has named it or ``request_id`` is empty."""
+        """Take the request id of the body, unless a header has set one or ``request_id`` is empty."""
         if request_id and not self._has_header:
             self.request_id = request_id
             if self.span is not NO_SPAN:
@@ -78,7 +78,7 @@ class RequestAccounting:
         return request_id_headers(self._dialect.errors, self.request_id)
 
     def prepared(self) -> None:
-        """The prompts are tokenized; admission begins."""
+        """Note that the prompts are tokenized and admission begins."""
         self._metrics.prepared.observe(monotonic() - self.arrived)
         self._stage.end()
         self._stage = self.span.child("admission")
@@ -87,7 +87,7 @@ class RequestAccounting:
         self._stage.end()
 
     def use_model(self, model: ServedModel) -> ServedModel:
-        """The request is for ``model``, which is returned."""
+        """Note the model of the request, and return it."""
         self.model = model.name
         self.metrics = self._metrics.of(model.name)
         return model
@@ -102,7 +102,7 @@ class RequestAccounting:
 
     @contextmanager
     def generating(self, generation: RequestGeneration, admission: RequestAdmission) -> Iterator[None]:
-        """Count what the generation has done at its end, also for the limits of its client."""
+        """Count the tokens of a generation at its end, also for the limits of its client."""
         try:
             yield
         finally:
@@ -116,7 +116,7 @@ class RequestAccounting:
             self.metrics.count_choices([(len(choice.token_ids), choice.finish_reason) for choice in run.choices])
 
     def finished(self, outcome: str) -> None:
-        """The whole response has been sent, possibly with an error event."""
+        """Note that the whole response was sent, possibly with an error event."""
         self._outcome, self._status = outcome, 200
         self._span_error = "" if outcome == "ok" else outcome
 

@@ -61,14 +61,14 @@ class ResponsesSocket:
         endpoint = GenerateEndpoint(self._service, self._bodies, turns)
         messages = _Messages(receive)
         writer = SocketWriter(send, self._service.turns)
-        # A turn has an id of its own, which names its response.
+        # Each turn has its own id, which names its response.
         headers = [header for header in scope["headers"] if header[0] != b"x-request-id"]
         http = {**scope, "type": "http", "method": "POST", "headers": headers}
         try:
             async with asyncio.timeout(_MAX_SECONDS) as limit:
                 while await messages.next():
                     ends = limit.when()
-                    limit.reschedule(None)  # a response goes on to its end
+                    limit.reschedule(None)  # a running response is not cut off
                     await self._take_turn(endpoint, turns, http, messages=messages, writer=writer)
                     limit.reschedule(ends)
         except TimeoutError:
@@ -119,7 +119,7 @@ class _Messages:
         self._ahead = None
         if message["type"] != "websocket.receive":
             return False
-        # In two parts, so that large bodies count in the memory of BodyReader.
+        # The message has two parts, so that BodyReader counts the memory of large bodies.
         end: Message = {"type": "http.request", "body": b"", "more_body": False}
         self._parts = [end, {"type": "http.request", "body": message["bytes"], "more_body": True}]
         return True

@@ -16,7 +16,7 @@ from router.errors import EndpointDisabled
 from router.http.endpoints.small_endpoints import VERSION, json_response
 from router.service import ServedModel, Service
 
-# Options that clients may know: no path of a file, no address.
+# Options that clients may see: no file paths, no addresses.
 _OPTIONS = (
     "policy",
     "request_timeout",

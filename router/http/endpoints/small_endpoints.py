@@ -137,7 +137,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         return json_response(card(name, service.find(name)))
 
     @app.get("/health")
-    @app.get("/ping")  # as SageMaker and some load balancers ask
+    @app.get("/ping")  # health check of SageMaker and some load balancers
     async def health() -> Response:
         if service.draining:
             raise Draining("the router is draining; use another router")

@@ -40,7 +40,7 @@ class IncrementalParser(ABC):
         self._at = 0
         self._num_dropped = 0  # characters before ``_text``
         self._pushed: list[str] = []  # text that is not yet part of ``_text``
-        self._num_pushed = 0  # characters of it
+        self._num_pushed = 0  # characters in ``_pushed``
         self._mark: int | None = None
         self._ended = False
         self._finished = False  # the model has ended the text

@@ -39,7 +39,7 @@ def _checked(message: Message, where: str) -> Message:
         raise RequestError(f"{where}.content is missing; a message with role 'tool' holds a call's result", where)
     calls = checked.pop("tool_calls", None)
     if "content" in message and checked["content"] is None and not calls:
-        checked["content"] = ""  # templates would write None, or fail
+        checked["content"] = ""  # with null, templates would write None or fail
     if calls:
         if role != "assistant" or not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list in a message with role 'assistant'", where)

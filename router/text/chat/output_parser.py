@@ -13,7 +13,7 @@ import msgspec
 class DeltaKind(Enum):
     CONTENT = "content"
     REASONING = "reasoning"
-    CALL = "call"  # a tool call begins; the text is the function's name
+    CALL = "call"  # begin of a tool call; the text is the function's name
     ARGUMENTS = "arguments"  # more arguments of the latest call
 
 
@@ -41,7 +41,7 @@ class OutputParser(Protocol):
         """Return the deltas that this text completes."""
 
     def flush(self, finished: bool = False) -> list[OutputDelta]:
-        """Return what was held back, at the end of the text. ``finished``: the model has ended it, no limit."""
+        """Return the held-back deltas at the end of the text. ``finished``: the model ended the text, not a limit."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):

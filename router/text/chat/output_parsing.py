@@ -25,7 +25,7 @@ class OutputParsing(msgspec.Struct, frozen=True):
     reasons: bool = False  # reasoning is parsed
     include_reasoning: bool = True
     forced: bool = False  # the output is calls; a beginning that is cut off is no content
-    warnings: list[str] = []  # what of the request has no effect
+    warnings: list[str] = []  # parts of the request without effect
 
 
 def select_parsing(

@@ -140,9 +140,9 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
         "think",
     ),
 }
-# Families that put another syntax into Hermes' tags, unknown here
+# Families with an unknown syntax in Hermes' tags
 _NOT_HERMES = ("<function=",)
-# How Llama 3's templates request calls, even those without the tag
+# Text by which Llama 3's templates request calls, even templates without the tag
 _LLAMA_WORDS = '{"name": function name, "parameters": dictionary'
 
 

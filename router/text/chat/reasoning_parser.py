@@ -45,9 +45,9 @@ class ReasoningParser(IncrementalParser):
     def __init__(self, thinking: Thinking | None = None) -> None:
         super().__init__()
         self._thinking = thinking
-        self._stray_end: tuple[str, ...] = ()  # the end marker of reasoning that a call has ended
+        self._stray_end: tuple[str, ...] = ()  # end marker of reasoning that a call has ended
         self._thought = Stripper(strip_start=True)
-        self._stripper = Stripper(strip_start=False)  # its white space is content only if more content follows
+        self._stripper = Stripper(strip_start=False)  # white space at the end is content only if more content follows
         self._num_calls = 0
         self.reasoning = self._begun = thinking is not None and thinking.opened
         self.reasoning_end: int | None = None if thinking else 0

@@ -69,7 +69,7 @@ def _render(template: ChatTemplate, message: bytes) -> bytes:
         result = RenderResult(error=cut(str(exc), _MAX_ERROR), param=exc.param)
     except MemoryError:
         result = RenderResult(error="the chat template takes too much memory with these messages", param="messages")
-    except Exception as exc:  # a template may raise anything
+    except Exception as exc:  # a template may raise any exception
         text = f"the chat template fails with these messages: {type(exc).__name__}: {cut(str(exc))}"
         result = RenderResult(error=text, param="messages")
     return msgspec.json.encode(result)

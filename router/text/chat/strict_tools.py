@@ -22,7 +22,7 @@ from router.text.chat.tool_grammar import Marker, arguments_schema
 from router.text.chat.tools import ToolUse
 from router.text.structured.work_budget import Budget
 
-MarkerOf = Callable[[str], Marker]  # by text
+MarkerOf = Callable[[str], Marker]  # marker by its text
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ StrictGrammar = Callable[[ToolUse, MarkerOf, Frame, Budget], str]  # in Lark
 
 ANY_OBJECT = '{"type": "object"}'
 TEXT = "TEXT: /(?s:.*)/"
-BLANKS = "BLANKS: /[ \\t\\r\\n]{0,2}/"  # what the parsers pass over
+BLANKS = "BLANKS: /[ \\t\\r\\n]{0,2}/"  # blanks that the parsers skip
 
 
 def has_strict(use: ToolUse) -> bool:
@@ -186,7 +186,7 @@ def begin_rule(name: str, text: str, marker: Marker, regex: str = "(?s:.*)") -> 
 
     ``text`` is a terminal, and ``regex`` what it matches.
     """
-    if marker.before:  # llguidance's lexer takes it as part of the text
+    if marker.before:  # llguidance's lexer takes ``before`` as part of the text
         terminal = f"{name.upper()}_TEXT"
         before = re.escape(marker.before).replace("/", r"\/")
         return f"{name}: {terminal} {marker.term_after_text}\n{terminal}: /{regex}{before}/"

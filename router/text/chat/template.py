@@ -39,7 +39,7 @@ class RenderRequest(msgspec.Struct, frozen=True):
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     continue_final_message: bool = False
-    template: str = ""  # in place of the model's
+    template: str = ""  # replaces the model's template
     field: str = "messages"  # field of the client's body with the conversation, for errors
 
 
@@ -70,7 +70,7 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template does not compile: {exc} (line {exc.lineno})") from exc
         except RecursionError as exc:
             raise CheckpointError("the chat template does not compile: it is nested too deeply; simplify it") from exc
-        except (SyntaxError, ValueError, OverflowError) as exc:  # in the Python code that Jinja makes from it
+        except (SyntaxError, ValueError, OverflowError) as exc:  # errors in the Python code that Jinja makes
             raise CheckpointError(f"the chat template does not compile: {exc}; correct it") from exc
 
     def render(self, request: RenderRequest) -> str:
@@ -141,7 +141,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-        # Compilation must not evaluate even constant expressions, which may take for ever.
+        # Compilation must not evaluate constant expressions, which may take very long.
         optimized=False,
         finalize=_unchanged,
     )

@@ -19,7 +19,7 @@ from router.text.chat.reasoning_parser import ReasoningParser, Thinking
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _BEGIN_OF_ARGUMENTS = ("{", '"', "`")
-_CUT_STRING = re.compile(r'"(?:[^"\\]|\\[^u]|\\u[0-9A-Fa-f]{4})*')  # up to an escape that is cut off
+_CUT_STRING = re.compile(r'"(?:[^"\\]|\\[^u]|\\u[0-9A-Fa-f]{4})*')  # a string up to an escape that is cut off
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -280,12 +280,12 @@ def _decoded(text: str) -> str:
 
 def json_in_text(text: str, cut_off: bool = False) -> str:
     """Return the object that a JSON string holds, an empty one for "". Raises ParseError if it holds none."""
-    found = _decoded(text).encode(errors="backslashreplace").decode().strip()  # half of a character stays an escape
+    found = _decoded(text).encode(errors="backslashreplace").decode().strip()  # a lone surrogate stays an escape
     if not found and not cut_off:
         return "{}"
     if not found.startswith("{") or not (cut_off or found.endswith("}")):
         raise ParseError("arguments must be an object")
-    if not cut_off and _CONTROL.search(found):  # such as a newline that was escaped once only
+    if not cut_off and _CONTROL.search(found):  # such as a newline that was escaped only once
         with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(found, strict=False), ensure_ascii=False)
     return found

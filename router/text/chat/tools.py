@@ -19,7 +19,7 @@ _MODES = ("none", "auto", "required")
 class ToolUse(msgspec.Struct, frozen=True):
     """Tools and tool_choice. ``named`` is the function that the output must call."""
 
-    tools: tuple[dict[str, Any], ...] = ()  # as the client wrote them, in OpenAI's form
+    tools: tuple[dict[str, Any], ...] = ()  # the client's tools in OpenAI's form
     required: bool = False
     named: str = ""
     parallel: bool = True

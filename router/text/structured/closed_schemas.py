@@ -28,7 +28,7 @@ CHILDREN = (
     "additionalItems",
     "contains",
     *_OTHERS,
-)  # schemas for parts of the value, or lists of such
+)  # keywords with schemas for parts of the value, or lists of them
 _VISIT_WORK = 8  # steps for a schema, beside those for its keys
 
 Schema = dict[str, Any]
@@ -38,7 +38,7 @@ class _Declared(msgspec.Struct):
     """Properties that a schema and its combined schemas declare. ``decided``: one of them rules on other properties."""
 
     any: bool = False
-    names: dict[str, bool] = {}  # ordered; the values are schemas that allow everything
+    names: dict[str, bool] = {}  # name → true, in order
     patterns: dict[str, bool] = {}
     decided: bool = False
 

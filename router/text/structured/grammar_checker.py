@@ -39,7 +39,7 @@ class GrammarAnswer(msgspec.Struct, frozen=True):
 
 
 class GrammarChecker:
-    """Answers of the worker processes, and a cache of these."""
+    """Answers of the worker processes, with a cache."""
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
         self._tokenizer_json = tokenizer_json
@@ -93,7 +93,7 @@ class GrammarChecker:
     async def _ask(self, question: GrammarQuestion) -> None:
         try:
             async with self._workers.worker() as worker:
-                if question in self._answers:  # asked meanwhile
+                if question in self._answers:  # another request has asked meanwhile
                     return
                 answer = await worker.exchange(msgspec.json.encode(question), COMPILE_SECONDS)
             self._remember(question, msgspec.json.decode(answer, type=GrammarAnswer))

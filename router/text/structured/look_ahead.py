@@ -91,7 +91,7 @@ class _Language:
         self.chars = chars
         self.parts = parts
         self.least = least
-        self.most = most  # -1: without end
+        self.most = most  # -1: unlimited
         self.is_nullable = self._is_nullable()  # whether the empty text belongs to it
         self.regex_chars = self._regex_chars()  # length of its regex; -1: an automaton must find it
 
@@ -158,7 +158,7 @@ class _Languages:
         for part in parts:
             flat.update(dict.fromkeys(part.parts if part.kind == kind else (part,)))
             self._spend(len(part.parts))
-        self.budget.spend(len(flat))  # to put them into order
+        self.budget.spend(len(flat))  # for the sorting
         return flat
 
     def either(self, parts: Iterable[_Language]) -> _Language:
@@ -393,8 +393,8 @@ class _Automaton:
         self._budget = languages.budget
         self._classes = _classes(language, languages.budget)
         self._derivatives: dict[tuple[_Language, int], _Language] = {}
-        self._states = {language: 0}  # numbered
-        self._edges: dict[tuple[int, int], str] = {}  # regexes of one character, by both states
+        self._states = {language: 0}  # language → number of its state
+        self._edges: dict[tuple[int, int], str] = {}  # (from, to) → regex of one character
         pending = [language]
         while pending:
             pending += self._add_edges(pending.pop())
@@ -476,8 +476,8 @@ class _Graph:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._out: dict[int, dict[int, str]] = {}  # by start, then by end
-        self._into: dict[int, set[int]] = {}  # starts by end
+        self._out: dict[int, dict[int, str]] = {}  # from → to → regex
+        self._into: dict[int, set[int]] = {}  # to → from
         self.num_chars = 0
 
     def edge(self, start: int, end: int) -> str | None:

@@ -34,8 +34,8 @@ _MAX_PERMUTED = 4  # values: 65 arrays
 _MAX_COMBINED = 7  # values: 128 arrays
 _MAX_LOOK_AHEADS = 16  # patterns of a schema
 _MAX_FORMAT = 32  # characters
-_MAX_REFERENCES = 16  # that lead to one another
-_MAX_TAG_WORK = 100_000  # steps for a schema; then its unions have no tag
+_MAX_REFERENCES = 16  # references that lead to one another
+_MAX_TAG_WORK = 100_000  # steps for a schema; above, its unions have no tag
 _VISIT_WORK = 8  # steps for a schema, beside those for its keys
 _FORMAT_WORK = 300  # steps for a name, which llguidance compiles
 
@@ -215,7 +215,7 @@ class _Normalizer:
         if id(schema) not in self._known_values:
             values = self._values(schema, budget)
             encoded = None if values is None else set(map(budget.encoded, values))
-            self._known_values[id(schema)] = schema, encoded  # which keeps the id
+            self._known_values[id(schema)] = schema, encoded  # keeping the schema keeps its id valid
         return self._known_values[id(schema)][1]
 
     # ---------------------------------------------------------------- arrays and texts

@@ -1,4 +1,4 @@
-"""Python's parser of patterns, of which no public module gives the parts."""
+"""Python's parser of patterns. No public module gives access to the parts of a pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.text.structured.work_budget import Budget
 _parser: Any = import_module("re._parser")
 constants: Any = import_module("re._constants")
 
-# About sets that Python may read differently one day. A filter around each call would not be safe in threads.
+# Python warns of sets that it may read differently in future. A filter around each call is not thread-safe.
 warnings.filterwarnings("ignore", r"Possible (nested set|set \w+) at position", FutureWarning)
 
 

@@ -32,8 +32,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     choice: list[str] | None = None
     grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
-    disable_any_whitespace: bool = False  # in JSON
-    whitespace_pattern: str | None = None  # between the parts of JSON
+    disable_any_whitespace: bool = False  # no white space in JSON
+    whitespace_pattern: str | None = None  # white space between the parts of JSON
 
 
 class OutputGrammar(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class OutputGrammar(msgspec.Struct, frozen=True):
 
     text: str = ""
     field: str = ""
-    is_ebnf: bool = False  # to be translated
+    is_ebnf: bool = False  # needs translation to Lark
 
     def check_size(self) -> None:
         """Raises RequestError that names the field if the grammar is too long."""

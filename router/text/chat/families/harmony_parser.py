@@ -36,7 +36,7 @@ _MESSAGE = "<|message|>"
 _MAX_HEADER = 256  # characters
 _RECIPIENT = re.compile(r"[\w.-]*")
 _HEADER = re.compile(r"(?:<\|(?:start|channel|constrain)\|>|[ \t]*to=[\w.-]*|[A-Za-z]+|[ \t]+)*")  # any part, any order
-_SHORT_HEADER = re.compile(  # the parts that are no text, where <|message|> is missing
+_SHORT_HEADER = re.compile(  # parts of a header without <|message|>
     r"(?:<\|start\|>)?(?:assistant)?(?: to=[\w.-]+)?<\|channel\|> ?(?:analysis|commentary|final)"
     r"(?: to=[\w.-]+)? ?(?:<\|constrain\|>\w*)? ?"
 )
@@ -62,7 +62,7 @@ class HarmonyParser(ToolParser):
         super().__init__(names, parallel)
         self._separated = separated
         self._in_answer = in_answer
-        self._kinds = set[DeltaKind]()  # that messages had
+        self._kinds = set[DeltaKind]()  # kinds of the messages so far
         self.reasoning_end = None if separated else 0
         self._begun = separated
 
@@ -87,7 +87,7 @@ class HarmonyParser(ToolParser):
         if name in self._names:
             yield from self._call_body(name)
             return
-        if recipient:  # no tool of the request
+        if recipient:  # the recipient is no tool of the request
             self._end_reasoning()
             self._content(self._text[begin : self._at])
         self._mark = None

@@ -138,7 +138,7 @@ class _Rules:
     def _ends_of(self, schema: Any, root: dict[str, Any], rule: str, *, rest: str, may_end: bool) -> str:
         """Return the alternatives for a value and all that follows it: the rule ``rest``, or the end of the call."""
         found: list[str] = []
-        others: list[str] = []  # values that are no texts
+        others: list[str] = []  # values other than texts
         for number, part in enumerate(_alternatives(schema, root, 0, self._budget)):
             self._budget.spend_value(part)
             if part.get("type") == "string" and "const" not in part:
@@ -153,7 +153,7 @@ class _Rules:
             else:
                 document = {name: root[name] for name in ("$defs", "definitions") if name in root} | part
                 self._budget.spend_value(document)
-                # Not the end tag with the newline: that begins like white space of JSON, which would take it.
+                # Not the end tag with the newline: the JSON value would take the newline as white space.
                 others.append(f"{rule}_{number} {'BLANKS' if self._line else ''}")
                 self._add(f"{rule}_{number}", f"%json {json.dumps(document)}")
         if others:

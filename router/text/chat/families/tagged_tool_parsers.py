@@ -113,7 +113,7 @@ class TaggedToolParser(ToolParser):
         tags = self._tags
         if marker == tags.begin:
             yield from self._spaces()
-            if (yield from self._peek()) in ("{", "["):  # as Hermes writes calls
+            if (yield from self._peek()) in ("{", "["):  # the form of Hermes
                 yield from self._call_objects()
                 yield from self._spaces()
                 yield from self._expect(tags.end)
@@ -163,7 +163,7 @@ class TaggedToolParser(ToolParser):
         """Parse the arguments of a call, and its end. Return whether that is the end of all calls, too."""
         self._call(name)
         yield from self._spaces()
-        if (yield from self._peek()) == "{":  # as JSON
+        if (yield from self._peek()) == "{":  # arguments as one JSON object
             yield from self._object(self._arguments)
             self._commit()
             yield from self._spaces()
@@ -174,7 +174,7 @@ class TaggedToolParser(ToolParser):
             yield from self._parameters(self._values[name])
             ended = yield from self._end_of_call()
         except ParseError:
-            if self._finished or not self._ended:  # else it is cut off, and must not look complete
+            if self._finished or not self._ended:  # otherwise the call is cut off, and must not look complete
                 self._arguments("}")
             raise
         self._arguments("}")
@@ -237,7 +237,7 @@ class TaggedToolParser(ToolParser):
             yield from self._accept("\n")
         self._arguments('"' if is_text else "")
         marks = (tags.value_end, *(() if values.held else tags.closing))
-        ended = tagged = False  # tagged: by its end tag
+        ended = tagged = False  # tagged: ended by its end tag
         while not ended and (mark := (yield from self._until(marks, add))):
             if mark == tags.value_end:
                 blanks = yield from self._spaces()
