@@ -129,7 +129,7 @@ def error_body(error: PdserveError) -> bytes:
 
 
 class ErrorFormat(ABC):
-    """How a protocol writes errors and names requests."""
+    """A protocol's form of errors, and its headers with the request id."""
 
     id_headers: ClassVar[Sequence[bytes]]  # response headers with the id of the request
 

@@ -1,4 +1,4 @@
-"""How late the event loop runs its timers: the time for which one request can delay all others."""
+"""Lag of the event loop's timers: the time for which one request can delay all others."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ModelMetrics:
         """Count the choices of a prompt: output tokens and finish reason, empty if it did not end by itself."""
         self._longest_output.observe(max((num_tokens for num_tokens, _ in choices), default=0))
         for _, finish_reason in choices:
-            reason = "stop" if finish_reason == "tool_calls" else finish_reason  # as vLLM counts them
+            reason = "stop" if finish_reason == "tool_calls" else finish_reason  # vLLM counts tool calls as "stop"
             self._finished[reason or _ABORTED].inc()
 
 

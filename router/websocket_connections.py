@@ -89,7 +89,7 @@ class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
             self._refuse(_TRY_AGAIN_LATER, "unfinished messages hold all of their memory")
 
     def send_receive_event_to_app(self) -> None:
-        self.curr_msg_data_type = "bytes"  # the application decodes text, and says what is wrong with it
+        self.curr_msg_data_type = "bytes"  # the application decodes text and reports errors in it
         self._complete += sum(map(len, self.frames)) + _MESSAGE_BYTES
         self._limit.busy(self)
         super().send_receive_event_to_app()

@@ -33,7 +33,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int
     dtype: str
     kv_cache_dtype: str = "auto"  # auto: the model's dtype
-    num_experts: int = 0  # in each layer; 0: dense
+    num_experts: int = 0  # experts per layer; 0: dense
     top_k: int = 0  # experts per token
     expert_intermediate_size: int = 0
     has_latents: bool = False  # the KV cache has latents in place of keys and values

@@ -53,7 +53,7 @@ def up(args: argparse.Namespace) -> int:
     router = router_options(args)
     check_router(router)
     set_secrets(args)
-    if not sys.stderr.isatty():  # else a table shows the start
+    if not sys.stderr.isatty():  # on a terminal a table shows the start
         _log.info("starting %s", args.model)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
@@ -131,7 +131,7 @@ def death_of(child: Child) -> PdserveError:
 
 
 def _hint(child: Child, status: int) -> str:
-    if status == -signal.SIGKILL or "was killed by SIGKILL" in child.last_error:  # it, its engine or a rank
+    if status == -signal.SIGKILL or "was killed by SIGKILL" in child.last_error:  # child, engine or rank was killed
         return "unless a user killed it, the system ran out of memory: set a smaller --kv-cache-memory"
     if child.error or status == 0:
         return f"run `pdserve {child.module.removesuffix('_node')}` alone to see more"

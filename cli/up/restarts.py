@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_FAILURES = 5  # in a row
+MAX_FAILURES = 5  # failures in a row
 FIRST_DELAY = 0.5  # seconds; doubles with each failure in a row
 STABLE = 60.0  # seconds of service after which earlier failures do not count
 
@@ -13,7 +13,7 @@ STABLE = 60.0  # seconds of service after which earlier failures do not count
 class Restarts:
     """The failures of one process."""
 
-    failures: int = 0  # in a row
+    failures: int = 0  # failures in a row
     due: float = 0.0  # time from which it may start again
 
     def died(self, now: float, served: float) -> bool:

@@ -1,4 +1,4 @@
-"""Which stored tensors of a checkpoint make up each weight, by names, dtypes and shapes; no tensor is read.
+"""Find the stored tensors that make up each weight, by names, dtypes and shapes; no tensor is read.
 
     weight[row, column] = (value[row, column] - zero point) * scale
 
@@ -38,7 +38,7 @@ _FLOATS = ("F32", "BF16", "F16")
 
 
 class StorageRule(msgspec.Struct, frozen=True, kw_only=True):
-    """How a format stores a weight, as its config says."""
+    """The storage of a weight in a format, read from its config."""
 
     packing: str
     dtype: str  # dtype of the stored values

@@ -19,7 +19,7 @@ from pdserve.checkpoint.files import DECODE_ERRORS, open_regular
 from pdserve.errors import CheckpointError, shown
 
 MAX_HEADER = 32 << 20  # bytes; 250,000 tensors have about 30 MB
-MAX_TENSORS = 1 << 18  # in a file, and in a checkpoint
+MAX_TENSORS = 1 << 18  # tensors per file, and per checkpoint
 _MAX_DIMENSIONS = 16
 _LENGTH = struct.Struct("<Q")
 _AGAIN = "download it again"

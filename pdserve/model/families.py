@@ -137,7 +137,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_figures: str = ""  # section of docs/numbers.md with V2's figures, which names this family; "": V1 by default
     v2_figures_of: str = ""  # architecture of these figures, if another one with equal layers was measured
-    v2_is_faster: bool = False  # that section has V1's figures, too, and V2 decodes faster
+    v2_is_faster: bool = False  # the section has V1's figures, too, and V2 decodes faster
 
 
 FAMILIES: dict[str, DecoderFamily] = {

@@ -44,7 +44,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
 #: Sampling parameters for which a model may have a default.
 RECOMMENDED = tuple(name for name in GenerationDefaults.__struct_fields__ if name in SamplingParams.__struct_fields__)
-_LEAST = 1e-6  # in place of 0 where that is excluded
+_LEAST = 1e-6  # replaces 0 where 0 is excluded
 _TOKENS = Range(1, 2**31 - 1)
 _WHOLE = ("top_k", "max_new_tokens", "max_length")
 

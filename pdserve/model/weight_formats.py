@@ -202,7 +202,7 @@ def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
     )
 
 
-#: By the quant_method of a checkpoint's quantization_config; it names neither of the first two.
+#: Formats by quant_method of a checkpoint's quantization_config, which names neither of the first two.
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     UNQUANTIZED: WeightFormat(storage_rules=lambda options: ()),
     FP8_AT_LOAD: WeightFormat(storage_rules=lambda options: ()),

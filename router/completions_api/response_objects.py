@@ -168,7 +168,7 @@ class TokenBytes(Protocol):
 
 
 class TokenNames(Struct, frozen=True):
-    """How log-probabilities name tokens: by their texts, or ``as_ids``, vLLM's return_tokens_as_token_ids."""
+    """Names of tokens in log-probabilities: their texts, or ids with ``as_ids`` (vLLM's return_tokens_as_token_ids)."""
 
     tokenizer: TokenBytes
     as_ids: bool = False

@@ -1,4 +1,4 @@
-"""Which streams move between nodes that decode. Pure: routers with the same reports agree without talking.
+"""Choose streams to move between nodes that decode. Pure: routers with equal reports agree without messages.
 
 Streams leave a node that leans to prefill, and balance decodes, by the costs of pdserve/request_cost.py. A stream
 pauses while it moves, so it does not move to a node that computes many prompts. The last streams of a node do, if their

@@ -39,7 +39,7 @@ class Nodes:
         """``home`` is the id of the only node that decodes; None: all that can."""
         self._home = home
         self.prefixes = PrefixIndex()
-        # For round-robin ties. Its random start keeps routers that start together from choosing alike.
+        # Counter for round-robin ties. Its random start keeps routers that start together from equal choices.
         self.placement_counter = random.getrandbits(32)
         self._models = models
         self._tls = tls

@@ -52,7 +52,7 @@ class NodeView(msgspec.Struct, frozen=True):
 
     @property
     def prefills(self) -> bool:
-        """Whether it computes prompts for other nodes."""
+        """Whether the node computes prompts for other nodes."""
         return self.role in ("prefill", BOTH)
 
     @property

@@ -1,7 +1,7 @@
 """Moves running streams to nodes that can read their KV, as router/fleet/moves.py decides twice per second.
 
 Streams with the least KV move first: their pauses are the shortest, and most of them have the longest rest before them.
-Those of one node follow each other at a distance, so that the pause of each is that of a single handoff.
+Streams of one node follow each other at a distance, so that each pauses only as long as a single handoff.
 """
 
 from __future__ import annotations

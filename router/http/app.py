@@ -114,7 +114,7 @@ def create_app(service: Service) -> ASGIApp:
             await store.close()
 
     app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False  # it would redirect to the scheme and host that a proxy has sent
+    app.router.redirect_slashes = False  # a redirect would use the scheme and host that a proxy has sent
     bodies = BodyReader(service.options.max_body_bytes, service.longest_context, service.metrics)
     responses = ResponsesDialect(store, running)
     generating: list[GenerateDialect[Any]] = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MAX_PROMPTS = 32  # in a call: their vectors stay far below ANSWER_LIMIT
-MAX_TOKENS = 16_384  # in a call, unless a single prompt is longer
-MIN_TOKENS = 1024  # a step with fewer takes as long: it reads all weights
+MAX_PROMPTS = 32  # prompts per call: their vectors stay far below ANSWER_LIMIT
+MAX_TOKENS = 16_384  # tokens per call, unless a single prompt is longer
+MIN_TOKENS = 1024  # tokens; a smaller step takes as long, as it reads all weights
 
 
 def split(lengths: Sequence[int], num_nodes: int) -> list[range]:

@@ -61,7 +61,7 @@ class RankedDocument(Struct):
 
 
 class RankedResult(Struct):
-    index: int  # in the request
+    index: int  # index of the document in the request
     relevance_score: float
     document: RankedDocument | UnsetType = UNSET
 

@@ -63,7 +63,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     prompt: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] = "disabled"  # both refuse an input that does not fit
     max_tool_calls: int | None = None  # without effect: it limits built-in tools, which do not exist here
-    safety_identifier: str | None = None  # this and the next two: without effect
+    safety_identifier: str | None = None  # without effect, like the next two fields
     prompt_cache_key: str | None = None
     service_tier: str | None = None
 

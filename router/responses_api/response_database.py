@@ -77,7 +77,7 @@ class ResponseDatabase:
         """Raises ConfigError."""
         self.limits = limits
         self.num_entries = self.num_bytes = 0
-        self._bytes_of: dict[str, int] = {}  # by owner
+        self._bytes_of: dict[str, int] = {}  # bytes by owner
         try:
             self._open(path)
         except (sqlite3.Error, OSError) as exc:

@@ -176,8 +176,8 @@ def _find_items(
     database: ResponseDatabase, owner: str, references: Sequence[str], budget: ConversationBudget
 ) -> dict[str, Item]:
     found: dict[str, Item] = {}
-    responses: dict[str, tuple[ItemIndex, dict[str, int]]] = {}  # by id, with the positions of items by their ids
-    response_of: dict[str, str] = {}  # by id of an item
+    responses: dict[str, tuple[ItemIndex, dict[str, int]]] = {}  # response id → index, and positions of items by id
+    response_of: dict[str, str] = {}  # item id → response id
     for name in references:
         if name not in response_of:
             response_of[name] = database.response_of(owner, name) or ""

@@ -34,9 +34,9 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What an output holds beside calls: free text, unless they are ``alone``; reasoning before.
+    """Parts of an output beside calls: free text, unless calls are ``alone``; reasoning before.
 
-    ``or_answer``: in place of calls, it may be what the grammar of this name allows.
+    ``or_answer``: the output may follow the grammar of this name in place of calls.
     """
 
     alone: bool = False

@@ -46,7 +46,7 @@ class GrammarChecker:
         self._workers = WorkerPool(self._start, _WORKERS)
         self._conversions = Conversions()
         self._answers: OrderedDict[GrammarQuestion, GrammarAnswer] = OrderedDict()
-        self._waiting = Counter[str]()  # by client
+        self._waiting = Counter[str]()  # waiting grammars by client
 
     def conversion(self) -> Conversion:
         """Begin the conversion of a request's structure to grammars."""

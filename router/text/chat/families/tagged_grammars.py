@@ -60,7 +60,7 @@ class _Rules:
         self._closing = {"key": self._key, "end": self._marker(tags.call_end) if tags.call_end else self._end}
         if tags.call_end:
             self._closing["stop"] = self._end  # closes a call without its own end
-        self._rules: dict[str, str] = {}  # by name
+        self._rules: dict[str, str] = {}  # rules by name
 
     def _marker(self, text: str) -> Marker:
         """Return the marker for a tag, which may have an added token inside."""
