@@ -57,7 +57,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _warnings(config: NodeConfig, devices: Sequence[DeviceInfo]) -> list[str]:
-    """Say what keeps a node with this configuration from starting on this machine, if it is this machine's memory."""
+    """Return why this machine's memory keeps a node with this configuration from starting; empty if it suffices."""
     try:
         for rank, device in enumerate(devices):
             check_memory(config.for_rank(rank, device))

@@ -63,7 +63,7 @@ class CrashingRequest(PdserveError):
 
 
 class MalformedOutput(NodeError):
-    """A decode node has sent what cannot be an output of the request. ``field`` is that of the message."""
+    """A decode node has sent an output that cannot be the request's. ``field`` is the field of the message."""
 
     def __init__(self, field: str, found: str) -> None:
         super().__init__(f"the decode node sent {found}; upgrade it, or restart it")

@@ -24,7 +24,7 @@ def map_large_blocks() -> None:
 
 
 def trim() -> None:
-    """Return what is free. Takes tens of milliseconds after a burst, without the GIL."""
+    """Return free memory to the system. Takes tens of milliseconds after a burst, without the GIL."""
     if _is_glibc:
         _library.malloc_trim(0)
 

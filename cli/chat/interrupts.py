@@ -32,7 +32,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def read(self, read: Callable[[], str]) -> str:
-        """Return what ``read`` returns. Raises KeyboardInterrupt."""
+        """Return the result of ``read``. Raises KeyboardInterrupt."""
         self._is_pending = False
         self._raises = True
         try:

@@ -104,7 +104,7 @@ class Chat:
             self._console.print(f"[red]{escape(clean(str(exc)))}[/]", highlight=False, soft_wrap=True)
 
     def _answer(self, message: str) -> None:
-        """Send a message and show the answer. Ctrl-C ends it, and keeps what has arrived. Raises PdserveError."""
+        """Send a message and show the answer. Ctrl-C ends it and keeps the arrived part. Raises PdserveError."""
         answer = Answer()
         stopped = ""
         try:

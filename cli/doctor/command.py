@@ -160,7 +160,7 @@ def _findings(
 
 
 def _check_tokenizer(config: NodeConfig) -> Finding:
-    """Check what a router reads of a checkpoint, and which tokens end answers."""
+    """Check the files that a router reads of a checkpoint, and the tokens that end answers."""
     from router.server import load_tokenizer
 
     tokenizer, model, directory = load_tokenizer(config.model_dir), config.model, Path(config.model_dir)

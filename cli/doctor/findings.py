@@ -51,7 +51,7 @@ def fail(text: str, remedy: str = "") -> Finding:
 
 
 def run_check(name: str, check: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
-    """Return what ``check`` finds. An error, as a node would raise it at its start, is a finding too."""
+    """Return the findings of ``check``. An error that a node would raise at its start is a finding, too."""
     try:
         found = check(*args, **kwargs)
     except (PdserveError, OSError) as exc:

@@ -86,7 +86,7 @@ class Display:
 
 
 def _is_routine(text: str) -> bool:
-    """Return whether a log line only says what a start does. ``--log-level debug`` shows these lines, too."""
+    """Return whether a log line only describes the start. ``--log-level debug`` shows these lines, too."""
     return level_of(text) == "INFO" and not _log.isEnabledFor(logging.DEBUG)
 
 

@@ -174,7 +174,7 @@ class Supervisor:
     def wait(self, seconds: float) -> list[Event]:
         """Wait for events, at most ``seconds``. Kill a child that has reported a failure and hangs in its exit.
 
-        A failure comes before what other children print of it.
+        The event of a failure precedes the lines that other children print about it.
         """
         events: list[Event] = []
         readable = [key.data for key, _ in self._selector.select(seconds)]
@@ -206,7 +206,7 @@ class Supervisor:
         return [Changed(child)] if texts else []
 
     def _drain(self, child: Child) -> list[Event]:
-        """Read what an ended child left in its pipes."""
+        """Read the rest of an ended child's pipes."""
         events: list[Event] = []
         for key in list(self._selector.get_map().values()):
             if key.data[0] is child:

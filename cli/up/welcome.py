@@ -51,7 +51,7 @@ def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: Rout
 
 
 def command_name() -> str:
-    """Return what starts ``pdserve`` in the user's shell: its path if it is not on the PATH."""
+    """Return the command ``pdserve`` for the user's shell: its path if it is not on the PATH."""
     if shutil.which("pdserve"):
         return "pdserve"
     script = Path(sys.executable).with_name("pdserve")

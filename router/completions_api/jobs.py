@@ -49,7 +49,7 @@ async def encode_chat(body: ChatBody, encoder: PromptEncoder, limits: ModelLimit
 
 
 def _check_repeated(num_tokens: int, body: GenerateBody, *, copies: int = 1, echo_bytes: int = 0) -> None:
-    """Bound what the answer holds about its prompts, which a completion repeats in each choice. Raises RequestError."""
+    """Bound the prompt fields of the answer, which a completion repeats in each choice. Raises RequestError."""
     num_bytes = echo_bytes + (_ID_BYTES if body.return_token_ids else 0)
     num_bytes += _LOGPROB_BYTES * (1 + body.prompt_logprobs) if body.prompt_logprobs is not None else 0
     if num_bytes * num_tokens * copies > MAX_REPEATED:
@@ -184,7 +184,7 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 async def prepared_request(body: GenerateBody, jobs: Sequence[Job], parsing: OutputParsing | None) -> Prepared:
-    """Add what the router needs to read the output. Raises RequestError."""
+    """Add the stop strings and parsing by which the router reads the output. Raises RequestError."""
     visible: tuple[str, ...] | None = () if parsing is None else parsing.markers
     return Prepared(
         jobs=jobs,

@@ -1,1 +1,1 @@
-"""Base of the HTTP protocols: what each one declares, and the responses and events that it writes."""
+"""Base of the HTTP protocols: the declaration of a protocol, its responses and its events."""

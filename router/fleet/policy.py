@@ -453,7 +453,7 @@ def price(nodes: Sequence[NodeView], typical: StepCosts) -> tuple[list[NodeView]
 
 
 def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:
-    """Return the mean of the measured bases and the median of the slopes; defaults for what no node has measured."""
+    """Return the mean of the measured bases and the median of the slopes; defaults for unmeasured costs."""
     measured = [node.costs for node in nodes if cost.out_of_range(node.load, node.costs) is None]
     found = {}
     for name in StepCosts.__struct_fields__:

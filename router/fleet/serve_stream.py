@@ -67,7 +67,7 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
         on_change: Callable[[], None],
         epoch: str = "",
     ) -> None:
-        """``max_request`` is what the node accepts, in bytes; in another ``epoch`` it refuses all requests."""
+        """``max_request``: bytes of the largest accepted request. A node in another ``epoch`` refuses all requests."""
         stub: DecodeNodeAsyncStub = DecodeNodeStub(channel)
         super().__init__(
             stub.Serve,

@@ -62,7 +62,7 @@ ANONYMOUS = Client()
 
 
 def fairness_key(client: Client, address: str) -> str:
-    """Return what requests of one client have in common: its name, else the network of its address."""
+    """Return the key of fairness between clients: the client's name, else the network of its address."""
     return client.name or network_of(address)
 
 

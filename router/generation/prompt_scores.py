@@ -26,7 +26,7 @@ class PromptScores:
         self._runs: list[PromptLogprobs] = []
 
     def add(self, run: PromptLogprobs) -> None:
-        """Raises MalformedOutput for a run that is not the next one, or has what no prompt has."""
+        """Raises MalformedOutput for a run that is not the next one, or has values that no prompt has."""
         if run.num_top > self._num_top:
             text = f"{run.num_top} alternatives of prompt tokens, where {self._num_top} were asked for"
             raise MalformedOutput("prompt_logprobs", text)

@@ -38,7 +38,7 @@ def refused_body(scope: Scope, max_bytes: int, errors: ErrorFormat) -> Response 
 
 
 def receive_decoded(scope: Scope, receive: Receive) -> Receive:
-    """Return ``receive``, or one that decompresses the body in pieces, so that limits hold for what it becomes."""
+    """Return ``receive``, or one that decompresses the body in pieces, so that limits hold for decompressed bytes."""
     return _GzipBody(receive).receive if _coding(scope) == "gzip" else receive
 
 

@@ -18,7 +18,7 @@ _MOST_PREFILLERS = 16
 
 
 def routing_hint(scope: Scope, trusted: bool) -> RoutingHint:
-    """Return what the headers ask for. Raises RequestError for values that are malformed."""
+    """Return the wishes in the headers. Raises RequestError for malformed values."""
     if not trusted:
         return NO_HINT
     values = {name.decode("latin-1"): value.decode("latin-1").strip() for name, value in scope["headers"]}

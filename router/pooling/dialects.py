@@ -1,4 +1,4 @@
-"""/v1/embeddings (OpenAI), /v1/score (vLLM) and /v1/rerank (Jina, Cohere): what tells them apart."""
+"""/v1/embeddings (OpenAI), /v1/score (vLLM) and /v1/rerank (Jina, Cohere): their differences."""
 
 from __future__ import annotations
 

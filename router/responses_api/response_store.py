@@ -155,7 +155,7 @@ def find_conversation(
 ) -> tuple[list[Item], dict[str, Item]]:
     """Return the items up to the end of the previous response, and items by id, with all references.
 
-    Raises RequestError for what is not stored, and for more than a request may name.
+    Raises RequestError for an id that is not stored, and for more items than a request may name.
     """
     items: list[Item] = []
     budget = ConversationBudget(database.limits.max_conversation)

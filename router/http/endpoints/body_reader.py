@@ -58,7 +58,7 @@ class BodyReader:
         metrics.body_bytes.set_function(lambda: self._num_bytes)
 
     async def read(self, receive: Receive, parse: Callable[[bytes], Body]) -> Body:
-        """Return what ``parse`` makes of the body. Raises its errors, or those of ``_receive``."""
+        """Return the parsed body. Raises the errors of ``parse`` and ``_receive``."""
         upload = _Upload(asyncio.timeout(_BODY_TIMEOUT))
         try:
             data = await self._receive(receive, upload)

@@ -1,4 +1,4 @@
-"""/v1/models, /health, /ping, /health/live, /version, /metrics, and what tokenizes and renders without generating."""
+"""/v1/models, /health, /ping, /health/live, /version, /metrics, and tokenizing and rendering without generation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Messages in the forms that chat templates take.
 
-Templates differ in what they expect, and refuse or drop the rest. What can be known from a template's source is adapted
+Templates expect different messages, and refuse or drop others. What can be known from a template's source is adapted
 here, so that a conversation which one model can continue does not end with another:
 
     null fields                   dropped: templates test whether a field is there

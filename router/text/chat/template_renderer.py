@@ -29,7 +29,7 @@ _PROCESS = "router.text.chat.render_process"
 
 
 class RendererConfig(msgspec.Struct, frozen=True):
-    """The first message to a process. It answers with a RenderResult that is empty, or says what is wrong with it."""
+    """The first message to a process. It answers with a RenderResult, empty or with an error."""
 
     source: str
     special_tokens: dict[str, str]

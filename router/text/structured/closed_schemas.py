@@ -70,7 +70,7 @@ class _Closer:
         return {**result, "$defs": {**result.get("$defs", {}), **self._copies}} if self._copies else result
 
     def _schema(self, schema: Any, inherited: _Declared, close: bool) -> Any:
-        """Rewrite a schema; ``inherited`` is what those beside it declare. Without ``close`` only its parts change."""
+        """Rewrite a schema; ``inherited``: declared by schemas beside it. Without ``close`` only its parts change."""
         self._budget.spend()
         if not isinstance(schema, dict):
             return schema

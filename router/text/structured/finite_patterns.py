@@ -84,7 +84,7 @@ class _Texts:
         return self._bounded(first + second for first in firsts for second in seconds)
 
     def _bounded(self, texts: Iterable[str]) -> set[str]:
-        """Raises UnknownPattern once there are more texts, or longer ones, than names: what follows adds to both."""
+        """Raises UnknownPattern once there are more texts, or longer ones, than names: later parts only add to both."""
         found = set()
         for text in texts:
             self._budget.spend_chars(len(text))

@@ -73,7 +73,7 @@ class HarmonyParser(ToolParser):
             yield from self._message()
 
     def _message(self) -> Parse[None]:
-        """Parse a message, or text that is none up to what may begin the next one."""
+        """Parse a message, or text outside messages up to the next possible begin of a message."""
         self._mark = begin = self._at
         try:
             channel, recipient = yield from self._header()
