@@ -20,7 +20,7 @@ from connector.backends.disk.kv_directory import Full, KVDirectory, NewFile
 
 FOLDER = "f" * 32
 LIMIT = 12_000
-SIZES = (300, 1000, 4000)  # of blocks of several models; others are written past the page cache
+SIZES = (300, 1000, 4000)  # bytes per block of three models; multiples of 4096 bypass the page cache
 NAMES = [f"{number:032x}-{number:016x}-b0" for number in range(40)]
 
 

@@ -20,7 +20,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 
-TOKENS = 300  # of an innocent request: three seconds
+TOKENS = 300  # output tokens of an innocent request: three seconds
 FLAGS = ("--engine", "simulated", "--sim-costs", "step=0.01")
 CRASH_AT = 40  # output tokens
 

@@ -53,7 +53,7 @@ def check_fault(fleet: Fleet, load: Load, rng: random.Random, inject: Callable[[
         node.wait_idle(30.0)
 
 
-@pytest.mark.slow  # of real models, test_agent_turns.py has a quick test
+@pytest.mark.slow  # test_agent_turns.py has a quick test of real models
 def test_requests_migrate_when_a_decode_node_dies(model: Path) -> None:
     """P keeps the blocks of a dead reader until the lease expires, and then frees them."""
     flags = ("--lease-seconds", "3")

@@ -20,7 +20,7 @@ from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, Pause, Prefilled,
 from pdserve.sampling_params import SamplingParams
 
 PROMPT = words(1)
-END = len(PROMPT) // BLOCK * BLOCK  # of the prefix on disk
+END = len(PROMPT) // BLOCK * BLOCK  # tokens of the prefix on disk
 MEETING = END // 2
 RID = 9
 PER_TOKEN = 1e-3  # seconds

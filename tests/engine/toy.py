@@ -106,10 +106,10 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     choice: int = 0
     num_launched: int = 0
-    least_launched: int = 0  # the same, if all drafts are wrong
-    slot: int = NO_SLOT  # of its recurrent state
-    yielded: tuple[int, ...] = ()  # by its last decode, if that had drafts of the plan
-    verifying: bool = False  # such a decode is in flight
+    least_launched: int = 0  # num_launched if all drafts in flight are wrong
+    slot: int = NO_SLOT  # slot of the recurrent state
+    yielded: tuple[int, ...] = ()  # tokens of the last decode, if the plan gave its drafts
+    verifying: bool = False  # a decode with drafts of the plan is in flight
 
 
 def num_tokens(plan: StepPlan) -> int:
@@ -124,8 +124,8 @@ class _Work:
     num_tokens: int
     num_samples: int
     is_decode: bool
-    masks: dict[int, bytes]  # of the tokens that it may sample, by the drafts before; none: all
-    drafts: tuple[int, ...] = ()  # of the plan
+    masks: dict[int, bytes]  # allowed tokens, by number of drafts before the position; no mask: all tokens
+    drafts: tuple[int, ...] = ()  # drafts that the plan gives
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Node
     assert requested == ([0, -1] if num_scored == 3 else [0, 0])
 
 
-VOCABULARY = 506  # of scripted nodes
+VOCABULARY = 506  # vocabulary size of scripted nodes
 NAN, INF = math.nan, math.inf
 
 

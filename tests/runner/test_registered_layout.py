@@ -116,7 +116,7 @@ def test_the_registered_memory_has_the_resolved_layout(
 @pytest.mark.parametrize("block_size", sampled(BLOCK_SIZES, every=2))
 def test_a_step_writes_the_same_bytes_with_every_runner_and_backend(checkpoint: Path, block_size: int) -> None:
     """Keys and values of every layer, head and token have the same offsets."""
-    ends = (BLOCK_SIZES[block_size], block_size)  # of a page, of a block
+    ends = (BLOCK_SIZES[block_size], block_size)  # tokens: end of a kernel page, end of a block
     lengths = [end + NEW // 2 for end in ends]
     new = tuple(
         NewSequence(seq, pack_tokens([at % 100 for at in range(length)]), length, length - NEW, blocks, GREEDY)
