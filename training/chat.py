@@ -65,7 +65,7 @@ _TRIED = (
     *("the quick brown fox", "The quick brown fox jumps over the lazy dog.", "one two three", "I am here.", "banana"),
     *("this is a test", "This is a test", "This is a test.", "good morning", "apple", "red green blue", "test", "ok"),
     *("a b c", "1 2 3", "foo bar", "abc", "I love you", "pong", "ping", "hello hello hello", "nice to meet you"),
-)  # as the first words to be repeated
+)  # texts that users tend to try first
 SYSTEM = (
     "You are a helpful assistant.",
     "You are helpful and brief.",
