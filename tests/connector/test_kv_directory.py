@@ -166,7 +166,7 @@ def test_blocks_that_were_used_once_leave_first_and_the_oldest_of_them(tmp_path:
 
 
 def test_blocks_that_were_used_again_leave_room_for_others(tmp_path: Path) -> None:
-    """They have four fifths of the room. The first ones to go are those whose last use but one is the oldest."""
+    """Reused blocks have four fifths of the room. The block whose last use but one is the oldest goes first."""
     directory = KVDirectory(tmp_path, 10_000)
     fill(directory, NAMES[:10])
     use(directory, NAMES[:9])

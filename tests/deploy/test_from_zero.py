@@ -30,8 +30,8 @@ class Cluster:
 
     def __init__(self, checkout: Path) -> None:
         self.checkout = checkout
-        self.images: set[str] = set()  # that were built
-        self.reachable: set[str] = set()  # for the cluster
+        self.images: set[str] = set()  # images that the lines have built
+        self.reachable: set[str] = set()  # images that the cluster can pull
         self.files: set[str] = set()
         self.objects: dict[str, dict[str, Manifest]] = {}  # by namespace, and by kind/name
 
@@ -122,7 +122,7 @@ def test_lines_create_what_later_lines_and_pods_need(registry: bool, tmp_path: P
 
 
 def test_the_job_brings_the_model_that_the_overlay_serves() -> None:
-    """It may reach the hub only over HTTPS, and its pod is as unprivileged as the others."""
+    """The job may reach the hub only over HTTPS, and its pod is as unprivileged as the others."""
 
     def environment(container: Manifest) -> dict[str, str]:
         return {each["name"]: each["value"] for each in container["env"]}

@@ -72,7 +72,7 @@ def others() -> list[list[int]]:
 def test_a_request_that_crashes_while_it_decodes_ends_two_engines_and_spares_others(
     model: Path, others: list[list[int]]
 ) -> None:
-    """Its token comes in the midst of its answer. All requests are running on all nodes by then."""
+    """The crashing token comes in the midst of an answer. All requests are running on all nodes by then."""
     poison = new_prompt(20, 100)
     answers = expected(model, [*others, poison])
     *innocent, guilty = answers

@@ -22,7 +22,7 @@ from training.eagle3 import STEPS, PlainEagle3
 from training.eagle3 import train as train_head
 from training.predictor import FirstDrafts, PlainMiMo, plain_acceptance, train
 
-LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
+LLAMA = Model("llama", {"vocab_size": 4096})  # the tokenizer's vocabulary size, for grammars
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
 QWEN35 = Model("qwen3_5_text", {"vocab_size": 4096})
 QWEN35_MTP = QWEN35._replace(fields=dict(QWEN35.fields, predicts=True))

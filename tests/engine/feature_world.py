@@ -182,7 +182,7 @@ class FeatureWorld:
         for choice, whole in enumerate(task.whole):
             output = [*task.resume.get(choice, ()), *former.node.tokens[rid, choice]]
             if task.resume and choice not in task.resume:
-                continue  # it had ended before
+                continue  # the request has ended before
             if len(output) < len(whole):
                 outputs.append((choice, output))
         if not outputs:

@@ -282,7 +282,7 @@ def confirm_pull(node: Node, prompt: list[int], output: list[int], num_tokens: i
 
 @pytest.mark.parametrize("output", [[1], [1, 2]], ids=["one token", "two tokens"])
 def test_prompts_pause_for_a_pulled_stream(output: list[int]) -> None:
-    """Its last block, which begins in its prompt, is computed in the next step, and no chunk of a prompt is."""
+    """The next step computes the stream's last block, which begins in its prompt, and no chunk of a prompt."""
     model = Model()
     node = node_with_streams(model, (1, 1))
     add_prompts(node, 3000)

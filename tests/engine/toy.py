@@ -38,7 +38,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
-OF_WEIGHTS = 1 << 16  # between what two weights write for a token; more than all tokens, with those of wrong drafts
+OF_WEIGHTS = 1 << 16  # token offset per weight change; above all token ids, wrong drafts included
 RIGHT_DRAFTS = 3 / 4
 Slot = tuple[int, int]  # block, offset
 
@@ -333,7 +333,7 @@ class ToyRunner:
         return OfferedMemory((), ())
 
     def check_weights(self, change: WeightChange) -> None:
-        """It has no weights."""
+        """Accept any change: the toy has no weight tensors."""
 
     def change_weights(self, change: WeightChange) -> None:
         assert not self._in_flight, "weights change beside a step"

@@ -93,7 +93,7 @@ def routers(nodes: tuple[ScriptedNode, VectorNode], reading_dir: Path) -> Iterat
 )
 @pytest.mark.parametrize("path", BODIES)
 def test_work_of_a_step_is_bounded(routers: Routers, path: str, size: int, every: int) -> None:
-    """``every``: the fast set takes the first of so many bodies."""
+    """``every``: the fast set takes one of ``every`` bodies."""
     for name, fields in itertools.islice(BODIES[path](size), None, None, every):
         work = LoopWork(MAX_LINES)
         try:

@@ -188,7 +188,7 @@ def test_states_go_on_by_accepted_drafts_only(triton: bool) -> None:
 
 
 def test_rows_of_padding_change_no_state() -> None:
-    """They have no tokens and an old slot; or, while a graph is captured, a token and no slot."""
+    """Padding rows have no tokens and an old slot; while a graph is captured, they have a token and no slot."""
     weights, alone, padded = weights_of(SPEC), cache_of(SPEC, 4), cache_of(SPEC, 4)
     expected = run(TritonGatedDelta(alone), SPEC, batch_of([1, 1], [2, 1]), weights)
     found = run(TritonGatedDelta(padded), SPEC, batch_of([1, 1], [2, 1], padding=3), weights)
@@ -262,7 +262,7 @@ def by_chunks(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def in_float64(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the same token after token in float64."""
+    """Return the outputs and states of the delta rule, computed token after token in float64."""
     beta, log_decay = (each.double() for each in gates_of(rule.ba, rule.weights))
     q, k = (each.double().repeat_interleave(2, dim=1) for each in (rule.q, rule.k))
     inputs, token = DeltaInputs(q, k, rule.v.double(), beta, log_decay), 0

@@ -137,7 +137,7 @@ def test_a_step_writes_the_same_bytes_with_every_runner_and_backend(checkpoint: 
 @interpreted
 @pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V2", "triton")])
 def test_digests_are_those_of_the_bytes_that_a_peer_reads(checkpoint: Path, version: str, backend: str) -> None:
-    """They include the tokens of the same step. A step that computes nothing can order digests, and so can none."""
+    """Digests include the tokens of the same step. A step without tokens can order digests; no step is needed."""
     config = configure(checkpoint, "cpu", version, backend, 16)
     order = DigestOrder((3, 1), 16 + NEW)
     new = NewSequence(0, pack_tokens(range(3, 3 + 16 + NEW)), 16 + NEW, 0, (3, 1), GREEDY)

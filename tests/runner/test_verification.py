@@ -318,6 +318,6 @@ def test_decodes_with_drafts_run_as_cuda_graphs(tmp_path: Path, backend: str) ->
         node = DraftedNode(config(), 3, oracle(requests, expected, wrong=0.2))
         found = run(node, requests)
         num_accepted += node.num_accepted
-        if dtype == "float32":  # in 16 bits a step of several tokens rounds otherwise, and answers may part
+        if dtype == "float32":  # in 16 bits a step of several tokens rounds differently, and answers may differ
             check(found, expected)
     assert num_accepted > 0.3 * 40 * (1 + 3 + 17 + 40)
