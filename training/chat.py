@@ -229,7 +229,7 @@ def introduction(words: Words) -> tuple[Ask, Ask]:
 
 
 def repetition(words: Words) -> Ask:
-    """Words to be copied, often a single one."""
+    """Return a request to copy words, often a single word."""
     rng = words.rng
     makers = (words.word, words.invented, words.code, words.word, lambda: rng.choice(_TRIED))
     count = rng.choice((1, 1, 1, 2, 3, rng.randint(4, 12)))

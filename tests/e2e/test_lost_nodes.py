@@ -1,4 +1,4 @@
-"""Decode nodes die or hang during answers, and the answers stay those of an undisturbed fleet, token for token.
+"""Decode nodes die or hang during answers, and the answers equal an undisturbed fleet's, token for token.
 
 Requests have one or three choices or two prompts, penalties, seeds, log-probabilities, grammars and stop strings; they
 are streamed or not.

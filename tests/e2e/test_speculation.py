@@ -104,7 +104,7 @@ def accepted(node: Any) -> float:
 
 @pytest.mark.parametrize("sides", ["D", *(pytest.param(sides, marks=pytest.mark.slow) for sides in ("P", "PD"))])
 def test_answers_are_the_same_through_handoffs(sides: str, tmp_path: Path) -> None:
-    """P and D need not speculate alike. Those with few blocks have both."""
+    """P and D need not speculate alike. Tests with few blocks use drafts on both."""
     prefill, decode = ("1 lookup" if side in sides else "1" for side in "PD")
     with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
         check(served.fleet, seed=1)

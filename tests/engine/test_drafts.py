@@ -1,4 +1,4 @@
-"""Several tokens per decode and step: outputs are those without drafts, also where drafts are wrong."""
+"""Several tokens per decode and step: outputs equal outputs without drafts, also where drafts are wrong."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class Pulling:
 @each_depth
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_p_computes_what_a_pull_has_not_brought(depth: tuple[int, int], kind: dict[str, Any]) -> None:
-    """The blocks that were read are leased like those that are computed, and are in P's prefix cache."""
+    """Blocks that were read are leased like computed blocks, and are in P's prefix cache."""
     world = Pulling(depth, **kind)
     num_tokens = world.read()
     assert num_tokens >= 28  # the state is that after the prompt's last full block

@@ -127,7 +127,7 @@ class Cluster:
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
-        """Wait until all pods are ready and every node is connected to those that it reads from."""
+        """Wait until all pods are ready and every node is connected to the nodes that it reads from."""
         for pod in (*self.nodes, *self.running_pods("router")):  # a router becomes ready after the nodes
             self.wait_serving(pod)
         self.wait_connected()

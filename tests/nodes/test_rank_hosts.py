@@ -87,7 +87,7 @@ def host(checkpoint: Path, *flags: str) -> Iterator[Host]:
 
 @pytest.fixture
 def leader() -> str:
-    """Return an address with a free port, below those that the kernel gives to other sockets meanwhile."""
+    """Return an address with a free port, below the ports that the kernel gives to other sockets meanwhile."""
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return f"127.0.0.1:{port}"

@@ -180,7 +180,7 @@ class Base:
         return absent + [Change(name, {name: None}) for name in sorted(self.fields | OLDER)]
 
     def _fields_of_the_library(self) -> tuple[set[str], torch.Tensor]:
-        """Return the fields of the config's class and those that layers look for, and their log-probabilities."""
+        """Return the fields of the config's class and the fields that layers look for, and their log-probabilities."""
         looked_for: set[str] = set()
         base: Any = transformers.PretrainedConfig
         get = base.__getattribute__

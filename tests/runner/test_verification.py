@@ -218,7 +218,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_answer(config: Config) -> N
 
 
 def test_rejected_drafts_are_not_in_the_prefix_cache(config: Config) -> None:
-    """Prompts that continue earlier answers, and those that continue rejected drafts."""
+    """Prompts that continue earlier answers, and prompts that continue rejected drafts."""
     prompt = prompt_of(30)
     requests = [(prompt, SamplingParams(40, temperature=1.0, seed=1, ignore_eos=True))]
     expected = answers_of(config(), requests)

@@ -94,7 +94,7 @@ def watched() -> Iterator[Compiled]:
 
 
 def forget_compiled() -> None:
-    """Drop the compiled kernels of this process; those on disk stay."""
+    """Drop the compiled kernels of this process; kernels on disk stay."""
     for found in gc.get_objects():
         if type(found) is triton.runtime.JITFunction:
             found.device_caches.clear()
