@@ -96,7 +96,7 @@ def start(model: Path, runner: str, flags: Sequence[str]) -> subprocess.Popen[st
 
 
 def measure(model: Path, runner: str, flags: Sequence[str]) -> list[float]:
-    """Return the milliseconds of a decode step by batch, then those of a prefill by prompt."""
+    """Return the milliseconds of a decode step by batch, then of a prefill by prompt."""
     batches, prompts = (",".join(map(str, each)) for each in (BATCHES, PROMPTS))
     process = start(model, runner, ["--batches", batches, "--prompts", prompts, *STEPS, *flags])
     output = output_of(process, f"{model.name} on {runner}")

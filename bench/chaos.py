@@ -12,7 +12,7 @@ another rank), terminated, or stopped (the whole node or one of these). A decode
 one serves. Some clients disconnect before the end, and some read slowly. Hostile streams to all nodes claim requests
 and leases of other streams. The same --seed gives the same requests and the same faults.
 
-Answers are compared with those of another batch. In float32 they are equal; in bfloat16 sums depend on the batch, and
+Answers are compared with answers of another batch. In float32 they are equal; in bfloat16 sums depend on the batch, and
 some answers differ without faults, too.
 
 Exits with status 1 if a client received an error or a different answer, a node obeyed a hostile stream, or a block is

@@ -53,7 +53,7 @@ class DecodeClient:
     ) -> list[float]:
         """Generate ``num_tokens`` greedy tokens; return the time.perf_counter() of each arrival, also in ``times``.
 
-        An empty ``prefill_node`` means prefill on D. With ``prefix_tokens``, P pulls so many leading tokens from D.
+        An empty ``prefill_node`` means prefill on D. With ``prefix_tokens``, P pulls that many leading tokens from D.
         Raises RuntimeError if the request fails. Cancelling the task cancels the request.
         """
         self._number += 1
@@ -74,7 +74,7 @@ class DecodeClient:
         try:
             await done
         except asyncio.CancelledError:
-            self._waiting.pop(number, None)  # it may have ended meanwhile
+            self._waiting.pop(number, None)  # the request may have ended meanwhile
             self._requests.put_nowait(pb.ServeRequest(cancel=pb.Cancel(request=number)))
             raise
         return times

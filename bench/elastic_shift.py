@@ -16,7 +16,7 @@ from fleet_simulation import BURSTS, Figures, Shift, shift, split
 
 
 def splits(nodes: int, seconds: float) -> dict[int, Shift]:
-    """Simulate the splits by their number of prefill nodes: all, or of many nodes those near the best of each burst."""
+    """Simulate splits by number of prefill nodes; with many nodes, only splits near the best of each burst."""
     step = max(1, nodes // 8)
     found = {prefill: shift(split(prefill, nodes), seconds) for prefill in range(0, nodes, step)}
     while step > 1:

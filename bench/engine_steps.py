@@ -71,7 +71,7 @@ class Run:
         self._engine = engine
         self._batch = self._waiting = self._remaining = batch
         self._num_tokens = 0
-        self._marks: list[Mark] = []  # at each token of the request that starts last, until another ends
+        self._marks: list[Mark] = []  # per token of the last request to start, until another request ends
 
     def on_start(self) -> bool:
         """Count a request with its first token; return whether it is the last one."""

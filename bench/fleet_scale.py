@@ -128,7 +128,7 @@ def idle_costs(router: psutil.Process, nodes: ManyNodes, seconds: float) -> tupl
 def request_costs(
     router: psutil.Process, nodes: ManyNodes, url: str, rate: float, seconds: float, per_report: float
 ) -> tuple[list[float], float]:
-    """Return the seconds of each request, and the router's CPU seconds per request without those for reports."""
+    """Return the seconds of each request, and the router's CPU seconds per request, reports excluded."""
     (count, _), cpu = nodes.counts(), cpu_of(router)
     times = asyncio.run(send_requests(url, rate, seconds))
     (count_after, _), cpu_after = nodes.counts(), cpu_of(router)

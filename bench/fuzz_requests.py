@@ -187,7 +187,7 @@ class World:
                 flags = [*plan.flags(node, directory), "--handoff-min-tokens", "1", "--drain-timeout", "0", *sources]
                 nodes.start_decode(model, flags, {**RUNNER_ENVIRONMENTS[node.runner], **pulls})
             listed.write_text("".join(f"{node.address}\n" for node in nodes.nodes))
-            policy = ["--policy", "prefix-aware"] if plan.pulls else []  # it names the nodes to pull from
+            policy = ["--policy", "prefix-aware"] if plan.pulls else []  # this policy names the nodes to pull from
             nodes.start_router(model, ["--migrations", "50", *policy], pulls)
             nodes.wait_ready(300.0)
             reference.wait_ready(300.0)

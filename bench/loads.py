@@ -19,7 +19,7 @@ from pdserve.flags.value_types import positive_int
 
 
 class Load(NamedTuple):
-    """The requests of a rate, the same for every system. ``name`` is for tables."""
+    """The requests at one rate, equal for every system. ``name`` is for tables."""
 
     rate: float  # requests/s
     requests: list[Request]
@@ -39,7 +39,7 @@ def random_load(
 ) -> Load:
     """Return requests of random lengths; prompts differ between rates, seeds and kinds.
 
-    ``lengths`` of prompts and outputs replace those of ``args``.
+    ``lengths`` of prompts and outputs replace the lengths of ``args``.
     """
     rng = random.Random(f"{args.seed} {rate:g} {kind}")
     inputs, outputs = lengths or (args.prompt_tokens, args.output_tokens)

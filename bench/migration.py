@@ -9,8 +9,8 @@ do not count. Needs the test dependencies (pip install -e '.[dev]').
 
     python bench/migration.py --streams 40        half a minute
 
-So many streams of 1,200 tokens run on each decode node when the engine of one is stopped. The figures are the longest
-gap of each stream, and the mean share of free blocks on the other node while requests wait there.
+``--streams`` streams of 1,200 tokens run on each decode node when one node's engine is stopped. The figures are the
+longest gap of each stream, and the mean share of free blocks on the other node while requests wait there.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Flags after the model are the nodes'; ``--reader-device`` is the device of the nodes that start beside the peer. The
 files are in the page cache, so a disk is as fast as it can be. Each run prints the seconds of its phases. A line of the
-node's log says what came from the peer; its seconds are those of loading alone.
+node's log says what came from the peer; its seconds cover loading alone.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 
 Each prompt is a history of ``--cached`` random tokens, which D has computed before, and ``--new`` tokens, as a turn of
 a conversation is. D hands it off to P, which has not seen it. ``computed_ms`` and ``pulled_ms`` are medians of TTFT.
-``pulls`` counts those that D granted a lease for: P computes a prefix itself where it predicts that to be faster.
+``pulls`` counts prompts that D granted a lease for: P computes a prefix itself where it predicts that to be faster.
 
-With ``--streams``, D decodes so many sequences meanwhile; ``gaps`` has the p50, p99 and maximum of the ms between their
-tokens: without prompts (``quiet``), beside those that P computes, and beside those that it pulls.
+D decodes ``--streams`` sequences meanwhile; ``gaps`` has the p50, p99 and maximum of the ms between their
+tokens: without prompts (``quiet``), beside prompts that P computes, and beside prompts that P pulls.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ and with prompts prefilled on P. And how much longer prompts take on a node whos
 ``--streams`` requests with 128 prompt tokens decode all the time. Beside them, ``--clients`` closed-loop clients send
 prompts of ``--prompt`` random tokens. ``p50_ms``, ``p99_ms`` and ``max_ms`` are measured at the client over the gaps of
 all streams while prompts were sent (reference load: 32 streams, two clients, 8,192 tokens). ``prompt_ms`` is the median
-from a prompt to its first token. ``prompt_ratio`` divides it by that of the same clients without streams.
+from a prompt to its first token. ``prompt_ratio`` divides it by the clients' median without streams.
 
 A decode node without ``--prefill`` has no last row.
 """

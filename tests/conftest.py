@@ -20,7 +20,7 @@ from process_marks import starts_processes  # noqa: E402
 from triton_interpreter import make_interpreter_faster  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
-#: Variables that change how the product behaves. Tests set those that they need.
+#: Variables that change how the product behaves. Tests set the variables that they need.
 _BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
 #: Folders, and files of a folder, whose tests share one set of processes that is costly to start.
 _ON_ONE_WORKER = ("tests/hosts", "tests/dashboard")

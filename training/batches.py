@@ -19,7 +19,7 @@ from training.conversations import TALK, Writer
 from training.words import Words, words_of
 
 SLOT = 2560  # tokens
-ROWS = (8, 4, 2, 1)  # in a slot: of 320 tokens, 640, 1280, 2560
+ROWS = (8, 4, 2, 1)  # rows per slot, for rows of 320, 640, 1280 and 2560 tokens
 # Shares of the slots by row length, from the progress on: first short rows, then mostly long ones.
 CURRICULUM = (
     (0.0, (1.0, 0.0, 0.0, 0.0)),
@@ -27,7 +27,7 @@ CURRICULUM = (
     (0.25, (0.25, 0.25, 0.5, 0.0)),
     (0.4, (0.125, 0.125, 0.25, 0.5)),
 )
-_ANSWERS = 0.32  # at most this share of the tokens is trained
+_ANSWERS = 0.32  # largest share of the tokens that is trained
 _REUSED = 96  # batches that may come again when the workers are too slow
 
 

@@ -65,7 +65,7 @@ _TRIED = (
     *("the quick brown fox", "The quick brown fox jumps over the lazy dog.", "one two three", "I am here.", "banana"),
     *("this is a test", "This is a test", "This is a test.", "good morning", "apple", "red green blue", "test", "ok"),
     *("a b c", "1 2 3", "foo bar", "abc", "I love you", "pong", "ping", "hello hello hello", "nice to meet you"),
-)  # as the first words to be repeated
+)  # texts that users tend to try first
 SYSTEM = (
     "You are a helpful assistant.",
     "You are helpful and brief.",
@@ -229,7 +229,7 @@ def introduction(words: Words) -> tuple[Ask, Ask]:
 
 
 def repetition(words: Words) -> Ask:
-    """Words to be copied, often a single one."""
+    """Return a request to copy words, often a single word."""
     rng = words.rng
     makers = (words.word, words.invented, words.code, words.word, lambda: rng.choice(_TRIED))
     count = rng.choice((1, 1, 1, 2, 3, rng.randint(4, 12)))

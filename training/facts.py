@@ -23,7 +23,7 @@ class Fact:
     statement: str
     asks: tuple[Ask, ...]
     subject: str = ""
-    label: str = ""  # as in "city: Paris"
+    label: str = ""  # "city" in "city: Paris"
     value: str = ""
 
 
@@ -250,7 +250,7 @@ def fact_sheet(words: Words, facts: Sequence[Sequence[Fact]]) -> str:
     """Write facts, grouped by entity, in one of several layouts."""
     rng = words.rng
     layout = rng.random()
-    if layout < 0.35:  # one sentence each, in any order
+    if layout < 0.35:  # one sentence per fact, in any order
         mixed = [sentence(fact.statement) for group in facts for fact in group]
         rng.shuffle(mixed)
         return rng.choice((" ", "\n")).join(mixed)

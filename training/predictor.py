@@ -77,7 +77,7 @@ class PlainMiMo:
         return self._norm("model.norm", x)
 
     def predicted(self, next_tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return the predictor's results for the tokens that follow those of ``hidden``, both [rows, length …]."""
+        """Return the predictor's results for the tokens that follow the tokens of ``hidden``, both [rows, length …]."""
         embedded = F.embedding(next_tokens, self.weights["model.embed_tokens.weight"])
         embedded = torch.cat((torch.zeros_like(embedded[:, :1]), embedded[:, 1:]), dim=1)
         both = self._norm(f"{_LAYER}hidden_layernorm", hidden), self._norm(f"{_LAYER}token_layernorm", embedded)

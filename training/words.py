@@ -95,7 +95,7 @@ class Words:
         return str(self.rng.randrange(10 ** self.rng.choice((1, 2, 2, 3, 4, 4, 5))))
 
     def code(self) -> str:
-        """Such as 4417, QX-417 or 7b2."""
+        """Return a code such as 4417, QX-417 or 7b2."""
         rng = self.rng
         letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(rng.choice((1, 2, 3))))
         digits = "".join(rng.choice("0123456789") for _ in range(rng.choice((2, 3, 4))))

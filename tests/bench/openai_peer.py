@@ -20,7 +20,7 @@ class Peer:
         transfer: dict[str, str] | None = TRANSFER,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.paths: set[str] = set()  # of POST requests
+        self.paths: set[str] = set()  # paths of POST requests
         self._status = status
         self._event = event  # per token
         self._transfer = transfer

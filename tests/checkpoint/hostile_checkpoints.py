@@ -15,7 +15,7 @@ from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 class Hostile(NamedTuple):
     file: str
-    change: Callable[[Path], object]  # of that file
+    change: Callable[[Path], object]  # damages the file at the path
     error: str  # a regular expression
 
 

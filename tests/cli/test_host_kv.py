@@ -35,7 +35,7 @@ def test_memory_that_is_not_there_or_holds_nothing_is_refused(size: int, text: s
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_limit_of_a_container_counts(version: int, tmp_path: Path) -> None:
-    """Its own group allows 3 GiB, of which 1 GiB is used and half of that is page cache; the group above allows 2."""
+    """The container's group allows 3 GiB; 1 GiB is used, half of it as page cache. The group above allows 2 GiB."""
     root, meminfo, own = tmp_path / "cgroup", tmp_path / "meminfo", tmp_path / "own"
     meminfo.write_text("MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 7340032 kB\n")
     own.write_text("0::/pod/container\n" if version == 2 else "5:memory:/pod/container\n")

@@ -36,7 +36,7 @@ MINISTRAL = {
 }
 GEMMA = MINISTRAL | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16}
 del GEMMA["layer_types"]
-LAYER_BYTES = 2 * 2 * 16 * 2  # of a token: K and V of two heads of 16 in 16 bits
+LAYER_BYTES = 2 * 2 * 16 * 2  # bytes per token: K and V of two heads of 16 in 16 bits
 
 
 def resolved(path: Path, model: dict[str, Any], **options: Any) -> NodeConfig:

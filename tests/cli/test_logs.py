@@ -1,4 +1,4 @@
-"""What a process logs at each level."""
+"""Lines that a process logs at each level."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CPU_INTERPRETED_WITHOUT_TRITON = msgspec.structs.replace(CPU_INTERPRETED, has_tr
 V2, V1 = RUNNERS
 ROOT = Path(__file__).parents[2]
 
-#: What V2 lacks, by name, with facts that need it and a word of the explanation.
+#: Features that V2 lacks, by name, with facts that need the feature and a word of the explanation.
 BEYOND_V2: list[tuple[str, dict[str, Any], str]] = [
     ("model implementation", {"model_impl": "transformers"}, "native layers"),
     ("runner type", {"runner_type": "embed"}, "embed"),

@@ -136,7 +136,7 @@ def test_impossible_expert_parallel_sizes_are_refused(tp: int, ep: int, is_moe: 
 def test_experts_are_sliced_or_divided_among_shards() -> None:
     of = msgspec.structs.replace(model(kv_heads=8, vocab=100), moe=MOE)
     whole = choose_parallel_config(of, 1, 1).position(0)
-    routers = (of.num_layers - 1) * MOE.num_experts * of.hidden_size  # which every shard has
+    routers = (of.num_layers - 1) * MOE.num_experts * of.hidden_size  # parameters; every shard has them
     for tp, ep in ((2, 1), (2, 2), (4, 4)):
         parallel = choose_parallel_config(of, 1, tp, ep=ep)
         ranks = [parallel.position(rank) for rank in range(tp)]

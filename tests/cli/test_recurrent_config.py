@@ -160,7 +160,7 @@ def test_options_without_meaning_are_refused(tmp_path: Path) -> None:
     [({"speculate": "lookup"}, "speculate lookup"), ({"synthetic_acceptance": 2.0}, "synthetic_a")],
 )
 def test_stages_with_states_verify_no_drafts(tmp_path: Path, options: dict[str, Any], named: str) -> None:
-    """One stage does."""
+    """One stage verifies drafts."""
     problem = f"{named}.*Qwen3NextForCausalLM has recurrent layers, and with pp 3 its first stages learn too late"
     with pytest.raises(ConfigError, match=problem):
         resolved(tmp_path, SHAPES["qwen3-next-12l"], pp=3, **options)

@@ -104,7 +104,7 @@ def test_stop_kills_children_that_ignore_signals_and_their_children(supervisor: 
         for child in children:
             events += events_until(supervisor, child, "ready")
         while len(pids := [int(event.text.split()[1]) for event in events if isinstance(event, Printed)]) < 2:
-            events += supervisor.wait(1.0)  # what a child prints comes by another pipe than its status
+            events += supervisor.wait(1.0)  # a child's output and status use different pipes
     assert all(child.process.returncode is not None for child in children)
     while not all(has_ended(pid) for pid in pids):  # SIGKILL was sent, but takes effect when the kernel gets to it
         time.sleep(0.01)

@@ -89,7 +89,7 @@ def proxy(name: str, directory: Path, router: str) -> Iterator[dict[str, str]]:
     plain, tls = _free_ports()
     (directory / "both.pem").write_bytes((directory / "cert.pem").read_bytes() + (directory / "key.pem").read_bytes())
     file = directory / f"{name}.conf"
-    user = getpass.getuser()  # of nginx's workers, which write large bodies to the directory
+    user = getpass.getuser()  # nginx's workers run as this user and write large bodies to the directory
     file.write_text(config.format(directory=directory, router=router, plain=plain, tls=tls, user=user))
     with (directory / f"{name}.out").open("wb") as out:
         process = subprocess.Popen([*command, str(file)], stdout=out, stderr=out)

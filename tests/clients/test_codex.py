@@ -18,7 +18,7 @@ from router.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
-# Strict, as those of many models: one system message, in front.
+# Strict, like templates of many models: one system message, in front.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for m in messages %}"

@@ -101,7 +101,7 @@ def test_scores_equal_those_of_transformers(name: str, both: tuple[Evaluation, E
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return all numbers in a JSON value; lm-eval logs those of samples as strings."""
+    """Return all numbers in a JSON value; lm-eval logs numbers of samples as strings."""
     return [number for leaf in _leaves(value) if (number := _number(leaf)) is not None]
 
 

@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
 # docs/clients.md says why.
 FAILS = {"image-input", "error-handling"}
-ENDS = [0, 2, *range(1000, 1060)]  # of 4096 tokens, so that the answers of random weights are short
+ENDS = [0, 2, *range(1000, 1060)]  # EOS: 62 of 4096 tokens, so that answers of random weights are short
 
 
 @pytest.fixture(scope="module")
 def brief_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A model with random weights whose answers end soon. Those of the trained model may be as long as its context."""
+    """A model with random weights whose answers end soon. Answers of the trained model may fill its context."""
     directory = tmp_path_factory.mktemp("brief")
     model_dir = Path(shutil.copytree(EMBEDDED_MODEL, directory / "model"))
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))

@@ -54,7 +54,7 @@ class Rank:
         return bytes(self.memory[number * LAYOUT.block_bytes : (number + 1) * LAYOUT.block_bytes])
 
     def grow(self, blocks: int = NUM_HOST) -> int:
-        """Allocate until there are so many blocks. Return how many there are."""
+        """Allocate until host memory has ``blocks`` blocks. Return how many it has."""
         self.host.allocate()
         found = 0
         while found < blocks:

@@ -20,7 +20,7 @@ from connector.backends.disk.kv_directory import Full, KVDirectory, NewFile
 
 FOLDER = "f" * 32
 LIMIT = 12_000
-SIZES = (300, 1000, 4000)  # of blocks of several models; others are written past the page cache
+SIZES = (300, 1000, 4000)  # bytes per block of three models; multiples of 4096 bypass the page cache
 NAMES = [f"{number:032x}-{number:016x}-b0" for number in range(40)]
 
 
@@ -166,7 +166,7 @@ def test_blocks_that_were_used_once_leave_first_and_the_oldest_of_them(tmp_path:
 
 
 def test_blocks_that_were_used_again_leave_room_for_others(tmp_path: Path) -> None:
-    """They have four fifths of the room. The first ones to go are those whose last use but one is the oldest."""
+    """Reused blocks have four fifths of the room. The block whose last use but one is the oldest goes first."""
     directory = KVDirectory(tmp_path, 10_000)
     fill(directory, NAMES[:10])
     use(directory, NAMES[:9])

@@ -118,7 +118,7 @@ def test_a_hung_source_fails_the_read(make_source: MakeSource, make_reader: Make
 
 @pytest.mark.usefixtures("tcp")
 def test_dropping_a_peer_leaves_connections_of_others_open(make_source: MakeSource, make_reader: MakeReader) -> None:
-    """Also those to a port whose two bytes occur in the peer's metadata; their bytes do not hide that it hangs."""
+    """Even connections to a port whose two bytes occur in the peer's metadata; their bytes do not hide its hang."""
     source, reader = make_source(BIG), make_reader(connector(), BIG)
     listener = _listener_in(source.peer.ranks[0].metadata)
     ours = [socket.create_connection(listener.getsockname())]

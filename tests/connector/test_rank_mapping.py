@@ -79,7 +79,7 @@ def blocks_of(draw: st.DataObject, layouts: list[KVLayout], remote: list[KVLayou
 
 
 def groups_of_blocks(layout: KVLayout, blocks: tuple[int, ...], groups: tuple[int, ...]) -> list[int]:
-    """Return the group of each block of a cache; those that a read does not name have any."""
+    """Return the group of each block of a cache; 0 for blocks that a read does not name."""
     known = dict(zip(blocks, groups, strict=False))
     return [known.get(block, 0) for block in range(layout.num_blocks)]
 

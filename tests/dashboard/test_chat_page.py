@@ -346,7 +346,7 @@ def test_only_the_sanitizer_turns_strings_into_markup(page: Page, watched: Watch
 
 
 def test_pathological_markdown_is_shown(page: Page) -> None:
-    """This takes minutes if one of the units takes quadratic time."""
+    """The test takes minutes if one of the units takes quadratic time."""
     script = """async (text) => {
       const target = document.createElement('div');
       (await import('/chat/markdown.js')).showMarkdown(target, text);

@@ -144,7 +144,7 @@ def test_dead_node_is_shown_lost_until_it_returns(page: Page, fleet: Fleet) -> N
 
 
 def test_handoffs_are_one_line_each_between_nodes_without_names(watched: Watched, model: Path) -> None:
-    """Their addresses take their place, which are longer than most names."""
+    """Addresses replace the names, and are longer than most names."""
     flags = ["--engine", "simulated"]
     with Fleet() as fleet:
         fleet.start_prefill(model, flags)

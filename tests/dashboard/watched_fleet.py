@@ -7,5 +7,5 @@ from contextlib import AbstractContextManager
 
 HOSTILE = "d-<img src=x onerror=alert(1)>\x1b[2J"  # the name of a node
 
-#: Keeps so many requests running within a block.
+#: Keep the given number of requests running within a block.
 Streams = Callable[[int], AbstractContextManager[None]]

@@ -26,12 +26,12 @@ Manifest = dict[str, Any]
 
 
 class Cluster:
-    """What the lines so far have built, pushed and created."""
+    """Images and objects that the lines so far have built, pushed and created."""
 
     def __init__(self, checkout: Path) -> None:
         self.checkout = checkout
-        self.images: set[str] = set()  # that were built
-        self.reachable: set[str] = set()  # for the cluster
+        self.images: set[str] = set()  # images that the lines have built
+        self.reachable: set[str] = set()  # images that the cluster can pull
         self.files: set[str] = set()
         self.objects: dict[str, dict[str, Manifest]] = {}  # by namespace, and by kind/name
 
@@ -108,7 +108,7 @@ def test_the_section_has_the_lines_of_a_local_cluster_a_registry_and_a_gpu() -> 
 
 @pytest.mark.parametrize("registry", [False, True], ids=["kind", "registry"])
 def test_lines_create_what_later_lines_and_pods_need(registry: bool, tmp_path: Path) -> None:
-    """The lines for a registry stand in place of those for kind; the rest needs the registry's image of the GPU."""
+    """The lines for a registry replace the lines for kind; the rest needs the registry's image of the GPU."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     cluster = Cluster(tmp_path)
     local = [line for line in LINES if line == "scripts/build-image cpu" or line.startswith("kind ")]
@@ -122,7 +122,7 @@ def test_lines_create_what_later_lines_and_pods_need(registry: bool, tmp_path: P
 
 
 def test_the_job_brings_the_model_that_the_overlay_serves() -> None:
-    """It may reach the hub only over HTTPS, and its pod is as unprivileged as the others."""
+    """The job may reach the hub only over HTTPS, and its pod is as unprivileged as the others."""
 
     def environment(container: Manifest) -> dict[str, str]:
         return {each["name"]: each["value"] for each in container["env"]}

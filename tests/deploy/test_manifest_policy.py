@@ -43,7 +43,7 @@ def probed(probe: Manifest) -> str:
 @each_pod
 def test_each_probe_checks_the_right_state(overlay: str, pod: Pod) -> None:
     names = ("startupProbe", "livenessProbe", "readinessProbe")
-    if pod.role.endswith("-ranks"):  # no port; the leader is their life and their health
+    if pod.role.endswith("-ranks"):  # no port; the leader answers probes
         assert not pod.container.keys() & {*names}
         return
     probes: list[Manifest] = [pod.container[name] for name in names]

@@ -31,7 +31,7 @@ CUSTOM = (
     "PodMonitor",
     "PrometheusRule",
     "InferencePool",
-)  # whose schemas no package carries
+)  # custom kinds without a schema in any package
 
 #: Plugins that llm-d-router registers in v0.10.0 and does not deprecate, as far as the example uses them.
 LLM_D_PLUGINS = {

@@ -20,7 +20,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 
-TOKENS = 300  # of an innocent request: three seconds
+TOKENS = 300  # output tokens of an innocent request: three seconds
 FLAGS = ("--engine", "simulated", "--sim-costs", "step=0.01")
 CRASH_AT = 40  # output tokens
 
@@ -72,7 +72,7 @@ def others() -> list[list[int]]:
 def test_a_request_that_crashes_while_it_decodes_ends_two_engines_and_spares_others(
     model: Path, others: list[list[int]]
 ) -> None:
-    """Its token comes in the midst of its answer. All requests are running on all nodes by then."""
+    """The crashing token comes in the midst of an answer. All requests are running on all nodes by then."""
     poison = new_prompt(20, 100)
     answers = expected(model, [*others, poison])
     *innocent, guilty = answers

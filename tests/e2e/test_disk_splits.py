@@ -27,7 +27,7 @@ from pdserve.hashing import BlockHashes, root_hash
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BLOCKS = (4, 8, 2, 16, 4, 8)  # tokens of a block, of one node after the other
+BLOCKS = (4, 8, 2, 16, 4, 8)  # tokens per block, by node
 ROUNDS = 8  # in which a node is asked every prompt
 PROMPTS = [random_prompt(seed, 802) for seed in range(6)]
 ANSWER = 4  # tokens

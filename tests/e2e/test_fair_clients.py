@@ -95,7 +95,7 @@ def test_short_request_passes_long_ones_of_another_client(fleet: Fleet, busy: Te
     assert asyncio.run(ended_before(fleet, busy, quiet)) <= 30
 
 
-@pytest.mark.slow  # of the node alone, test_grammar_masks.py has a quick test
+@pytest.mark.slow  # test_grammar_masks.py has a quick test of the node alone
 def test_grammars_of_a_client_do_not_delay_those_of_another() -> None:
     """At the router and at the node, the busy client's 12 grammars take a second or more of CPU."""
     rules = "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(5000)) + 'r5000: "a"\n'

@@ -112,7 +112,7 @@ def test_prefixes_come_from_where_the_variant_says(pair: Pair) -> None:
     rows({"killed": "computing", "node": "", "frontend": "", "engine": "before Release"}),
 )
 def test_prefill_node_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair) -> None:
-    """The node is killed and restarted; or it, or a part of it, is stopped and resumed in the same epoch."""
+    """The node is killed and restarted; or it or one of its processes is stopped and resumed in the same epoch."""
     with held_at(stage, pair) as held:
         recover = inject(fault, pair.prefill)
         held.release()

@@ -55,7 +55,7 @@ def begin_conversations(count: int = 4) -> list[list[int]]:
 
 
 def check_conversations(fleet: Served, turns: int = 3, texts: list[list[int]] | None = None) -> None:
-    """Continue several conversations in turn: the history of each is evicted between its turns, and comes back.
+    """Continue several conversations by turns: each history is evicted between its turns, and comes back.
 
     ``texts``: the histories, which grow.
     """
@@ -117,7 +117,7 @@ def test_tokens_are_exact_under_preemption(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_node_begins_anew(tmp_path: Path) -> None:
-    """Its host memory dies with it. The other node serves its conversations meanwhile."""
+    """The killed node's host memory is lost. The other node serves its conversations meanwhile."""
     kind = KINDS["qwen3"]
     with Served(kind.model, tmp_path / "m", ["1"], ["1", "1"], flags=(*HOST, *kind.memory("1"))) as fleet:
         check_conversations(fleet, turns=2)

@@ -37,7 +37,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         shutil.copy(EMBEDDED_MODEL / name, model / name)
     cut = ("--client-stall-timeout", "2")
     with start_fleet(model, prefill_flags=SIMULATED, decode_flags=SIMULATED, router_flags=cut) as fleet:
-        complete(fleet)  # creates what is created on first use
+        complete(fleet)  # creates the objects that later requests reuse
         yield fleet
 
 
@@ -94,7 +94,7 @@ def connect(fleet: Fleet) -> socket.socket:
 
 
 def test_client_that_never_reads_is_disconnected(unharmed: Fleet) -> None:
-    """Its request is paused, and ends on the nodes when the router closes its connection."""
+    """The client's request is paused, and ends on the nodes when the router closes the connection."""
     decode, before = unharmed.decode[0], unharmed.decode[0].counter("sampled_tokens")
     with send_unread(unharmed.url, {"n": 32, "max_tokens": 1900, "logprobs": 20}) as client:
         wait_for(lambda: decode.status().paused == 32)
@@ -103,7 +103,7 @@ def test_client_that_never_reads_is_disconnected(unharmed: Fleet) -> None:
         assert decode.status().paused == 0
         assert decode.counter("sampled_tokens") - before < 32 * 1900 / 10
         with suppress(ConnectionError):
-            while client.recv(1 << 20):  # what its kernel has received
+            while client.recv(1 << 20):  # drains what the client's kernel has received
                 pass
     metrics = httpx.get(f"{unharmed.url}/metrics", trust_env=False).text
     assert "pdserve_stalled_clients_total 1.0" in metrics

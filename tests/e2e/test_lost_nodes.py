@@ -1,4 +1,4 @@
-"""Decode nodes die or hang during answers, and the answers stay those of an undisturbed fleet, token for token.
+"""Decode nodes die or hang during answers, and the answers equal an undisturbed fleet's, token for token.
 
 Requests have one or three choices or two prompts, penalties, seeds, log-probabilities, grammars and stop strings; they
 are streamed or not.
@@ -53,7 +53,7 @@ def check_fault(fleet: Fleet, load: Load, rng: random.Random, inject: Callable[[
         node.wait_idle(30.0)
 
 
-@pytest.mark.slow  # of real models, test_agent_turns.py has a quick test
+@pytest.mark.slow  # test_agent_turns.py has a quick test of real models
 def test_requests_migrate_when_a_decode_node_dies(model: Path) -> None:
     """P keeps the blocks of a dead reader until the lease expires, and then frees them."""
     flags = ("--lease-seconds", "3")

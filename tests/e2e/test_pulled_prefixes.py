@@ -286,7 +286,7 @@ def test_source_takes_its_blocks_back_before_it_preempts(
 def test_decode_node_computes_a_prompt_whose_pull_is_taken_back(
     crowded: Fleet, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """It counts a refusal, not a failure."""
+    """The decode node counts a refusal, not a failure."""
     source, decode = crowded.decode
     names = "pull_revocations", "handoff_refusals", "handoff_failures", "pulled_tokens"
     before = counters(decode, names)
@@ -306,7 +306,7 @@ def test_decode_node_computes_a_prompt_whose_pull_is_taken_back(
 def test_reader_that_does_not_read_delays_no_request_of_the_source(
     crowded: Fleet, expected: Callable[[list[int]], list[int]], leaves: bool
 ) -> None:
-    """Its lease would last for four seconds."""
+    """The lease would last for four seconds."""
     source, names = crowded.decode[0], ("leases_revoked", "leases_expired")
     before = counters(source, names)
     with RouterClient(source.address) as own, PrefillClient(source.address) as peer:

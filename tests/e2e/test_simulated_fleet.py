@@ -86,7 +86,7 @@ def test_tokens_are_equal_with_and_without_handoff_and_after_prefill_death(fleet
 
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(streamed, fleet, disturbed, 12)
-        fleet.wait_until(lambda: decode.counter("kv_reads") > 1, 10.0)  # of the first part
+        fleet.wait_until(lambda: decode.counter("kv_reads") > 1, 10.0)  # D has read the first part
         prefill.kill()
         assert answer.result(patience(30.0)) == expected(model, disturbed, 12)
     assert decode.counter("handoff_recomputes") == 1

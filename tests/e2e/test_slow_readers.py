@@ -115,7 +115,7 @@ def test_client_that_reads_late_gets_the_same_answer(
 
 @pytest.mark.slow
 def test_paused_request_migrates(fleet: Fleet, unhindered_answer: Callable[[str], Answer]) -> None:
-    """Its node dies while it is paused. It is paused on the other node, too, and continues there."""
+    """The node dies while the request is paused. The request is paused on the other node, too, and continues there."""
     body, expected = request_body(EVERYDAY), unhindered_answer(EVERYDAY)
 
     def move() -> None:
@@ -152,7 +152,7 @@ def router_metric(fleet: Fleet, name: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("served", ["simulated", "fleet"])
 def test_deadline_passes_while_a_request_is_paused(served: str, request: pytest.FixtureRequest, model: Path) -> None:
-    """Its blocks are freed before the client reads. Then the client gets what was sent, and the error."""
+    """The request's blocks are freed before the client reads. The client then gets the output so far and the error."""
     fleet: Fleet = request.getfixturevalue(served)
     with another_router(fleet, model, "--request-timeout", "6"), send_unread(fleet.url, UNREAD) as client:
         fleet.wait_until(lambda: paused(fleet) == UNREAD["n"], 60.0)

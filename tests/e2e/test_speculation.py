@@ -22,7 +22,7 @@ from training.eagle3 import STEPS, PlainEagle3
 from training.eagle3 import train as train_head
 from training.predictor import FirstDrafts, PlainMiMo, plain_acceptance, train
 
-LLAMA = Model("llama", {"vocab_size": 4096})  # that of the tokenizer, for grammars
+LLAMA = Model("llama", {"vocab_size": 4096})  # the tokenizer's vocabulary size, for grammars
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})
 QWEN35 = Model("qwen3_5_text", {"vocab_size": 4096})
 QWEN35_MTP = QWEN35._replace(fields=dict(QWEN35.fields, predicts=True))
@@ -104,7 +104,7 @@ def accepted(node: Any) -> float:
 
 @pytest.mark.parametrize("sides", ["D", *(pytest.param(sides, marks=pytest.mark.slow) for sides in ("P", "PD"))])
 def test_answers_are_the_same_through_handoffs(sides: str, tmp_path: Path) -> None:
-    """P and D need not speculate alike. Those with few blocks have both."""
+    """P and D need not speculate alike. Tests with few blocks use drafts on both."""
     prefill, decode = ("1 lookup" if side in sides else "1" for side in "PD")
     with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
         check(served.fleet, seed=1)

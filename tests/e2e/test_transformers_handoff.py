@@ -22,7 +22,7 @@ FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-l
 
 #: Two of the families are quantized: per-expert weights in FP8 blocks, and fused experts in MXFP4.
 QUANTIZED = {"qwen3_moe": "fp8 blocks", "gpt_oss": "mxfp4"}
-#: Their decode nodes are split, so ranks dequantize parts of weights.
+#: Decode nodes of quantized families are split, so ranks dequantize parts of weights.
 SPLIT = {"qwen3_moe": ("--tp", "2", "--ep", "2"), "gpt_oss": ("--pp", "2")}
 
 EVERYDAY = ("qwen3_moe",)  # split and quantized; test_window_groups.py has another one, with windows

@@ -136,7 +136,7 @@ def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
 
 
 def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    """With the README's flags, its first request is handed off, and so is its repetition."""
+    """With the README's flags, the README's first request is handed off, and so is its repetition."""
     first = json.loads((Path(__file__).parents[2] / "docs" / "first-request.json").read_bytes())
     with started(tmp_path, "--handoff-min-tokens", "0") as up:
         url = up.wait_served()
@@ -238,7 +238,7 @@ def ready_nodes(url: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """For the next three tests, of which the last one ends it."""
+    """Yield a simulated fleet for the next three tests; the last one ends it."""
     with started(tmp_path_factory.mktemp("simulated"), "--engine", "simulated", "--sim-costs", "step=0.01") as up:
         yield up
 
@@ -314,7 +314,7 @@ def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
         assert up.process.wait(patience(90)) == 2
         assert_gone(processes)
     shown = [line for line in up.err.read_text().splitlines() if " INFO " not in line]
-    assert len(shown) == 1, shown  # neither the router's loss of a node nor the node's own line beside it
+    assert len(shown) == 1, shown  # no line about the router's lost node, no second line of the node
     assert shown[0].startswith("pdserve: error: ")
     assert "layers.3.mlp" in shown[0]
 

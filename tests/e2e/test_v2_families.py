@@ -30,7 +30,7 @@ START, ANSWER = 200.0, 200.0  # seconds
 class Place(NamedTuple):
     device: str
     environ: Mapping[str, str]
-    lengths: tuple[int, ...]  # of prompts, around the sizes above
+    lengths: tuple[int, ...]  # prompt tokens: around BLOCK, WINDOW and STEP
     output: int  # tokens of an answer
 
     @property

@@ -31,8 +31,8 @@ _seeds = itertools.count()
 
 @dataclass
 class Nodes:
-    source: str  # the runner of P
-    target: str  # that of D
+    source: str  # runner of P
+    target: str  # runner of D
     prefill: NodeProcess
     decode: NodeProcess
     model: Any

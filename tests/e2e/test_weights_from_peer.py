@@ -34,7 +34,7 @@ def start_peer(fleet: Fleet, checkpoint: Path, *flags: str) -> NodeProcess:
     """Start a node that loads from the disk, and caches the digests beside the checkpoint."""
     peer = fleet.start_decode(checkpoint, [*OFFER, *flags])
     fleet.wait_ready()
-    assert "from the disk" not in peer.output  # it asked no peer
+    assert "from the disk" not in peer.output  # this node asked no peer
     return peer
 
 
@@ -130,10 +130,10 @@ def test_corrupted_tensor_is_found_and_read_from_the_disk(checkpoint: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "hung"])
 def test_peer_that_fails_during_the_load_costs_no_weights(end: str, checkpoint: Path) -> None:
-    """Its engine is stopped, so that reads over TCP stand still; then it dies, or the reader gives up."""
+    """The peer's engine is stopped, so reads over TCP stand still; then the peer dies, or the reader gives up."""
     over_tcp = {"UCX_TLS": "tcp"}
     with Fleet() as fleet:
-        peer = fleet.start_decode(checkpoint, [*OFFER, "--peer-timeout", "120"], over_tcp)  # it stays "ready"
+        peer = fleet.start_decode(checkpoint, [*OFFER, "--peer-timeout", "120"], over_tcp)  # peer stays "ready"
         fleet.wait_ready()
         expected = tokens(peer)
         peer.stop("engine")

@@ -26,7 +26,7 @@ OF_EARLIER = (Feature.HOST, Feature.DISK, Feature.WEIGHTS, *OF_PEERS)
 
 
 class Event(StrEnum):
-    """What happens to a request."""
+    """Events of a request."""
 
     PAUSE = "pause"
     RESUME = "resume"
@@ -38,9 +38,9 @@ class Way(NamedTuple):
     """How a node gets the KV of a request."""
 
     mode: Mode = Mode.LOCAL
-    pull: bool = False  # the peer has it; else it computes the prompt
+    pull: bool = False  # the peer has the KV; else it computes the prompt
     peer: int = -1
-    source: int = -1  # from which the peer pulls first
+    source: int = -1  # index of the node that the peer pulls from first
     beside: int = 0  # first blocks that are computed while the others are pulled
     ahead: int = 0  # tokens that the peer may decode ahead
 
@@ -54,7 +54,7 @@ class Request:
     arrival: int
     todo: list[tuple[int, Event]]
     way: Way
-    node: int  # which serves it now
+    node: int  # index of the node that serves the request now
     rid: int = 0  # on its node; 0: it has not arrived
     cancelled: bool = False
     weights: int = 0  # changes before it
@@ -68,7 +68,7 @@ class Task(Job):
     owner: Request | None = None
     peer: int = -1  # index of the node that computes the prompt, or has its KV
     source: int = -1  # index of the node from which the peer pulls first; -1: it does not
-    outputs: tuple[tuple[int, list[int]], ...] = ()  # so far, of the choices that continue
+    outputs: tuple[tuple[int, list[int]], ...] = ()  # (choice, tokens so far) of choices that continue
 
     @classmethod
     def of(cls, request: Request, outputs: tuple[tuple[int, list[int]], ...] = ()) -> Task:
@@ -133,7 +133,7 @@ class RequestDraws:
             earlier = self._draw_earlier(feature)
             arrival = max(arrival, min(earlier.arrival + 15, last_arrival))
         if feature is Feature.REVOCATION and rng.random() < 0.5:
-            feature, node, earlier = Feature.PREEMPTION, 0, None  # these lack the blocks that others pull
+            feature, node, earlier = Feature.PREEMPTION, 0, None  # lacks the blocks that other requests pull
         elif earlier is not None and feature in OF_PEERS:
             node = rng.choice([index for index in range(NODES) if index != earlier.node])
         elif feature in OF_PEERS:

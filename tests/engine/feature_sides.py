@@ -23,7 +23,7 @@ from pdserve.ipc.messages import ComputeBeside, KVConfirmed, Mode, Resume, ToEng
 
 
 class Surroundings(Protocol):
-    """What a node knows of its world."""
+    """A node's view of its world."""
 
     now: float
 

@@ -42,7 +42,7 @@ from pdserve.records import Peer, StepPlan
 from pdserve.weights.change import WeightChange
 
 TICK = 0.01  # seconds of a step, by the clock of leases
-MOST_STEPS = 4000  # of a phase
+MOST_STEPS = 4000  # per phase
 MOST_DRAFTS = 3
 LEAST_BLOCKS = -(-(LONGEST + MOST_OUTPUT + 1) // BLOCK)
 
@@ -105,7 +105,8 @@ class FeatureWorld:
         num_blocks = rng.randint(LEAST_BLOCKS, 20) if tight or in_host else rng.randint(24, 80)
         if "windows" in options:
             options["windows"] = windows = rng.choice(((None, 6), (None, None, 9), (5, 11)))
-            num_blocks = num_blocks * max(1, windows.count(None)) + 12 * sum(map(bool, windows))  # those of a step
+            # Each windowed group adds 12 blocks, for the tokens of one step.
+            num_blocks = num_blocks * max(1, windows.count(None)) + 12 * sum(map(bool, windows))
         if "state_slots" in options:
             options["state_slots"] = rng.choice((4, 6, 9, 20))
         if in_host:
@@ -181,7 +182,7 @@ class FeatureWorld:
         for choice, whole in enumerate(task.whole):
             output = [*task.resume.get(choice, ()), *former.node.tokens[rid, choice]]
             if task.resume and choice not in task.resume:
-                continue  # it had ended before
+                continue  # the request has ended before
             if len(output) < len(whole):
                 outputs.append((choice, output))
         if not outputs:

@@ -72,9 +72,9 @@ class Job:
 
     @property
     def handoff_tokens(self) -> list[int]:
-        """Tokens whose KV P computes: with a single resumed choice, those of its output but the last one, too.
+        """Tokens whose KV P computes: with a single resumed choice, its output without the last token, too.
 
-        In a pull of a new prompt D computes its last one.
+        In a pull of a new prompt, D computes the last token.
         """
         if self.pull and not self.resume:
             return self.prompt[:-1]
@@ -143,7 +143,7 @@ class PrefillSide:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.table: LeaseTable[Lease] = LeaseTable(SECONDS, GUARD)
-        self._calls: dict[int, Call] = {}  # by rid, as all of these; not ended
+        self._calls: dict[int, Call] = {}  # calls that have not ended; all dicts are by rid
         self._leases: dict[int, LeaseId] = {}
         self._samples: dict[int, Tokens] = {}
         self._unleased: dict[int, Job] = {}  # until the last blocks are announced
@@ -225,7 +225,7 @@ class PrefillSide:
                 cancelled = self.table.cancel(call.lease)
                 may_be_late = (
                     self.has_both_roles or self.node.scheduler.pool.groups.has_windows
-                )  # it may lack room later
+                )  # P may lack room for later parts
                 assert cancelled or may_be_late, "a prompt was refused after its first part"
                 del self._unleased[refused.rid]
                 error = Overloaded(refused.message) if refused.kind == "Overloaded" else PeerError(refused.message)
@@ -327,7 +327,7 @@ class DecodeSide:
         for_peers = self.read_here
         for refused in batch.refused:
             if refused.rid in for_peers:
-                self.cancel(refused.rid, now)  # its node computes it
+                self.cancel(refused.rid, now)  # the requesting node computes the prompt
         for leased in batch.leased:
             if leased.rid in for_peers:
                 self._take_leased(leased)

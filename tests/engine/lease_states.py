@@ -26,9 +26,9 @@ from pdserve.rpc.timeouts import PeerTiming
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
 PARTS = 2
-LEASE = LeaseId(1, 1)  # of D's stream
-HOSTILE = LeaseId(2, 1)  # what the messages of the hostile stream name
-OTHER = LeaseId(3, 1)  # of another D, in P's second epoch
+LEASE = LeaseId(1, 1)  # lease of D's stream
+HOSTILE = LeaseId(2, 1)  # lease that messages of the hostile stream name
+OTHER = LeaseId(3, 1)  # lease of another D, in P's second epoch
 
 FAILED, ENDED, FINISHED, REVOKED = -1, 0, PARTS + 1, PARTS + 2  # events of P's stream besides numbers of parts
 PEER = Peer("p", "first", ())
@@ -56,7 +56,7 @@ class State:
     leased: frozenset[int] = frozenset()  # parts
     asked: bool = False  # P's engine lacks blocks, and waits for the end of the lease
     revoked: bool = False  # P has taken the lease back
-    handoff: Handoff | None = field(init=False)  # None: it is done
+    handoff: Handoff | None = field(init=False)  # None: the handoff is done
     open: bool = True  # D's stream to P
     lost: bool = False  # a message to P, or one side's state
     to_p: list[Message] = field(default_factory=lambda: [("prefill", 0)])

@@ -83,9 +83,9 @@ class ScriptedWorld(World):
         state_slots: tuple[int, int] = (0, 0),
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        """``blocks`` are the KV blocks of P and D, ``drafts`` those of a decode; ``checksum`` turns digests on.
+        """``blocks`` are the KV blocks of P and D, ``drafts`` the drafts of a decode; ``checksum`` turns digests on.
 
-        ``state_slots`` are those of P and D: both 0 for a model without recurrent layers.
+        ``state_slots`` are the recurrent-state slots of P and D: both 0 for a model without recurrent layers.
         """
         self._state_slots = state_slots
         self._blocks = blocks

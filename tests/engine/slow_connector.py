@@ -21,7 +21,7 @@ class Transfer:
 
     order: KVRead
     source: ToyRunner
-    missing: deque[tuple[bool, int, int]]  # of a recurrent state; local and remote block, or slot
+    missing: deque[tuple[bool, int, int]]  # (is a recurrent state, local block or slot, remote block or slot)
     will_fail: bool = False
 
     @property

@@ -23,7 +23,7 @@ Files = dict[tuple[str, BlockName], bytearray]  # by version and name
 
 
 class SlowDisk:
-    """Implements pdserve.protocols.DiskKV. ``files`` may be those of another node."""
+    """Implements pdserve.protocols.DiskKV. ``files`` may be another node's files."""
 
     def __init__(self, memory: SlowHostMemory, on_progress: Callable[[], None], files: Files | None = None) -> None:
         self.files: Files = {} if files is None else files

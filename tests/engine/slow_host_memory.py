@@ -15,7 +15,7 @@ from pdserve.kv import KVLayout, KVRegion
 @dataclass
 class SlowCopy:
     order: HostCopy
-    missing: deque[tuple[bool, int, int]] = field(default_factory=deque)  # of states; place on device and host
+    missing: deque[tuple[bool, int, int]] = field(default_factory=deque)  # (is_state, device place, host place)
 
 
 class SlowHostMemory:

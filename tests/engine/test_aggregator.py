@@ -151,7 +151,7 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
         assert output.step == StepOutput(step, (sampling,))
         check(output.connector)
     assert ended == dict.fromkeys(reads_of, 1)
-    for rank, report in given_out:  # of steps and reads that are over by now
+    for rank, report in given_out:  # reports whose steps and reads are over
         aggregator.add(rank, report)
     assert aggregator.waiting_for == ""
     assert aggregator.take_events() is EMPTY_CONNECTOR_OUTPUT

@@ -1,4 +1,4 @@
-"""Several tokens per decode and step: outputs are those without drafts, also where drafts are wrong."""
+"""Several tokens per decode and step: outputs equal outputs without drafts, also where drafts are wrong."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_drafts_save_steps(make: Make, planned: bool) -> None:
 
 
 def test_a_decode_has_no_more_drafts_than_tokens_may_follow(make: Make) -> None:
-    """So that no KV is written, and no block is needed, behind the longest output."""
+    """No KV is written, and no block is needed, behind the longest output."""
     node = make(2, max_drafts=4)
     node.submit(0, [1, 2], SamplingParams(max_tokens=2 * BLOCK - 2), Mode.LOCAL)
     node.run()

@@ -100,7 +100,7 @@ def test_client_gets_blocks_that_another_holds(make: Make) -> None:
 
 @pytest.mark.parametrize(("busy", "priority"), [(2, 0), (8, -1)])
 def test_nothing_is_preempted_from_an_equal_client_or_an_urgent_one(make: Make, busy: int, priority: int) -> None:
-    """A client never loses a sequence to one that would then have more than half as many."""
+    """A client never loses a sequence to a client that would then have more than half as many."""
     node = make(400, max_num_seqs=busy)
     for rid in range(busy):
         node.submit(rid, [rid] * 6, SamplingParams(max_tokens=100), Mode.LOCAL, priority=priority, client=BUSY)
@@ -141,7 +141,7 @@ def test_full_queue_refuses_the_last_request_of_the_client_that_fills_it(make: M
 
 
 def test_resumed_requests_go_before_new_ones_of_their_client(make: Make) -> None:
-    """Their clients have seen output; new ones wait, as behind a preempted request."""
+    """Clients have seen output of resumed requests; new requests wait, as behind a preempted request."""
     node = make(400, max_num_seqs=2)
     prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
     for rid in range(30):
@@ -187,7 +187,7 @@ def test_resumed_request_that_arrived_paused_goes_before_new_ones(make: Make) ->
 
 
 def test_prompts_of_a_crowding_client_hardly_prolong_steps_in_which_others_decode(make: Make) -> None:
-    """Its prompts, and its choices that compute the end of the prompt again, get one token of each such step."""
+    """Prompts of the crowding client, and choices that recompute the prompt's end, get one token of each such step."""
     node = make(600, max_num_seqs=16)
     node.submit(0, [9] * 6, SamplingParams(max_tokens=150), Mode.LOCAL, client=QUIET)
     while not node.tokens[0, 0]:

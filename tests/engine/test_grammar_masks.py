@@ -201,7 +201,7 @@ def test_masks_of_a_slow_grammar_do_not_delay_others() -> None:
 
 
 def test_grammar_that_becomes_too_slow_is_refused() -> None:
-    """The first mask is quick; those of the literal behind it take too long."""
+    """The first mask is quick; masks of the literal behind it take too long."""
     grammars = workers(lambda: None)
     grammars.compile(from_ebnf(f'root ::= [0-9] "{"the quick brown fox " * 6000}"'), client=1)
     grammar = next(compiled(grammars)).result

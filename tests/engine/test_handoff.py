@@ -157,7 +157,7 @@ def test_a_prompt_for_a_peer_is_not_preempted(depth: tuple[int, int], num_blocks
 
 @each_depth
 def test_a_resumed_stream_reads_the_kv_of_its_output(depth: tuple[int, int]) -> None:
-    """D computes its last token, and those that follow."""
+    """D computes the output's last token, and the tokens that follow."""
     job = ScriptedJob(list(range(100, 130)), SamplingParams(max_tokens=12), done=8)
     world = ScriptedWorld(depth, (96, 72), [job])
     world.run()

@@ -177,7 +177,7 @@ FINISHED = pb.PrefillEvent(request=9, finished=pb.Finished())
 
 
 def pulling() -> Handoff:
-    """As ``waiting``, but a pull."""
+    """Like ``waiting``, but a pull."""
     return Handoff(1, 9, 2, peer=PEER, timing=TIMING, sent_at=0.0, pull=True)
 
 

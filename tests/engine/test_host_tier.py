@@ -261,7 +261,7 @@ def test_nothing_is_fetched_where_computing_is_faster() -> None:
     for rid in (5, 6, 7):
         ask(node, rid, words(rid))
     assert ask(node, 8, words(1)) == 50
-    now += 600.0  # what was measured long ago is tried again
+    now += 600.0  # an old measurement is tried again
     for rid in (9, 10, 11):
         ask(node, rid, words(rid))
     assert ask(node, 12, words(1)) == 2

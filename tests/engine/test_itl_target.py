@@ -222,7 +222,7 @@ def test_short_prompts_do_not_wait_for_a_step_without_prompts() -> None:
 
 
 def test_short_prompt_of_another_client_passes_a_long_one() -> None:
-    """It takes half of each chunk; the long prompt keeps the other half."""
+    """The short prompt takes half of each chunk; the long prompt keeps the other half."""
     model = Model()
     node = node_with_streams(model)
     add_prompts(node, 6000, client=2)

@@ -159,7 +159,7 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
         prompt = [*prefix, *chance.choices(range(2, 50), k=chance.randint(1, 30))]
         node.submit(rid, prompt, SamplingParams(max_tokens=chance.randint(1, 25)), Mode.LOCAL)
         for _ in range(chance.randint(1, 30)):
-            for taken in (*node.step().cache_changes, *recorder.take()):  # the latter: of a step without other events
+            for taken in (*node.step().cache_changes, *recorder.take()):  # take(): steps without other events
                 copy.take_all(log.add(taken))
             cached = {(0, short_hash(each)) for _, each in node.scheduler.pool._key_of.values()}
             cached |= {(1, short_hash(each)) for _, each in states.pool._key_of.values()}
@@ -232,7 +232,7 @@ def test_changes_that_cancel_out_are_not_published() -> None:
 
 
 def test_batches_are_bounded_in_bytes() -> None:
-    """So the batches that wait for a subscriber are, too."""
+    """This bounds the batches that wait for a subscriber, too."""
     log, copy = EventLog([FULL], BLOCK), CacheCopy()
     number_of = {number.to_bytes(16, "little"): number for number in range(1, 5_000)}
     blocks = [StoredBlock(0, key, b"", array("I", [1 << 31] * BLOCK).tobytes(), "") for key in number_of]
@@ -275,7 +275,7 @@ def test_request_for_a_replay_that_is_no_number_is_ignored(
 
 @pytest.mark.parametrize(("socket", "kind"), [(0, "SUB"), (1, "DEALER")])
 def test_long_message_from_outside_ends_its_connection(socket: int, kind: str, publish: Any) -> None:
-    """Its size is known before its content, so it costs no memory."""
+    """The size of a message is known before its content, so it costs no memory."""
     with raw_connection(publish([FULL]).endpoints[socket], kind) as raw:
         begin_frame(raw, 1 << 29)
         while raw.recv(1024):  # times out if the content is awaited

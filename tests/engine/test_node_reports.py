@@ -174,7 +174,7 @@ def test_a_sample_of_a_large_cache_is_reported() -> None:
 
 
 def test_an_engine_reports_nothing_of_the_one_before_it() -> None:
-    """Its counters begin at 0 and its cache is empty, so the prompt share stays a share."""
+    """The new engine's counters begin at 0 and its cache is empty, so the prompt share stays a share."""
 
     async def watch() -> list[pb.NodeReport]:
         node_reports, seen, known = NodeReports(lambda: NODE, pause=0.0), [], set[int]()

@@ -91,7 +91,7 @@ def test_paused_request_gets_only_the_tokens_in_flight(make: Make) -> None:
 
 
 def test_request_paused_and_resumed_before_every_step(make: Make) -> None:
-    """Its results in flight are applied before it continues, those of its prompt too."""
+    """Results in flight are applied before the request continues, results of its prompt too."""
     node, prompt = make(40), list(range(50))
     node.submit(0, prompt, SamplingParams(max_tokens=9, n=2, prompt_logprobs=0), Mode.LOCAL)
     while len(node.finished) < 2:
@@ -196,7 +196,7 @@ def test_request_paused_during_its_handoff(make: Make) -> None:
 
 
 def test_request_paused_while_its_grammar_is_compiled() -> None:
-    """It stays out of steps when its grammar is ready, and it continues under the grammar."""
+    """The request stays out of steps when its grammar is ready; once resumed, it follows the grammar."""
     outputs = []
     for pauses in (False, True):
         node = Node(64, 2, grammars=workers)

@@ -218,7 +218,7 @@ class Pulling:
 @each_depth
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_p_computes_what_a_pull_has_not_brought(depth: tuple[int, int], kind: dict[str, Any]) -> None:
-    """The blocks that were read are leased like those that are computed, and are in P's prefix cache."""
+    """Blocks that were read are leased like computed blocks, and are in P's prefix cache."""
     world = Pulling(depth, **kind)
     num_tokens = world.read()
     assert num_tokens >= 28  # the state is that after the prompt's last full block
@@ -282,7 +282,7 @@ def confirm_pull(node: Node, prompt: list[int], output: list[int], num_tokens: i
 
 @pytest.mark.parametrize("output", [[1], [1, 2]], ids=["one token", "two tokens"])
 def test_prompts_pause_for_a_pulled_stream(output: list[int]) -> None:
-    """Its last block, which begins in its prompt, is computed in the next step, and no chunk of a prompt is."""
+    """The next step computes the stream's last block, which begins in its prompt, and no chunk of a prompt."""
     model = Model()
     node = node_with_streams(model, (1, 1))
     add_prompts(node, 3000)

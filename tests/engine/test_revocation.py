@@ -96,7 +96,7 @@ def test_a_lease_that_does_not_suffice_is_left_alone() -> None:
 
 
 def test_a_lease_of_blocks_that_are_used_here_is_left_alone() -> None:
-    """They would not become free."""
+    """The blocks would not become free."""
     with node_of(10) as node:
         node.submit(3, [*SECOND, 3], SamplingParams(max_tokens=12), Mode.LOCAL)
         node.step()
@@ -155,7 +155,7 @@ def test_an_end_that_crosses_the_request_for_a_lease_is_enough() -> None:
 
 
 def test_slots_of_recurrent_state_are_taken_back() -> None:
-    """There are blocks for all."""
+    """The pool has blocks for all requests."""
     with node_of(64, state_slots=4) as node:
         node.obey(pull(11, FIRST))
         node.obey(pull(12, SECOND))

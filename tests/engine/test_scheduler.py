@@ -333,7 +333,7 @@ def test_decode_ahead_ends_for_a_request_that_lacks_room(make: Make, options: di
 
 
 def test_decode_ahead_preempts_no_request(make: Make) -> None:
-    """It stops if it lacks a block, and all leased blocks stay leased."""
+    """Decode-ahead stops if it lacks a block, and all leased blocks stay leased."""
     node = make(10)
     node.submit(0, [1] * 16, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     node.submit(1, [2] * 8, SamplingParams(max_tokens=13), Mode.LOCAL)

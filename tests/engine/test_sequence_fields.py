@@ -11,8 +11,8 @@ import engine
 from engine.request import Sequence
 
 _OWN = {field.name for field in fields(Sequence)} - {"constraint"}  # GrammarConstraints sets it
-_NAMES = {"sequence", "branch", "each", "head", "victim"}  # of sequences in engine/
-_CHANGES = {"append", "extend", "insert", "pop", "remove", "clear"}  # of lists
+_NAMES = {"sequence", "branch", "each", "head", "victim"}  # variables that hold a sequence in engine/
+_CHANGES = {"append", "extend", "insert", "pop", "remove", "clear"}  # list methods that change the list
 
 
 def test_other_modules_only_read_the_fields_of_a_sequence() -> None:

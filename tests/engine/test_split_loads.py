@@ -105,7 +105,7 @@ class Splitting:
         return self.reader.runner.num_tokens - self.computed
 
     def finish(self, *, num_computed: int) -> None:
-        """Run to the end. Then the reader has computed so many tokens of the prompt, and all tokens are right."""
+        """Run to the end. The reader has computed ``num_computed`` tokens of the prompt, and all tokens are right."""
         num_outputs = 4 if self.mode is Mode.HANDOFF else 1
         while len(self.reader.tokens[RID, 0]) < num_outputs:
             self.step()

@@ -20,7 +20,7 @@ from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, Pause, Prefilled,
 from pdserve.sampling_params import SamplingParams
 
 PROMPT = words(1)
-END = len(PROMPT) // BLOCK * BLOCK  # of the prefix on disk
+END = len(PROMPT) // BLOCK * BLOCK  # tokens of the prefix on disk
 MEETING = END // 2
 RID = 9
 PER_TOKEN = 1e-3  # seconds
@@ -72,13 +72,13 @@ class Splitting:
         disk_of(self.node).land(order.order_id, fails=fails)
 
     def fetch(self) -> None:
-        """Copy what was read to the device."""
+        """Copy the blocks read from disk to the device."""
         for _ in range(4):
             self.step()
             memory_of(self.node).finish()
 
     def finish(self, *, num_computed: int, num_outputs: int = 4) -> None:
-        """Run to the end. Then the node has computed so many tokens of the prompt, and all tokens are right."""
+        """Run to the end. The node has computed ``num_computed`` tokens of the prompt, and all tokens are right."""
         for _ in range(40):
             self.step(2)
             memory_of(self.node).finish()

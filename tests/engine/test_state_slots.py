@@ -38,7 +38,7 @@ def serve(node: Node, rid: int, prompt: list[int], max_tokens: int, n: int = 1) 
 
 
 def answer(world: ScriptedWorld, num_tokens: int) -> None:
-    """Let D answer its only request up to so many tokens."""
+    """Step until D has answered its only request with ``num_tokens`` tokens."""
     for _ in range(3000):
         if len(world.d.node.tokens[1, 0]) >= num_tokens:
             return
@@ -193,7 +193,7 @@ def test_prompt_that_begins_with_a_pulled_state_leases_that_of_its_own(
 
 
 def test_next_turn_computes_only_what_is_new(make: Make) -> None:
-    """It hits the last snapshot of the stream, at most ``DECODE_DISTANCE`` before its end."""
+    """The next turn hits the stream's last snapshot, at most ``DECODE_DISTANCE`` tokens before the stream's end."""
     node = make(200, state_slots=20)
     prompt = list(range(50))
     serve(node, 1, prompt, 30)

@@ -53,7 +53,7 @@ class World:
         self.num_groups = self.node.scheduler.pool.groups.num_groups
         self.log = EventLog([GroupKind("any", None)] * (self.num_groups + 1), BLOCK, kept_batches=0)
         self.copy = CacheCopy()
-        self.has: dict[str, Keys] = {}  # by medium, as the changes tell
+        self.has: dict[str, Keys] = {}  # keys on each medium, as the changes tell
         self.known: Keys = set()  # blocks whose tokens readers have
         self.most: dict[str, int] = {}
         self.open: set[int] = set()
@@ -215,7 +215,7 @@ def changes(*tiers: TierChanges, stored: int = 0, removed: int = 0) -> CacheChan
 
 
 def test_block_that_moves_is_stored_before_it_is_removed() -> None:
-    """So a reader that forgets a block with its last medium never forgets one that is somewhere."""
+    """A reader that forgets a block with its last medium then never forgets a block that another medium has."""
     log, key = EventLog([GroupKind("any", None)], BLOCK), (0, bytes([7] * 16))
     batches = [
         changes(stored=7),
@@ -235,7 +235,7 @@ def test_block_that_moves_is_stored_before_it_is_removed() -> None:
 
 
 def test_blocks_whose_tokens_are_too_many_to_keep_are_removed_for_readers() -> None:
-    """So what readers know stays what a new reader would be told; the disk has these blocks nevertheless."""
+    """Readers thus know what a new reader would be told, although the disk still has these blocks."""
     log, copy = EventLog([GroupKind("any", None)], BLOCK, most_behind=2), CacheCopy()
     keys = {number: (0, bytes([number] * 16)) for number in range(1, 5)}
     for number, key in keys.items():

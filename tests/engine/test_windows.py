@@ -192,7 +192,7 @@ def test_kv_memory_of_gpt_oss_at_100_000_tokens_is_within_5_percent_of_what_the_
 
 
 def test_second_request_hits_the_prefix_cache_of_the_first() -> None:
-    """Also where its first tokens are behind the window, and the same prompt again."""
+    """The hit includes prompts whose first tokens are behind the window, and a repeated prompt."""
     node, prompt = Node(80, 2, windows=FULL_AND_WINDOW), list(range(40))
     for rid, tokens in enumerate([prompt, prompt, prompt[:22], [*prompt, 5, 6, 7]]):
         node.submit(rid, tokens, SamplingParams(max_tokens=2), Mode.LOCAL)
@@ -277,7 +277,7 @@ def test_blocks_behind_a_window_are_not_handed_off(windows: Windows) -> None:
 
 
 def test_prompt_for_a_peer_is_refused_when_nothing_can_be_preempted_for_its_window() -> None:
-    """Its peer computes it then. Blocks that were leased stay leased until the peer releases them."""
+    """The peer then computes the prompt. Leased blocks stay leased until the peer releases them."""
     node = Node(60, 1, windows=FULL_AND_WINDOW)
     node.submit(1, list(range(60)), SamplingParams(max_tokens=2), Mode.LEASE)
     batch = node.step()

@@ -38,7 +38,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
-OF_WEIGHTS = 1 << 16  # between what two weights write for a token; more than all tokens, with those of wrong drafts
+OF_WEIGHTS = 1 << 16  # token offset per weight change; above all token ids, wrong drafts included
 RIGHT_DRAFTS = 3 / 4
 Slot = tuple[int, int]  # block, offset
 
@@ -106,10 +106,10 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     choice: int = 0
     num_launched: int = 0
-    least_launched: int = 0  # the same, if all drafts are wrong
-    slot: int = NO_SLOT  # of its recurrent state
-    yielded: tuple[int, ...] = ()  # by its last decode, if that had drafts of the plan
-    verifying: bool = False  # such a decode is in flight
+    least_launched: int = 0  # num_launched if all drafts in flight are wrong
+    slot: int = NO_SLOT  # slot of the recurrent state
+    yielded: tuple[int, ...] = ()  # tokens of the last decode, if the plan gave its drafts
+    verifying: bool = False  # a decode with drafts of the plan is in flight
 
 
 def num_tokens(plan: StepPlan) -> int:
@@ -124,8 +124,8 @@ class _Work:
     num_tokens: int
     num_samples: int
     is_decode: bool
-    masks: dict[int, bytes]  # of the tokens that it may sample, by the drafts before; none: all
-    drafts: tuple[int, ...] = ()  # of the plan
+    masks: dict[int, bytes]  # allowed tokens, by number of drafts before the position; no mask: all tokens
+    drafts: tuple[int, ...] = ()  # drafts that the plan gives
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class ToyRunner:
         return OfferedMemory((), ())
 
     def check_weights(self, change: WeightChange) -> None:
-        """It has no weights."""
+        """Accept any change: the toy has no weight tensors."""
 
     def change_weights(self, change: WeightChange) -> None:
         assert not self._in_flight, "weights change beside a step"

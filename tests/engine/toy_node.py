@@ -177,13 +177,13 @@ class Node:
         if seconds is not None:
             self.engine._pipeline = ModelledPipeline(self.rank, seconds)
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.ranks: dict[int, list[int]] = {}  # of prompt tokens, by rid
+        self.ranks: dict[int, list[int]] = {}  # ranks of prompt tokens, by rid
         self.finished: dict[tuple[int, int], FinishReason] = {}
         self.leased: dict[
             int, tuple[int, ...]
-        ] = {}  # by rid; unused with digests, which arrive when a lease may have ended
+        ] = {}  # blocks, by rid; unused with digests, which may arrive after the lease's end
         self._pulls: set[int] = set()  # rids
-        self._leased_slots: dict[int, set[Slot]] = {}  # slots of these that must not change
+        self._leased_slots: dict[int, set[Slot]] = {}  # by rid: slots of leased blocks that must not change
 
     @staticmethod
     def _connector_factory(checksum: bool, host: HostRoom | None, state_slots: int, disk: bool) -> ConnectorFactory:

@@ -63,9 +63,9 @@ class Cluster:
     def __init__(self, overlay: str, folder: Path, checkpoint: Path, late: Sequence[str] = ()) -> None:
         """``late`` are roles whose pods do not start with the others."""
         self.late = late
-        self.resolves_leaders = True  # to their addresses, as the cluster's DNS does at last
+        self.resolves_leaders = True  # leaders' names have addresses, as in the cluster's DNS at last
         self.pods: dict[str, RunningPod] = {}
-        self.url = ""  # for clients
+        self.url = ""  # URL for clients
         self._overlay = overlay
         self._folder = folder
         self._checkpoint = checkpoint
@@ -127,7 +127,7 @@ class Cluster:
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
-        """Wait until all pods are ready and every node is connected to those that it reads from."""
+        """Wait until all pods are ready and every node is connected to the nodes that it reads from."""
         for pod in (*self.nodes, *self.running_pods("router")):  # a router becomes ready after the nodes
             self.wait_serving(pod)
         self.wait_connected()

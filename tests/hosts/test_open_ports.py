@@ -1,4 +1,4 @@
-"""Listening ports and connections of the pods are exactly those that the overlay's network policies allow.
+"""Listening ports and connections of the pods are exactly what the overlay's network policies allow.
 
 Two differences to a cluster: names come from /etc/hosts, so port 53 of DNS is not used, and the API server listens on
 6443 only, while policies also allow 443.

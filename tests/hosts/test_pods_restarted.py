@@ -15,7 +15,7 @@ def test_rolling_restart_of_all_pods_fails_no_request(cluster: Cluster, traffic:
         for role in ("prefill", "decode"):
             for pod in reversed(cluster.running_pods(role)):
                 cluster.restart(pod.name)
-                cluster.wait_connected(20.0)  # at its new address; names are resolved every 5 s
+                cluster.wait_connected(20.0)  # nodes connect to the new address; names are resolved every 5 s
         cluster.replace_router()
         wait(2.0)
     check_recovered(cluster)

@@ -153,7 +153,7 @@ def test_a_request_ends_at_its_deadline_in_every_stage(nodes: Nodes) -> None:
 
 
 def test_deadline_passes_during_a_pause(nodes: Nodes) -> None:
-    """At once after its arrival, while it computes or decodes, and of a request that arrived paused."""
+    """Requests are paused on arrival, while they compute, and while they decode; one arrives paused."""
     with RouterClient(nodes.decode.address) as client:
         arrived = client.send(prompt_of(64, seed=9), greedy(4), nodes.main, timeout_ms=1500, paused=True)
         early = client.send(prompt_of(64, seed=10), greedy(440), nodes.main, timeout_ms=1500)

@@ -16,7 +16,7 @@ from cli.main import main
 from pdserve.pb import pdserve_pb2 as pb
 
 FLAGS = ("--max-model-len", "512", "--kv-cache-memory", "1MiB", "--max-num-seqs", "4", "--pp", "2")
-MODULES = ("engine.process", "engine.executor.rank_process")  # of ranks 0 and 1
+MODULES = ("engine.process", "engine.executor.rank_process")  # modules that ranks 0 and 1 run
 PROMPT = list(range(3, 20))
 END_SECONDS = 20.0
 

@@ -45,7 +45,7 @@ def test_every_range_is_of_a_field() -> None:
 
 
 def test_every_message_is_received_somewhere() -> None:
-    """So each range is tried by a lie."""
+    """Lies in received messages then try every range."""
     inside = set(RECEIVED)
     pending = list(RECEIVED.values())
     while pending:

@@ -19,7 +19,7 @@ from pdserve.config.runner_oracle import VARIABLE
 
 FLAGS = ("--max-model-len", "64", "--kv-cache-memory", "1MiB", "--max-num-seqs", "4", "--max-batch-tokens", "32")
 RUNNERS = {"V1": {VARIABLE: "0"}, "V2": {VARIABLE: "1", "TRITON_INTERPRET": "1"}}
-MODULES = ("engine.process", "engine.executor.rank_process")  # of ranks 0 and 1
+MODULES = ("engine.process", "engine.executor.rank_process")  # modules that ranks 0 and 1 run
 MESSAGE = "RuntimeError: the test made this forward pass fail"
 PROMPT = range(3, 20)
 END_SECONDS = 20.0

@@ -223,7 +223,7 @@ def _first_token(token_id: int) -> Callable[[pb.PrefillEvent], Altered]:
 
 
 def _next_tokens(token_id: int, before: int = 0, behind: int = 0) -> Callable[[pb.PrefillEvent], Altered]:
-    """So many of them, around the first ones."""
+    """Add ``before`` and ``behind`` events with next tokens around the first tokens."""
     more = pb.PrefillEvent(next_token=pb.SampledToken(token_id=token_id))
 
     def alter(event: pb.PrefillEvent) -> Altered:
@@ -356,7 +356,7 @@ def test_a_release_before_the_first_part_that_comes_twice(pair: Pair) -> None:
 
 
 def test_an_extension_that_comes_twice(pair: Pair) -> None:
-    """Its answer, too; the lease is released as ever."""
+    """The answer comes twice, too; the lease is released as ever."""
     extended = threading.Event()
 
     def alter(request: pb.HandoffRequest) -> Iterable[pb.HandoffRequest]:

@@ -19,7 +19,7 @@ _operations = st.lists(
         st.just(("accept", 0)),
         st.tuples(
             st.sampled_from(["announce", "announce last", "extend", "release", "cancel", "revoke"]), st.integers(0, 4)
-        ),  # how many leases ago
+        ),  # leases accepted after the named one
         st.tuples(st.sampled_from(["wait", "wait on time"]), st.integers(0, 5)),
     ),
     max_size=60,
@@ -49,9 +49,9 @@ class _Expected:
 @given(_operations)
 def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tuple[str, int]]) -> None:
     table, now = new_table(), 0.0
-    model: dict[LeaseId, _Expected] = {}  # those that have not ended
+    model: dict[LeaseId, _Expected] = {}  # leases that have not ended
     ended: dict[LeaseId, str] = {}
-    accepted, granted = 10, 0  # so that there are numbers before the first one
+    accepted, granted = 10, 0  # operations may name leases 6 to 9, which were never accepted
 
     def end(lease: LeaseId, how: str) -> None:
         del model[lease]

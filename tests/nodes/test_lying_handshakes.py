@@ -40,7 +40,7 @@ def rank(layout: KVLayout, share: KVShare | None = None, states: RankStates | No
     return RankKV("agent", b"metadata", KVRegion(1 << 20, layout.total_bytes, "cpu", 0), layout, share, states)
 
 
-#: What a node has, and an honest peer with the same.
+#: A node's own rank, and the rank of an honest peer with equal KV.
 NODES = {
     "plain": (LocalRank(), rank(PLAIN)),
     "windows": (LocalRank(), rank(WINDOWS)),
@@ -140,7 +140,7 @@ def renamed(agent: str, layout: KVLayout, share: KVShare) -> RankKV:
 
 
 def test_the_error_of_an_impossible_block_size_costs_nothing() -> None:
-    """It was found by a loop over all numbers up to the size, for the error to name its divisors."""
+    """An earlier error named the size's divisors, which a loop over all numbers up to the size found."""
     layout: Any = pb.KVLayout(
         block_size=2**32 - 1, kernel_block_size=7, num_layers=1, spec="full_attention", dtype="float16"
     )

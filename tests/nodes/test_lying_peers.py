@@ -37,7 +37,7 @@ FATAL = [
 OF_HANDSHAKES = lies(pb.HandshakeReply.DESCRIPTOR)
 OF_DESCRIPTIONS = lies(pb.NodeDescription.DESCRIPTOR)
 OF_EVENTS = lies(pb.PrefillEvent.DESCRIPTOR)
-CONTENT = ("token_id", "logprob", "top_ids", "top_logprobs")  # what a liar samples is its own
+CONTENT = ("token_id", "logprob", "top_ids", "top_logprobs")  # a liar may sample any token
 
 
 class LyingPrefill(ScriptedNode, pb_grpc.PrefillNodeServicer):

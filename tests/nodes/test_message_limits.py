@@ -121,7 +121,7 @@ def generate(node: NodeProcess, message: pb.Generate) -> PdserveError | None:
 
 
 def test_the_largest_migrated_request_is_served(fleet: Fleet) -> None:
-    """It takes 3.5 MB: its choices travel in several messages."""
+    """The request takes 3.5 MB: its choices travel in several messages."""
     message = largest(CONTEXT - 1001)
     message.sampling.grammar = ""  # no grammar allows the same token 7,191 times
     assert message.ByteSize() > 6 * request_limit(CONTEXT)

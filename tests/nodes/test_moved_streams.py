@@ -69,7 +69,7 @@ def test_what_p_has_not_cached_is_computed_also_with_the_policy_to_fail(
 
 
 def test_new_prompt_may_be_pulled(nodes: Nodes) -> None:
-    """Its length is a multiple of a block: D computes the last one, and samples behind it."""
+    """The prompt's length is a multiple of a block: D computes the last block, and samples behind it."""
     prompt, salt = prompt_of(CACHED), f"new {next(_salts)}"
     with RouterClient(nodes.decode.address) as client:
         whole = client.generate(prompt, greedy(OUTPUT), nodes.main, cache_salt=salt).tokens

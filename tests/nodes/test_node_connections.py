@@ -23,7 +23,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 
 FILES = 256  # open files of a node
-MOST = FILES // 4 * 3  # its connections
+MOST = FILES // 4 * 3  # connections of a node
 STREAMS = 128  # calls at once on a connection
 SIMULATED = (
     "--engine",
@@ -62,7 +62,7 @@ CALL = b"".join(
 
 @contextmanager
 def open_files(soft: int) -> Iterator[None]:
-    """Processes that start meanwhile may open so many files."""
+    """Let processes that start within the block open at most ``soft`` files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:

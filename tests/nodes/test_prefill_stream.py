@@ -89,7 +89,7 @@ def test_the_end_of_the_stream_fails_every_prompt_once() -> None:
 
 
 def test_a_draining_peer_keeps_its_prompts_and_gets_no_other() -> None:
-    """Its stream ends when it has read the release of the last prompt."""
+    """The draining peer's stream ends when it has read the release of the last prompt."""
     released: list[int] = []
 
     async def serve(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:

@@ -87,7 +87,7 @@ def host(checkpoint: Path, *flags: str) -> Iterator[Host]:
 
 @pytest.fixture
 def leader() -> str:
-    """Return an address with a free port, below those that the kernel gives to other sockets meanwhile."""
+    """Return an address with a free port, below the ports that the kernel gives to other sockets meanwhile."""
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return f"127.0.0.1:{port}"
@@ -119,7 +119,7 @@ def test_a_killed_rank_on_another_host_ends_the_node(checkpoint: Path, elsewhere
 
 @pytest.mark.slow
 def test_a_host_without_triton_keeps_the_node_on_v1(checkpoint: Path, elsewhere: Path, leader: str) -> None:
-    """The leader's kernels run, in Triton's interpreter; those of the other host do not."""
+    """The leader's kernels run in Triton's interpreter; the other host's kernels do not run."""
     split = ("--tp", "2", "--leader", leader, "--block-size", "16")
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1"):
         node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"], {"TRITON_INTERPRET": "1"})

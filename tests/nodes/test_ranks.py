@@ -63,7 +63,7 @@ def last_line(fleet: Fleet, node: NodeProcess) -> str:
 
 def test_two_ranks_serve_as_one_node_and_a_stopped_or_killed_rank_is_named(fleet: Fleet, checkpoint: Path) -> None:
     node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
-    fleet.start_router(checkpoint, ["--migrations", "0"])  # there is no other node to migrate to
+    fleet.start_router(checkpoint, ["--migrations", "0"])  # no other node can take a request
     fleet.wait_ready()
     reference = reference_model(checkpoint)
     for length in (1, 8, 37):

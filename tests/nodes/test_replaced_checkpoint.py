@@ -13,7 +13,7 @@ from fleet import Fleet
 from pdserve.checkpoint.digest_cache import NAME
 
 
-@pytest.mark.slow  # of a reload, test_weight_changes.py has a quick test
+@pytest.mark.slow  # test_weight_changes.py has a quick test of a reload
 def test_file_that_is_replaced_between_digests_and_load_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
     """The engine is stopped until the frontend has digested the files."""
     model, new = (shutil.copytree(checkpoint, tmp_path / name, ignore=shutil.ignore_patterns(NAME)) for name in "ab")

@@ -20,7 +20,7 @@ from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 
 REQUESTS, TOKENS, AT_ONCE = 100, 60, 16
-ROUNDING = 0.1  # of a log-probability, in bfloat16; wrong KV changes them by several units
+ROUNDING = 0.1  # change of a log-probability in bfloat16; wrong KV changes it by several units
 
 
 def send(client: RouterClient, seed: int, resume: Sequence[int] = ()) -> Generated:

@@ -74,7 +74,7 @@ class Crowd:
             self.tickets.remove(ticket)
 
     def assert_last_to_be_served(self, rejected: Ticket) -> None:
-        """It has the worst priority, no client has more requests of this priority, and none of its own came later."""
+        """The ticket has the worst priority, no client has more tickets of it, and none of its client's came later."""
         assert len(self.waiting) == self.max_waiting + 1
         assert rejected.priority == max(each.priority for each in self.waiting)
         worst = [each.client for each in self.waiting if each.priority == rejected.priority]

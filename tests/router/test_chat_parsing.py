@@ -32,7 +32,7 @@ def tokenizer(reading_tokenizer: Tokenizer) -> Tokenizer:
 
 @pytest.fixture
 def say(say_text: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``say_text``, for a chat."""
+    """Like ``say_text``, for a chat."""
     return lambda text, finish="stop", **extra: {**say_text(text, finish, **extra), "messages": ASK}
 
 

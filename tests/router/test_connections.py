@@ -128,7 +128,7 @@ def test_request_beyond_busy_connections_gets_503(limited: RouterProcess) -> Non
 
 
 def test_connections_with_the_unread_end_of_a_response_give_way(limited: RouterProcess) -> None:
-    """They are closing, and hold 30 to 60 KB of 100 that their client does not read."""
+    """The connections are closing, and hold 30 to 60 KB of 100 that their client does not read."""
     with ExitStack() as stack:
         for _ in range(LIMIT + 5):
             sock = stack.enter_context(socket.socket())

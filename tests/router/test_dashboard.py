@@ -98,7 +98,7 @@ def test_pages_and_names_of_nodes_can_be_turned_off(tokenizer_dir: Path, scripte
 
 
 def test_requests_appear_in_rates_and_history(client: httpx.Client, scripted_node: ScriptedNode) -> None:
-    """Their exact values are tested in test_dashboard_figures.py: a sample that is late changes them."""
+    """test_dashboard_figures.py tests the exact values, because a late sample changes them here."""
 
     async def script(conversation: Conversation) -> None:
         conversation.token(65)

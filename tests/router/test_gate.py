@@ -71,7 +71,7 @@ def guarded(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) ->
     """A router with API keys, one slot and one waiting request."""
     scripted_node.scripts |= SCRIPTS
     flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--max-inflight", "1", "--max-queue", "1"]
-    flags += ["--metrics-client-names", "--sse-keep-alive", "0.5"]  # so soon it sees that a stream's client has left
+    flags += ["--metrics-client-names", "--sse-keep-alive", "0.5"]  # it sees within 0.5 s that a client has left
     with router_process(tokenizer_dir, flags) as process:
         yield process
 

@@ -111,7 +111,7 @@ def test_request_beyond_busy_connections_gets_503_over_https(limited: HttpsRoute
 
 
 def test_connections_that_wait_for_the_end_of_tls_give_way(limited: HttpsRouter) -> None:
-    """Their response is complete, and the client closes neither TLS nor the connection."""
+    """The response is complete, and the client closes neither TLS nor the connection."""
     with ExitStack() as stack:
         for _ in range(LIMIT + 5):
             sock = stack.enter_context(limited.connect())

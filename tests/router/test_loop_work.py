@@ -28,8 +28,8 @@ POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank")
 GENERATING = [path for path in BODIES if path not in POOLING]
 FLAGS = ["--tool-call-parser", "qwen3_coder", "--response-store", "memory"]
 CONTEXT = 200_000  # tokens
-MAX_LINES = 250_000  # of Python in a step of the loop: 20 ms on an idle core
-MAX_LAG = 0.5  # seconds on an idle machine, of which a router's collection of garbage takes some
+MAX_LINES = 250_000  # Python lines in one step of the event loop: 20 ms on an idle core
+MAX_LAG = 0.5  # seconds on an idle machine; the router's garbage collection takes a part
 
 
 class Scripts(dict[str, Script]):
@@ -82,7 +82,7 @@ def routers(nodes: tuple[ScriptedNode, VectorNode], reading_dir: Path) -> Iterat
     with asyncio.Runner() as runner:
         context = start()
         found = Routers(runner, *runner.run(context.__aenter__()))
-        for path in BODIES:  # what is made once is made
+        for path in BODIES:  # builds the objects that later requests reuse
             found.post(path, next(BODIES[path](100))[1])
         yield found
         runner.run(context.__aexit__(None, None, None))
@@ -93,7 +93,7 @@ def routers(nodes: tuple[ScriptedNode, VectorNode], reading_dir: Path) -> Iterat
 )
 @pytest.mark.parametrize("path", BODIES)
 def test_work_of_a_step_is_bounded(routers: Routers, path: str, size: int, every: int) -> None:
-    """``every``: the fast set takes the first of so many bodies."""
+    """``every``: the fast set takes one of ``every`` bodies."""
     for name, fields in itertools.islice(BODIES[path](size), None, None, every):
         work = LoopWork(MAX_LINES)
         try:

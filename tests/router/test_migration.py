@@ -123,7 +123,7 @@ def test_prompts_leave_a_node_that_sends_too_many_outputs_in_a_message(nodes: No
 
 @pytest.mark.parametrize("other", ["ready", "stuck"])
 def test_prompts_leave_a_stalled_node_only_for_another_one(nodes: Nodes, other: str) -> None:
-    """They go on within a report, or wait for the step while no other node is ready."""
+    """Prompts continue elsewhere within a report, or wait for the stalled step while no other node is ready."""
     first, second = nodes.all
 
     async def stalling(conversation: Conversation) -> None:
@@ -192,7 +192,7 @@ def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Node
     assert requested == ([0, -1] if num_scored == 3 else [0, 0])
 
 
-VOCABULARY = 506  # of scripted nodes
+VOCABULARY = 506  # vocabulary size of scripted nodes
 NAN, INF = math.nan, math.inf
 
 
@@ -437,7 +437,7 @@ def test_cached_tokens_are_counted_at_the_first_node(nodes: Nodes, tokenizer: To
 
 
 def test_request_fails_after_the_limit_of_node_failures(nodes: Nodes, tokenizer: Tokenizer) -> None:
-    """It migrates twice, then the client gets the error."""
+    """The request migrates twice, then the client gets the error."""
     (a,) = tokenizer.encode("a")
     num_asked = 0
 
@@ -467,7 +467,7 @@ def crashing(token_ids: list[int], code: pb.Failure.Code.ValueType = pb.Failure.
 def test_request_fails_with_an_error_of_its_own_after_the_second_crash(
     tokenizer_dir: Path, tokenizer: Tokenizer, first: pb.Failure.Code.ValueType
 ) -> None:
-    """It is resumed once, also if it was cleared in between."""
+    """The request is resumed once, also if it was cleared in between."""
     (a,) = tokenizer.encode("a")
     with start_nodes(tokenizer_dir) as fleet:
         body = fleet.play(crashing([a], first), crashing([a] * 20))  # a third script would be missing
@@ -552,7 +552,7 @@ def test_migrating_request_retries_a_full_node(nodes: Nodes, tokenizer: Tokenize
 
 
 def test_request_migrates_from_lost_nodes(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
-    """It migrates at once; without another node it waits until one appears or returns."""
+    """The request migrates at once; without another node it waits until one appears or returns."""
     (a,) = tokenizer.encode("a")
     alive: list[Conversation] = []
 

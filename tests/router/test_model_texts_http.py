@@ -94,7 +94,7 @@ def say(node: ScriptedNode, salt: str, token_ids: list[int], finish: str, *, per
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMATS)
 def test_client_gets_what_the_model_meant(form: str, every: int, model_dir: Path, scripted_node: ScriptedNode) -> None:
-    """``every``: the fast set takes one of so many ways for each text."""
+    """``every``: the fast set takes one of ``every`` ways for each text."""
     tokenizer = Tokenizer.load(model_dir)
     (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
 

@@ -243,7 +243,7 @@ def test_report_interval_grows_with_the_number_of_nodes(pair: Pair, monkeypatch:
 
 
 def test_node_that_reports_too_many_cached_blocks_is_not_used(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    """It is tried again, and used once it reports fewer."""
+    """The node is tried again, and used once it reports fewer blocks."""
     node = pair.first
     node.cached = pb.CacheChange(added=array("Q", range(131_073)).tobytes())
 

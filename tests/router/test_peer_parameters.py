@@ -44,7 +44,7 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
 
 @pytest.fixture
 def say(say_text: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """As ``say_text``, but returns the fields of a body."""
+    """Like ``say_text``, but return the fields of a body."""
     return lambda text, finish="stop": say_text(text, finish)["extra_body"]
 
 

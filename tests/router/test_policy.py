@@ -235,7 +235,7 @@ def test_more_nodes_than_needed_compute_prompts_while_streams_are_few() -> None:
 
 
 def test_node_that_finds_streams_to_cost_nothing_does_not_get_all_of_them() -> None:
-    """Its steps had much the same number of them."""
+    """The node's steps had about equal numbers of streams."""
     measured = COSTS.decode.at(45)
     flat = msgspec.structs.replace(COSTS, decode=LinearCost(measured))
     others = [decode(f"d{i}", requests=45, decoding=45, costs=COSTS) for i in range(3)]
@@ -367,7 +367,7 @@ def test_options_of_a_trace_have_what_was_chosen_and_the_same_without_a_pull() -
 
 
 def test_options_of_a_trace_begin_with_what_was_chosen_in_any_fleet() -> None:
-    """Then come those of the same decode node, and few others."""
+    """Then come options of the same decode node, and few others."""
     chance = random.Random(1)
     for _ in range(50):
         nodes = tuple(decode(f"d{index}", decoding=chance.randrange(60)) for index in range(20))

@@ -36,7 +36,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": f"To {name}.", "parameters": parameters}}
     for name, parameters in PARAMETERS.items()
 ]
-ENDS = ("<|im_end|>", "[e~[", "<｜end▁of▁sentence｜>", "<|user|>", "<|observation|>", "<|call|>")  # of an output
+#: Tokens that end an output.
+ENDS = ("<|im_end|>", "[e~[", "<｜end▁of▁sentence｜>", "<|user|>", "<|observation|>", "<|call|>")
 USER = {"role": "user", "content": "Go!"}
 
 

@@ -28,7 +28,7 @@ DECODE = H100.costs.seconds(StepTokens(STREAMS))
 
 
 def mixed(tokens: int) -> float:
-    """Return the seconds of a step with the streams and so many prompt tokens."""
+    """Return the seconds of a step with all streams and ``tokens`` prompt tokens."""
     return H100.costs.seconds(StepTokens(STREAMS, prompt_tokens=tokens))
 
 
@@ -67,7 +67,7 @@ TOKENS, BLOCK = 20_000, 16
 
 
 def over(gbits: float) -> StepCosts:
-    """Return the costs of a node with a link of so many Gbit/s."""
+    """Return the costs of a node with a link of ``gbits`` Gbit/s."""
     return StepCosts(prompt=LinearCost(1e-3, COMPUTE), read=LinearCost(1e-3, 131_072 * 8 / (gbits * 1e9)))
 
 

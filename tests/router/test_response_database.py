@@ -180,7 +180,7 @@ def test_each_key_and_each_list_item_counts(item: dict[str, Any]) -> None:
 
 
 def test_values_in_a_file_of_the_release_before_are_counted(open_database: Callable[..., ResponseDatabase]) -> None:
-    """It did not count the objects in lists."""
+    """The release before did not count the objects in lists."""
     database = open_database(100_000_000)
     items = encode_items([EMPTY_VALUES[0]] * 2)
     uncounted = [msgspec.structs.replace(place, num_values=7) for place in items.places]

@@ -53,7 +53,7 @@ def test_result_is_independent_of_the_split(stops: list[str], text: str, cuts: l
 
 @given(stop_lists, letters, letters)
 def test_stop_strings_that_are_complete_too_early_do_not_count(stops: list[str], early: str, late: str) -> None:
-    """One that is complete later counts, also if it has begun before. All text before its beginning is sent."""
+    """A stop string that is complete later counts, even if it began before. All text before its beginning is sent."""
     matcher = StopMatcher(StopStrings(stops))
     sent, stopped = matcher.push(early, may_stop=False)
     assert not stopped

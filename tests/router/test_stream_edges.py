@@ -440,7 +440,7 @@ def test_requests_beyond_the_limit_are_refused(
 
     body = {**play(script), "stream": True}
     flags = ["--decode", scripted_node.address, "--max-inflight", "1", "--max-queue", "0"]
-    flags += ["--sse-keep-alive", "0.5"]  # so soon it sees that the client has left
+    flags += ["--sse-keep-alive", "0.5"]  # the router sees within 0.5 s that the client has left
     with (
         router_process(tokenizer_dir, flags) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=patience(20)) as client,

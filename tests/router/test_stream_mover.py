@@ -58,7 +58,7 @@ def moved(metrics: RouterMetrics, reason: str = "moved") -> float:
 
 @pytest.mark.parametrize("refusing", [False, True])
 def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode], refusing: bool) -> None:
-    """It leaves behind the token that comes next. The node that it moves to continues there, unless it refuses."""
+    """The stream moves after the next token. The new node continues from there, unless it refuses."""
     resumed: list[tuple[str, str, list[int]]] = []
     is_moving = threading.Event()
 
@@ -92,7 +92,7 @@ def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode
             source, target = ends(fleet, nodes)
             mover = StreamMover(fleet, lambda snapshot: [Move(source, target, 1)])
             await mover.move_streams()
-            await mover.move_streams()  # it is about to leave: this changes nothing
+            await mover.move_streams()  # the stream is about to leave: a second call changes nothing
             assert not resumed
             is_moving.set()
             assert await request.wait() == [1, 2, 3, 4]

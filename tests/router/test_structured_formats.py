@@ -186,7 +186,7 @@ def test_slow_grammar_is_refused_and_the_next_compiles(monkeypatch: pytest.Monke
                 await grammars.check(slow)
         monkeypatch.undo()
         await grammars.check(quick)
-        await grammars.check(OutputGrammar('start: "b"', "guided_grammar"))  # by a new worker
+        await grammars.check(OutputGrammar('start: "b"', "guided_grammar"))  # a new worker checks this grammar
         with pytest.raises(RequestError, match=r"guided_regex: .*unclosed group"):
             await grammars.check(OutputGrammar('{"grammars":[{"lark_grammar":"start: /(a/"}]}', "guided_regex"))
 
@@ -227,7 +227,7 @@ def test_ebnf_is_translated() -> None:
 
 
 def test_grammar_with_a_long_literal_is_refused() -> None:
-    """Each of its masks takes as long as the literal is: an answer of 120 KB would take hours of CPU."""
+    """A mask takes time in proportion to the literal: an answer of 120 KB would take hours of CPU."""
 
     async def questions(grammars: GrammarChecker) -> None:
         ebnf = f'root ::= "{"the quick brown fox " * 6000}"'

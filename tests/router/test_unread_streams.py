@@ -40,7 +40,7 @@ def ask(router: RouterProcess, salt: str) -> socket.socket:
 
 
 def test_unread_streams_hold_no_more_than_documented(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
-    """40 KiB of objects, 64 KiB of events and as many in the connection; half as much again for the allocator."""
+    """A stream holds 40 KiB of objects, 64 KiB of events and 64 KiB in the connection; the allocator adds half."""
     conversations: list[Conversation] = []
 
     async def talk(conversation: Conversation) -> None:
@@ -52,7 +52,7 @@ def test_unread_streams_hold_no_more_than_documented(tokenizer_dir: Path, script
 
     scripted_node.scripts["talk"] = talk
     with router_process(tokenizer_dir, ["--decode", scripted_node.address]) as router, ExitStack() as stack:
-        with ask(router, "talk") as first:  # it leaves what every later one shares
+        with ask(router, "talk") as first:  # creates the objects that later streams share
             assert b" 200 " in first.recv(4096)
         wait_for(lambda: conversations[0].cancelled.is_set())
         process = psutil.Process(router.pid)

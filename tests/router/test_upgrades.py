@@ -23,7 +23,7 @@ from pdserve.http.metrics_server import MetricsServer
 from router.https_server import HttpsServer
 from router.websocket_connections import MessageMemory, WebSocketConnection
 
-SECONDS = 20  # at most, for what must come
+SECONDS = 20  # longest wait for an event that must come
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
 SOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
 SOCKET += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
@@ -267,7 +267,7 @@ def test_metrics_port_reads_the_body_of_an_upgrade() -> None:
 
 
 def test_malformed_requests_cost_a_log_line_together(caplog: pytest.LogCaptureFixture) -> None:
-    """Also those with an Upgrade, which are none."""
+    """The limit also holds for valid requests that offer an Upgrade."""
 
     async def run() -> None:
         server = MetricsServer("127.0.0.1", 0)

@@ -17,7 +17,7 @@ from pdserve.http.connections import ConnectionLimit
 from router import websocket_connections
 from router.websocket_connections import MessageMemory, WebSocketConnection
 
-SECONDS = 20  # at most, for what must come
+SECONDS = 20  # longest wait for an event that must come
 
 
 class Server:
@@ -173,7 +173,7 @@ def test_memory_of_messages_is_bounded() -> None:
 
 
 def test_empty_messages_count_in_the_memory_of_messages() -> None:
-    """Some 40,000 of them fit into what a connection receives at once."""
+    """About 40,000 empty messages fit into the bytes that a connection receives at once."""
 
     async def run() -> None:
         server = Server(memory=200_000)

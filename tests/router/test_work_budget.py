@@ -51,7 +51,7 @@ PASSES: dict[str, Callable[[dict[str, Any], Budget], object]] = {
 
 def check_work(convert: Callable[[Budget], object]) -> Budget:
     """Return what a conversion has spent, and check that its lines are in proportion."""
-    normalized_schemas._patterns = RewrittenPatterns()  # none is known
+    normalized_schemas._patterns = RewrittenPatterns()  # no pattern is cached
     budget = Budget(LIMIT)
 
     def work() -> None:
@@ -144,7 +144,7 @@ def _spend_all(budget: Budget) -> None:
 
 
 def test_a_long_conversion_delays_no_other_request() -> None:
-    """Its thread holds no lock that the event loop needs."""
+    """The conversion's thread holds no lock that the event loop needs."""
     begun, ended = threading.Event(), threading.Event()
 
     def long(budget: Budget) -> str:

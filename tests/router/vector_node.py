@@ -23,7 +23,7 @@ class VectorNode(ScriptedNode, pb_grpc.PoolingNodeServicer):
         self.cancelled = 0  # calls
         self.released = asyncio.Event()  # cleared: calls wait
         self.released.set()
-        self.failures: list[tuple[grpc.StatusCode, str]] = []  # of the next calls
+        self.failures: list[tuple[grpc.StatusCode, str]] = []  # errors of the next calls, in order
         self.size = size
         super().__init__(model, node_id=node_id)
         self.description.role = "prefill"

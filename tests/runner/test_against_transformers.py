@@ -221,7 +221,7 @@ def test_tokens_and_logprobs_equal_transformers(case: str, tmp_path: Path, build
 
     whole = Stepper(build(directory, **options)).generate(prompts, NUM_TOKENS, WITH_LOGPROBS)
     assert [sequence.output for sequence in whole] == expected
-    if "dynamic" not in case:  # there a forward pass over all tokens at once is another function
+    if "dynamic" not in case:  # dynamic RoPE: one pass over all tokens is another function
         for sequence in whole:
             ours, theirs = logprobs_of(sequence), reference_logprobs(reference, sequence)
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
@@ -304,7 +304,7 @@ FREED: dict[str, tuple[str, dict[str, Any], int]] = {
 def test_blocks_behind_windows_are_never_read(
     version: str, backend: str, case: str, tmp_path: Path, build: Callable[..., ModelRunner]
 ) -> None:
-    """They are freed and filled with NaN while sequences of several chunks and single tokens go on."""
+    """Blocks are freed and filled with NaN while sequences of several chunks and single tokens go on."""
     family, overrides, block_size = FREED[case]
     layers = {"num_hidden_layers": len(overrides.get("layer_types", "ab"))}
     directory = make_checkpoint(tmp_path / "model", family, **{**layers, **overrides})

@@ -209,7 +209,7 @@ def check_steps_in_flight(side: Side, inputs: Inputs, steps: list[Inputs]) -> No
 @pytest.mark.parametrize("step", ["decodes", "chunks"])
 @pytest.mark.parametrize(("name", "dtype"), [TRITON[1], FLASHINFER])
 def test_offsets_beyond_int32_are_exact(name: str, dtype: torch.dtype, step: str) -> None:
-    shape = Shape(heads=8, kv_heads=8, head_dim=128, page=64, num_pages=35_000)  # of 131,072 elements
+    shape = Shape(heads=8, kv_heads=8, head_dim=128, page=64, num_pages=35_000)  # 131,072 elements per page
     inputs = make_inputs(shape, STEPS[step], "cuda", dtype)
     assert int(inputs.batch.slots.max()) // 64 * 131_072 > 1 << 31
     side = make_side(name, inputs)

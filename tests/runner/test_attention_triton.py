@@ -66,7 +66,7 @@ def test_padded_rows_store_nothing_and_stay_finite(step: str) -> None:
 
 
 def check_fp8(backend: str, shape: Shape, sequences: list[tuple[int, int]]) -> None:
-    """Scales are no powers of two; those of values are so small that many saturate."""
+    """Scales are no powers of two; scales of values are so small that many saturate."""
     shape = replace(shape, scales=KVScales(0.013, 0.0021))
     inputs = make_inputs(shape, sequences, DEVICE, torch.float32, padding=1)
     side = Side(backend, shape, inputs.device, torch.float32, torch.float32)

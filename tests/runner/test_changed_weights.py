@@ -116,7 +116,7 @@ def test_every_changed_model_of_two_ranks_is_that_of_the_resulting_checkpoint(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_change_takes_memory_for_one_layer_on_a_cpu(tmp_path: Path, dtype: str) -> None:
-    """Here the C library returns blocks of 1 MiB at once, as it always does with those of 32 MiB."""
+    """MALLOC_MMAP_THRESHOLD_ makes the C library return blocks of 1 MiB at once; it always does so from 32 MiB on."""
     directory = make_checkpoint(
         tmp_path, "llama", dtype=dtype, vocab_size=8000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8
     )

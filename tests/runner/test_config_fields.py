@@ -24,7 +24,7 @@ from pdserve.model.model_config import ModelConfig, load_model_config
 from pdserve.model.unread_fields import FIXED
 
 NUM_LAYERS = 3
-PROMPTS = random_prompts(random.Random(1), 96, (40,))  # of all sizes of the vocabulary
+PROMPTS = random_prompts(random.Random(1), 96, (40,))  # token ids below the smallest vocabulary size
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
@@ -180,7 +180,7 @@ class Base:
         return absent + [Change(name, {name: None}) for name in sorted(self.fields | OLDER)]
 
     def _fields_of_the_library(self) -> tuple[set[str], torch.Tensor]:
-        """Return the fields of the config's class and those that layers look for, and their log-probabilities."""
+        """Return the fields of the config's class and the fields that layers look for, and their log-probabilities."""
         looked_for: set[str] = set()
         base: Any = transformers.PretrainedConfig
         get = base.__getattribute__

@@ -35,7 +35,7 @@ REQUESTS = [
 def check(
     target: Path, head: Path, version: str = "V1", requests: Any = REQUESTS, graphs: bool = False, **options: Any
 ) -> None:
-    """Compare answers with those without drafts, and drafts with those of a plain loop."""
+    """Compare answers with answers without drafts, and drafts with a plain loop's."""
     of_v2: dict[str, Any] = {"attention_backend": "triton", "device": DEVICE} if version == "V2" else {}
     expected = run(DraftedNode(node_config(target)), requests)
     config = node_config(target, runner=version, draft_head=head, **of_v2, **options)

@@ -317,7 +317,7 @@ def test_a_checkpoint_that_changes_after_its_check_leaves_no_weights(
 
 
 def test_quantized_tensors_cannot_be_patched(tmp_path: Path) -> None:
-    """The others of such a checkpoint can."""
+    """The unquantized tensors of such a checkpoint can be patched."""
     good = quantize(make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=1), tmp_path / "fp8", "fp8 blocks")
     serving = start(good)
     name = "model.layers.0.mlp.down_proj.weight"

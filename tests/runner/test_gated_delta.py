@@ -188,7 +188,7 @@ def test_states_go_on_by_accepted_drafts_only(triton: bool) -> None:
 
 
 def test_rows_of_padding_change_no_state() -> None:
-    """They have no tokens and an old slot; or, while a graph is captured, a token and no slot."""
+    """Padding rows have no tokens and an old slot; while a graph is captured, they have a token and no slot."""
     weights, alone, padded = weights_of(SPEC), cache_of(SPEC, 4), cache_of(SPEC, 4)
     expected = run(TritonGatedDelta(alone), SPEC, batch_of([1, 1], [2, 1]), weights)
     found = run(TritonGatedDelta(padded), SPEC, batch_of([1, 1], [2, 1], padding=3), weights)
@@ -262,7 +262,7 @@ def by_chunks(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def in_float64(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the same token after token in float64."""
+    """Return the outputs and states of the delta rule, computed token after token in float64."""
     beta, log_decay = (each.double() for each in gates_of(rule.ba, rule.weights))
     q, k = (each.double().repeat_interleave(2, dim=1) for each in (rule.q, rule.k))
     inputs, token = DeltaInputs(q, k, rule.v.double(), beta, log_decay), 0
@@ -281,8 +281,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-# Of the result with inputs rounded to the dtype. 8,192 tokens of heads of 128, with only the operands of exact products
-# rounded, come to 1.7e-2 in bfloat16 and 2e-3 in float16; TF32 of the inverse, truncated as GPUs do, makes that 5e-3.
+# Relative error against float64 from inputs that are rounded to the dtype. At 8,192 tokens and head size 128, rounding
+# only the operands of exact products gives 1.7e-2 in bfloat16 and 2e-3 in float16. An inverse in TF32, truncated as on
+# GPUs, raises 2e-3 to 5e-3.
 MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 8e-3}
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=3)
 DECAYS = st.sampled_from([-1e-6, -1e-3, -0.1, -3.0, -20.0, -300.0])

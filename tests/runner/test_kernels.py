@@ -119,11 +119,11 @@ def test_rope_store_equals_torch(
 ) -> None:
     slots = torch.tensor([3 * page, -1, 5 * page - 1, 1, -1], device=DEVICE)
     qkv = random(len(slots), (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    angles = random(len(slots), head_dim, dtype=torch.float32, seed=1)  # as in a table: a row holds cos, then sin
+    angles = random(len(slots), head_dim, dtype=torch.float32, seed=1)  # rows of a rotary table: cos, then sin
     rotary = RotaryCosSin(*angles.chunk(2, dim=1))
     weights = random(2, head_dim, dtype=dtype, seed=2)
     norms = HeadNorms(weights[0], weights[1], EPS) if has_norms else None
-    pages = random(6, kv_heads, 3, 2, page, head_dim, dtype=dtype, seed=3)  # of three layers
+    pages = random(6, kv_heads, 3, 2, page, head_dim, dtype=dtype, seed=3)  # dimension 2: layers
     expected_pages = pages.clone()
 
     q = rope_store(qkv, heads, rotary, norms, slots, pages[:, :, 1])

@@ -141,7 +141,7 @@ def test_the_triton_kernel_computes_what_torch_computes(page: int, head_dim: int
     assert found.tolist() == expected.tolist()
 
 
-GROUPS = KVCacheGroups((None, 8, 8), (1, 0, 2, 1))  # a block has two layers; those of groups 0 and 2 have padding
+GROUPS = KVCacheGroups((None, 8, 8), (1, 0, 2, 1))  # a block has two layers; blocks of groups 0 and 2 have padding
 
 
 def grouped_digests(

@@ -236,7 +236,7 @@ def test_captured_graphs_with_chunks_are_exact_for_other_lengths(name: str) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_steps_may_be_planned_before_earlier_ones_have_run(name: str) -> None:
-    """Also those whose keys are expanded into the memory of the step before."""
+    """This includes steps whose keys are expanded into the memory of the step before."""
     needs_a_gpu(name)
     shape = PUBLISHED["v2-lite"]
     side = Side(name, shape, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
@@ -262,7 +262,7 @@ def test_steps_may_be_planned_before_earlier_ones_have_run(name: str) -> None:
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_offsets_beyond_int32_are_exact(name: str, step: str) -> None:
     needs_a_gpu(name)
-    shape = replace(PUBLISHED["v2-lite"], num_pages=35_000)  # of 2 * 64 * 576 elements
+    shape = replace(PUBLISHED["v2-lite"], num_pages=35_000)  # 2 * 64 * 576 elements per page
     inputs = make_inputs(shape, LARGE_STEPS[step], "cuda", torch.bfloat16)
     assert int(inputs.batch.slots.max()) // 64 * 73_728 > 1 << 31
     side = Side(name, shape, inputs.device, torch.bfloat16, torch.bfloat16)

@@ -61,9 +61,9 @@ class Card:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
         self.elsewhere = 0  # bytes that other processes hold
-        self.reserved = 0  # by PyTorch's allocator in this process
-        self.libraries = 0  # of this process, outside of the allocator
-        self.peak = 0  # of the allocator
+        self.reserved = 0  # bytes that PyTorch's allocator holds in this process
+        self.libraries = 0  # bytes that this process holds outside of the allocator
+        self.peak = 0  # largest number of bytes that the allocator has held
         for name, value in {
             "mem_get_info": lambda device: (
                 self.total - self.elsewhere - self.reserved - self.libraries,

@@ -151,7 +151,7 @@ class PlainQwen:
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_drafts_beside_recurrent_layers_are_those_of_a_plain_loop(family: str, version: str, tmp_path: Path) -> None:
-    """Answers are those without drafts, which are hardly ever right."""
+    """Answers equal answers without drafts; drafts are hardly ever right."""
     path = make_checkpoint(tmp_path / "m", family)
     plain = PlainQwen(path, add_mtp(path, family))
     requests = [

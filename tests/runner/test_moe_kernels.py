@@ -49,7 +49,7 @@ def test_chosen_experts_equal_torch(router: str, num_experts: int, has_bias: boo
     torch.testing.assert_close(found.weights, expected.weights)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, in which the interpreter computes
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, under Triton's interpreter
 def test_a_row_that_is_not_a_number_chooses_experts_that_exist() -> None:
     """Rows that pad a CUDA graph may hold anything."""
     logits = torch.full((1, 6), torch.nan, device=DEVICE)

@@ -129,7 +129,7 @@ def test_grouped_products_are_those_of_dequantized_weights(tokens: int, local: r
 
 
 def check_activations(tokens: int, sizes: tuple[int, int], dtype: torch.dtype, num_experts: int, top_k: int) -> None:
-    """Compare the activations of gates and ups with those of float32 products; the error's norm is relative."""
+    """Compare the activations of gates and ups with float32 products; the error's norm is relative."""
     outputs, inputs = sizes
     routing = routing_of(tokens, num_experts, top_k)
     stack, weight = stack_of(num_experts, outputs, inputs, dtype, gated=True)

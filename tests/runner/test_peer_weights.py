@@ -213,7 +213,7 @@ def test_a_peer_that_ends_half_way_costs_no_weights(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is a process of its own. Reads go over TCP: those of shared memory need no life of the other side."""
+    """The peer is a process of its own. Reads go over TCP: reads of shared memory succeed without a live peer."""
     expected = tokens(serving)
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

@@ -19,7 +19,7 @@ def sequence(seq: int, num_computed: int) -> NewSequence:
 
 @given(st.lists(st.tuples(st.integers(1, 7), st.booleans(), st.integers(0, 7)), max_size=40))
 def test_sum_counts_each_token_once(parts: list[tuple[int, bool, int]]) -> None:
-    """A part of some tokens; then perhaps a preemption that leaves some of what is computed in the cache."""
+    """A part of some tokens; then perhaps a preemption that leaves some computed tokens in the cache."""
     states = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(0))
     sums, done = PromptSums(4), 0
     sums.add(sequence(1, 0))

@@ -18,7 +18,7 @@ PROMPTS = [list(range(3, 3 + length)) for length in (1, 15, 40)]
 NUM_TOKENS = 6
 
 
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of GLM without shared experts
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # GLM without shared experts
 @pytest.mark.parametrize("form", FORMS)
 def test_a_published_form_yields_the_tokens_of_transformers(form: str, tmp_path: Path) -> None:
     published = FORMS[form](tmp_path)

@@ -140,7 +140,8 @@ def test_awq_words_by_hand(tmp_path: Path) -> None:
         ({"checkpoint_format": "gptq_v2"}, 0x76543210, [0, 1, 2, 3, 4, 5, 6, 7]),
         ({}, 0x76543210, [1, 2, 3, 4, 5, 6, 7, 8]),
         ({}, 0x7777777F, [0, 8, 8, 8, 8, 8, 8, 8]),  # AutoGPTQ subtracts 1 in each field
-        ({"meta": {"quantizer": ["gptqmodel:1.4"]}}, 0x7777776F, [0, 8, 8, 8, 8, 8, 8, 8]),  # of the word: it borrows
+        # GPTQModel subtracts 0x11111111 from the whole word, so a field of 0 borrows from the next field.
+        ({"meta": {"quantizer": ["gptqmodel:1.4"]}}, 0x7777776F, [0, 8, 8, 8, 8, 8, 8, 8]),
     ],
 )
 def test_gptq_zero_points_by_hand(options: dict[str, Any], word: int, zeros: list[int], tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def slot_bytes(model_runner: ModelRunner, slot: int) -> bytes:
 
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_a_snapshot_continues_with_other_tokens(build: Build, expected: Callable[[list[int]], list[int]]) -> None:
-    """One sequence goes on beside it, so that its own slot has another state by then."""
+    """The first sequence goes on, so that its own slot has another state when the snapshot is used."""
     model_runner, prefix = build(), prompt_of(32)
     first, second = prefix + prompt_of(9, 1), prefix + prompt_of(20, 2)
     step(model_runner, 0, (0, 32, 0), new=(new(0, first, (0, 1, 2), slot=3),), state_copies=((3, 6),))

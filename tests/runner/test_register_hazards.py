@@ -31,7 +31,7 @@ LOOP = """
     ("loaded", "newest", "written"),
     [
         ("R8", "0x0", []),
-        ("R8", "0x1", ["R8"]),  # of the last group, which is not waited for
+        ("R8", "0x1", ["R8"]),  # the wait leaves the newest group in flight, which reads R8
         ("R10", "0x1", ["R8", "R12"]),
         ("R4", "0x1", []),
     ],

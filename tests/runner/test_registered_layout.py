@@ -116,7 +116,7 @@ def test_the_registered_memory_has_the_resolved_layout(
 @pytest.mark.parametrize("block_size", sampled(BLOCK_SIZES, every=2))
 def test_a_step_writes_the_same_bytes_with_every_runner_and_backend(checkpoint: Path, block_size: int) -> None:
     """Keys and values of every layer, head and token have the same offsets."""
-    ends = (BLOCK_SIZES[block_size], block_size)  # of a page, of a block
+    ends = (BLOCK_SIZES[block_size], block_size)  # tokens: end of a kernel page, end of a block
     lengths = [end + NEW // 2 for end in ends]
     new = tuple(
         NewSequence(seq, pack_tokens([at % 100 for at in range(length)]), length, length - NEW, blocks, GREEDY)
@@ -137,7 +137,7 @@ def test_a_step_writes_the_same_bytes_with_every_runner_and_backend(checkpoint: 
 @interpreted
 @pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V2", "triton")])
 def test_digests_are_those_of_the_bytes_that_a_peer_reads(checkpoint: Path, version: str, backend: str) -> None:
-    """They include the tokens of the same step. A step that computes nothing can order digests, and so can none."""
+    """Digests include the tokens of the same step. A step without tokens can order digests; no step is needed."""
     config = configure(checkpoint, "cpu", version, backend, 16)
     order = DigestOrder((3, 1), 16 + NEW)
     new = NewSequence(0, pack_tokens(range(3, 3 + 16 + NEW)), 16 + NEW, 0, (3, 1), GREEDY)

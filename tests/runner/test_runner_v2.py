@@ -164,7 +164,7 @@ def test_decode_batches_are_kept_between_chunks_of_a_prompt(checkpoint: Path, mo
 
 
 def test_a_chunk_of_one_token_that_samples_nothing_leaves_other_rows_alone(checkpoint: Path) -> None:
-    """With one token per sequence a decode graph fits on a GPU; its logits have a row for the chunk, too."""
+    """With one token per sequence, a decode graph fits on a GPU; its logits also have a row for the chunk."""
     steps = Overlapped(build(checkpoint))
     first, second = prompt_of(20, 1), prompt_of(12, 2)
     steps.launch([ScheduledSequence(0, 20, 1)], new=[new_sequence(0, first, 0)])

@@ -267,7 +267,7 @@ def test_only_a_step_whose_plan_asks_for_them_has_parts(build: Build) -> None:
     plain = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 20, 1),)))
     assert not isinstance(plain, StepWithParts)
     assert plain.result().digests == ()
-    mask = TokenMask(0, (1 << 7).to_bytes(16, "little"))  # of 128 tokens, token 7 alone
+    mask = TokenMask(0, (1 << 7).to_bytes(16, "little"))  # allows token 7 alone of 128
     orders, one = (DigestOrder((0, 1), 20),), (ScheduledSequence.decode(0),)
     parts = model_runner.launch(StepPlan(1, scheduled=one, digests=orders, masks=(mask,)))
     assert isinstance(parts, StepWithParts)

@@ -19,7 +19,7 @@ import runner
 from pdserve.errors import ConfigError
 from runner.models.from_transformers.in_float32 import in_float32
 
-SHARE = 0.02  # of the hidden states: a state that is a small part of each layer's result
+SHARE = 0.02  # standard deviation of the leaked state over that of the hidden states
 
 
 class LeakyConfig(transformers.LlamaConfig):  # type: ignore[misc]

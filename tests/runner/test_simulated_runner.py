@@ -23,7 +23,7 @@ from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import WeightChange
 
-EOS = {0, 2}  # of the embedded model
+EOS = {0, 2}  # end-of-sequence tokens of the embedded model
 
 
 def build(*costs: str, speed: float = float("inf"), model: Path = EMBEDDED_MODEL, **asked: Any) -> ModelRunner:

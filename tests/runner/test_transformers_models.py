@@ -96,7 +96,7 @@ def test_copied_kv_continues_on_another_runner(model_type: str, tmp_path: Path) 
     "model_type", ["bert", "dbrx", "gemma3", "llama4_text", "modernbert-decoder", "granitemoehybrid"]
 )
 def test_unusual_configs_and_models_are_exact(model_type: str, tmp_path: Path) -> None:
-    """They have a causal flag, nested sizes, a part for images, tuned queries, a head named decoder, a layer list."""
+    """Models with a causal flag, nested sizes, a part for images, tuned queries, a head named decoder, a layer list."""
     assert_greedy_tokens_are_exact(make_any_checkpoint(tmp_path / "model", model_type))
 
 

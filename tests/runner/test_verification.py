@@ -218,7 +218,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_answer(config: Config) -> N
 
 
 def test_rejected_drafts_are_not_in_the_prefix_cache(config: Config) -> None:
-    """Prompts that continue earlier answers, and those that continue rejected drafts."""
+    """Prompts that continue earlier answers, and prompts that continue rejected drafts."""
     prompt = prompt_of(30)
     requests = [(prompt, SamplingParams(40, temperature=1.0, seed=1, ignore_eos=True))]
     expected = answers_of(config(), requests)
@@ -318,6 +318,6 @@ def test_decodes_with_drafts_run_as_cuda_graphs(tmp_path: Path, backend: str) ->
         node = DraftedNode(config(), 3, oracle(requests, expected, wrong=0.2))
         found = run(node, requests)
         num_accepted += node.num_accepted
-        if dtype == "float32":  # in 16 bits a step of several tokens rounds otherwise, and answers may part
+        if dtype == "float32":  # in 16 bits a step of several tokens rounds differently, and answers may differ
             check(found, expected)
     assert num_accepted > 0.3 * 40 * (1 + 3 + 17 + 40)

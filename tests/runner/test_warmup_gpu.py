@@ -40,7 +40,7 @@ needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is 
 
 VOCABULARY = 5000  # more than one part for the sampling kernels
 MAX_SEQS = 24
-MAX_TOKENS = 2048  # of a step
+MAX_TOKENS = 2048  # tokens per step
 
 #: Heads that FlashInfer supports, rows that the single-token product supports, layers with and without a window.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,8 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class Compiled:
     """Kernels and processes of compilers while being watched; loading from a cache on disk counts."""
 
-    kernels: list[str] = field(default_factory=list)  # Triton's
-    processes: list[str] = field(default_factory=list)  # of compilers; FlashInfer starts one also to load
+    kernels: list[str] = field(default_factory=list)  # Triton kernels
+    processes: list[str] = field(default_factory=list)  # compiler commands; FlashInfer runs one also to load a kernel
 
 
 _watching: list[Compiled] = []
@@ -94,7 +94,7 @@ def watched() -> Iterator[Compiled]:
 
 
 def forget_compiled() -> None:
-    """Drop the compiled kernels of this process; those on disk stay."""
+    """Drop the compiled kernels of this process; kernels on disk stay."""
     for found in gc.get_objects():
         if type(found) is triton.runtime.JITFunction:
             found.device_caches.clear()

@@ -78,7 +78,7 @@ class Answer:
     """The answer to one request, with its choices by index."""
 
     choices: dict[int, ChoiceAnswer] = field(default_factory=dict)
-    weights: str = ""  # their version as the answer names it
+    weights: str = ""  # weight version that the answer names
     prompt_tokens: int = 0
     completion_tokens: int = 0
 

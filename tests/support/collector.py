@@ -59,7 +59,7 @@ class Span:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Names of the spans below this one, as nested dicts; of two children with one name, the last one."""
+        """Names of the spans below this one, as nested dicts; the last one counts if two children share a name."""
         return {child.name: child.shape for child in self.children}
 
     def walk(self) -> list[Span]:

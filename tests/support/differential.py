@@ -89,7 +89,7 @@ def compare(
     results = Stepper(model_runner).generate(prompts, num_tokens, sampling, chunk=chunk, stagger=stagger)
     model_runner.close()
     for result in results:
-        if config.model.rope.rope_type == "dynamic":  # there one pass over all tokens is another function
+        if config.model.rope.rope_type == "dynamic":  # one pass over all tokens is another function
             library.logprobs([0])  # resets the frequencies, which the library keeps from a longer sequence
             expected = library.greedy(result.tokens[: result.prompt_len], num_tokens)
             assert result.output == expected, f"{result.output} and not {expected} after {result.prompt_len} tokens"

@@ -43,7 +43,7 @@ def _branching_tags(size: int) -> Schema:
 
 
 def _branching_values(size: int) -> Schema:
-    """As ``_branching_tags``, for the value of one property."""
+    """Like ``_branching_tags``, for the value of one property."""
     defs: Schema = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(14)}
     defs["d14"] = {"enum": [f"value{i}" for i in range(size // 20)]}
     return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": defs}

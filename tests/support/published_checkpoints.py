@@ -146,7 +146,7 @@ def qwen3_5(path: Path) -> Published:
 
 
 def qwen3_5_moe(path: Path) -> Published:
-    """Like Qwen3.5-35B-A3B: the same with fused experts."""
+    """Like Qwen3.5-35B-A3B: ``qwen3_5`` with fused experts."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
                "shared_expert_intermediate_size": 48}  # fmt: skip
     return _with_mtp(_multimodal(path, _qwen3_5("Qwen3_5Moe", experts), tied=False, new_names=True))

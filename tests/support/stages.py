@@ -113,7 +113,7 @@ class Pair:
 
 
 def has_stored(node: NodeProcess, before: float) -> bool:
-    """Whether the first ``WARM`` tokens are in host memory, since as many bytes as ``before`` were."""
+    """Return whether host memory has stored the first ``WARM`` tokens since its counter was at ``before`` bytes."""
     return node.counter("host_kv_store_bytes") >= before + WARM * TOKEN_BYTES
 
 

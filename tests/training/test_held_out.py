@@ -24,7 +24,7 @@ def trained() -> bool:
 
 
 def answers(asked: Sequence[Case], prefill: int) -> list[dict[str, Any]]:
-    """Return the message that answers each case, with so many prefill nodes beside one decode node."""
+    """Return the message that answers each case, with ``prefill`` prefill nodes beside one decode node."""
     flags = ["--handoff-min-tokens", "0"] if prefill else []
     with start_fleet(EMBEDDED_MODEL, prefill, decode_flags=flags) as fleet, ThreadPoolExecutor(4) as threads:
 

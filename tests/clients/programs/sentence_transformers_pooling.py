@@ -37,7 +37,7 @@ WORDS = [
     "déjà",
     "vu",
 ]
-#: Of https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
+#: Prompt prefix and suffix from https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 PREFIX = (
     "<|im_start|>system\n"
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
