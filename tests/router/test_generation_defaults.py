@@ -104,7 +104,7 @@ def test_without_the_file_nothing_changes(tmp_path: Path) -> None:
     [
         ("temperature", 3, "from 0 to 2"),
         ("temperature", "hot", "must be a number"),
-        ("top_p", 0, "from 1e-06 to 1"),
+        ("top_p", 0, "from 0.000001 to 1"),
         ("top_k", 2.5, "whole number"),
         ("max_new_tokens", True, "must be a number"),
     ],

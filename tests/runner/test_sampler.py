@@ -183,7 +183,7 @@ def test_extreme_values_give_the_best_token() -> None:
 #: Parameters that act before or after the sampler: in masks, at the end of a choice, for the prompt.
 ELSEWHERE = {
     *("n", "max_tokens", "ignore_eos", "prompt_logprobs", "grammar", "allowed_token_ids", "bad_words"),
-    *("thinking_token_budget", "thinking_start_ids", "thinking_end_ids"),
+    *("thinking_token_budget", "thinking_start_ids", "thinking_end_ids", "thinking_call_ids"),
     "disable_spec_decode",
 }
 
