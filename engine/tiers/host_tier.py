@@ -160,7 +160,7 @@ class HostTier(Tiers):
         return self.source.considered(sequence) and sequence.seq in self._considered
 
     def fetching(self, sequence: Sequence) -> bool:
-        return self.source.reading(sequence) or self._copied(sequence)
+        return self.source.reading(sequence) or self._awaits_copy(sequence)
 
     def fetch(self, sequence: Sequence) -> bool:
         if self.source.read(sequence):
@@ -169,7 +169,7 @@ class HostTier(Tiers):
             self._considered.add(sequence.seq)
             self._begin_fetch(sequence)
         self.source.let_go(sequence)
-        return self._copied(sequence)
+        return self._awaits_copy(sequence)
 
     def _begin_fetch(self, sequence: Sequence) -> None:
         fetch = self._find(sequence)
@@ -177,8 +177,8 @@ class HostTier(Tiers):
             self._fetches[sequence.seq] = fetch
             self._order_load(fetch)
 
-    def _copied(self, sequence: Sequence) -> bool:
-        """Whether blocks are being copied to the device for a waiting sequence."""
+    def _awaits_copy(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence waits for a copy to the device."""
         fetch = self._fetches.get(sequence.seq)
         return fetch is not None and not fetch.ended
 

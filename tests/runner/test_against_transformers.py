@@ -333,11 +333,17 @@ def test_bfloat16_errs_no_more_than_transformers(
 
 def assert_as_close_as_bfloat16(results: list[Running], exact_model: Any, rounded_model: Any) -> None:
     """Check that a runner errs no more than transformers in bfloat16, both against float32 on the same weights."""
+    ours, theirs = errors_of(results, exact_model, rounded_model)
+    assert ours.mean() <= 1.2 * theirs.mean()
+    assert ours.max() <= 2 * theirs.max()
+
+
+def errors_of(results: list[Running], exact_model: Any, rounded_model: Any) -> tuple[Tensor, Tensor]:
+    """Return the errors of log-probabilities, a runner's and those of a rounded model, each [positions, VOCAB]."""
     exact = torch.cat([reference_logprobs(exact_model, result) for result in results])
     rounded = torch.cat([reference_logprobs(rounded_model, result) for result in results])
     ours = torch.cat([logprobs_of(result) for result in results])
-    assert (ours - exact).abs().mean() <= 1.2 * (rounded - exact).abs().mean()
-    assert (ours - exact).abs().max() <= 2 * (rounded - exact).abs().max()
+    return (ours - exact).abs(), (rounded - exact).abs()
 
 
 def needs_a_gpu(backend: str) -> None:
@@ -421,9 +427,8 @@ def test_cuda_in_bfloat16_errs_no_more_where_experts_are_chosen(
     directory = make_checkpoint(tmp_path / "model", family, dtype="bfloat16", **published_heads(family))
     results = generate_in_bfloat16(build, directory, version, backend)
     models = [reference_model(directory, dtype).to("cuda") for dtype in ("float32", "bfloat16")]
-    exact, rounded = (torch.cat([reference_logprobs(model, result) for result in results]) for model in models)
-    ours = torch.cat([logprobs_of(result) for result in results])
-    assert (ours - exact).abs().mean(1).median() <= 1.2 * (rounded - exact).abs().mean(1).median()
+    ours, theirs = errors_of(results, *models)
+    assert ours.mean(1).median() <= 1.2 * theirs.mean(1).median()
 
 
 def generate_in_bfloat16(
