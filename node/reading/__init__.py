@@ -1,1 +1,1 @@
-"""Reads KV from peers: connections, streams and the state machine of a handoff. Common to all nodes."""
+"""Reads KV from peers: connections, streams, the state machine of a handoff, and the driver of pulls. Common to all nodes."""
