@@ -20,8 +20,8 @@ RID = 3
 NUMBER = 9  # the pull's, on the stream to the source
 
 
-class Source:
-    """A connected peer with its stream, and this node's engine and configuration."""
+class Nodes:
+    """This node with its engine and configuration, and the connected source with its stream."""
 
     def __init__(self, connected: bool = True) -> None:
         self.address = "source:1"
@@ -106,15 +106,15 @@ FINISHED = pb.PrefillEvent(finished=pb.Finished())
 STOOD = pb.PrefillEvent(released=pb.Released(stood=True))
 
 
-def driver_of(source: Any, prompt: Prompt) -> PullDriver:
-    return PullDriver(source, source, source, prompt)
+def driver_of(nodes: Any, prompt: Prompt) -> PullDriver:
+    return PullDriver(nodes, nodes, nodes, prompt)
 
 
-def play(source: Source, prompt: Prompt, *events: Any) -> PullDriver:
+def play(nodes: Nodes, prompt: Prompt, *events: Any) -> PullDriver:
     """Reserve blocks of a prompt with two cached tokens, then let the events come."""
 
     async def run() -> PullDriver:
-        driver = driver_of(source, prompt)
+        driver = driver_of(nodes, prompt)
         driver.on_engine_event(Reserved(RID, 2))
         for event in events:
             driver.on_event(event)
@@ -124,61 +124,68 @@ def play(source: Source, prompt: Prompt, *events: Any) -> PullDriver:
 
 
 def test_pull_brings_what_the_source_has() -> None:
-    source, prompt = Source(), Prompt(WHOLE)
-    play(source, prompt, PART, FINISHED, ReadEnded(RID, "epoch", ReadResult(1)), STOOD)
-    request, release = source.sent
+    nodes = Nodes()
+    prompt = Prompt(WHOLE)
+    play(nodes, prompt, PART, FINISHED, ReadEnded(RID, "epoch", ReadResult(1)), STOOD)
+    request, release = nodes.sent
     assert (request.skip_tokens, request.kv_layers, request.cached_only) == (2, 5, True)
     assert release == pb.ReleaseRequest(request=NUMBER)
-    assert [type(order) for order in source.orders] == [StartRead]
+    assert [type(order) for order in nodes.orders] == [StartRead]
     assert prompt.history == ["asked", "read started", "read ended", 4]
 
 
 def test_split_computes_tokens_before_those_that_are_pulled() -> None:
-    source, prompt = Source(), Prompt(Pull(LoadPlan(2, 4, 0.1), float("inf")))
-    play(source, prompt, PART, FINISHED, ReadEnded(RID, "epoch", ReadResult(1)), STOOD)
-    assert source.orders[0] == ComputeBeside(RID, 4)
-    assert source.sent[0].skip_tokens == 4
+    nodes = Nodes()
+    prompt = Prompt(Pull(LoadPlan(2, 4, 0.1), float("inf")))
+    play(nodes, prompt, PART, FINISHED, ReadEnded(RID, "epoch", ReadResult(1)), STOOD)
+    assert nodes.orders[0] == ComputeBeside(RID, 4)
+    assert nodes.sent[0].skip_tokens == 4
     assert prompt.history[-1] == 2
 
 
 def test_pull_that_is_not_worth_its_time_asks_no_source() -> None:
-    source, prompt = Source(), Prompt(None)
-    play(source, prompt, FINISHED)
-    assert (source.sent, source.orders, prompt.history) == ([], [], ["declined"])
+    nodes = Nodes()
+    prompt = Prompt(None)
+    play(nodes, prompt, FINISHED)
+    assert (nodes.sent, nodes.orders, prompt.history) == ([], [], ["declined"])
 
 
 def test_lost_source_fails_the_pull() -> None:
-    source, prompt = Source(connected=False), Prompt(WHOLE)
-    play(source, prompt)
+    nodes = Nodes(connected=False)
+    prompt = Prompt(WHOLE)
+    play(nodes, prompt)
     (error,) = prompt.history
     assert isinstance(error, PeerError)
     assert "was lost" in str(error)
-    assert source.checks == 1
+    assert nodes.checks == 1
 
 
 @pytest.mark.parametrize("tokens", ["first_tokens", "next_token"])
 def test_source_that_sends_tokens_is_not_believed(tokens: str) -> None:
-    source, prompt = Source(), Prompt(WHOLE)
+    nodes = Nodes()
+    prompt = Prompt(WHOLE)
     event = pb.PrefillEvent(request=NUMBER)
     getattr(event, tokens).SetInParent()
-    play(source, prompt, PART, event, FINISHED, STOOD)
-    assert source.sent[1:] == [pb.ReleaseRequest(request=NUMBER)]
+    play(nodes, prompt, PART, event, FINISHED, STOOD)
+    assert nodes.sent[1:] == [pb.ReleaseRequest(request=NUMBER)]
     assert isinstance(prompt.history[-1], PeerError)
 
 
 def test_bug_fails_the_pull_and_not_the_prompt() -> None:
-    source, prompt = Source(), Prompt(WHOLE, faulty=True)
-    play(source, prompt)
+    nodes = Nodes()
+    prompt = Prompt(WHOLE, faulty=True)
+    play(nodes, prompt)
     (error,) = prompt.history
     assert isinstance(error, PeerError)
     assert "the pull failed" in str(error)
 
 
 def test_abandoned_pull_releases_its_lease_and_ends() -> None:
-    source, prompt = Source(), Prompt(WHOLE)
+    nodes = Nodes()
+    prompt = Prompt(WHOLE)
 
     async def run() -> None:
-        driver = driver_of(source, prompt)
+        driver = driver_of(nodes, prompt)
         driver.on_engine_event(Reserved(RID, 2))
         driver.on_event(PART)
         driver.abandon()
@@ -186,5 +193,5 @@ def test_abandoned_pull_releases_its_lease_and_ends() -> None:
         driver.on_event(FINISHED)
 
     asyncio.run(run())
-    assert source.sent[1:] == [pb.ReleaseRequest(request=NUMBER)]
+    assert nodes.sent[1:] == [pb.ReleaseRequest(request=NUMBER)]
     assert prompt.history == ["asked", "read started", "abandoned"]
