@@ -96,7 +96,7 @@ def _serve(channel: Channel, heartbeats: socket.socket, launched: Sequence[Launc
     gc.collect()
     gc.freeze()
     channel.send(ready)
-    timeout, send = configure.config.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
+    timeout, send = configure.config.options.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
     HeartbeatSender(
         engine.loop_timer, send, timeout, ranks.monitors, ranks.waiting_for, num_taken=lambda: channel.num_received
     ).start()
@@ -129,9 +129,9 @@ _DRAFT_SOURCES: dict[str, type[PromptLookup | ModelDrafts]] = {
 
 
 def _draft_options(config: NodeConfig) -> DraftOptions:
-    most, always = config.max_drafts, config.always_draft
-    if config.costs is None and config.synthetic_acceptance is not None:
-        rate = acceptance_rate(config.synthetic_acceptance, most)
+    most, always = config.max_drafts, config.options.always_draft
+    if config.costs is None and config.options.synthetic_acceptance is not None:
+        rate = acceptance_rate(config.options.synthetic_acceptance, most)
         return DraftOptions(most, SyntheticDrafts, always, rate)
     return DraftOptions(most, _DRAFT_SOURCES.get(config.speculate), always)
 
@@ -147,12 +147,12 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
             block_size=layout.block_size,
             num_state_slots=0 if ranks.state_layout is None else ranks.state_layout.num_slots,
             groups=layout.groups,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.options.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             full_step=FULL_STEP[config.device.kind],
             tile=TILE[config.device.kind],
             drafts=_draft_options(config),
-            max_waiting=config.max_waiting,
+            max_waiting=config.options.max_waiting,
             itl_target=config.itl_target,
             idle_step=measure_idle_step(ranks) if measures else 0.0,
             stages=config.parallel.pp,
@@ -169,7 +169,7 @@ def _connector_factory(config: NodeConfig, ranks: Ranks, agent: str) -> Connecto
     def make(parts: CacheParts) -> KVConnectorScheduler:
         peers, layers = PeerKV(), config.model.num_kv_layers
         if agent:
-            peers = ConnectedPeers(parts, checksum=config.kv_checksum, num_layers=layers)
+            peers = ConnectedPeers(parts, checksum=config.options.checks_kv, num_layers=layers)
         return KVConnectorScheduler(parts, peers, build_tiers(parts, config, ranks.kv_layout, ranks.state_layout))
 
     return make
