@@ -39,7 +39,6 @@ from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.scheduler.step_builder import FULL_STEP, TILE
 from engine.tiers.build import build_tiers
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import EAGLE3, LOOKUP, MTP
@@ -138,26 +137,15 @@ def _draft_options(config: NodeConfig) -> DraftOptions:
 
 def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
     """Return the scheduler of a node with these ranks. ``agent`` is the connector's name; empty for none."""
-    layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
     return Scheduler(
-        SchedulerConfig(
-            num_blocks=layout.num_blocks,
-            block_size=layout.block_size,
-            num_state_slots=0 if ranks.state_layout is None else ranks.state_layout.num_slots,
-            groups=layout.groups,
-            max_num_seqs=config.options.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            full_step=FULL_STEP[config.device.kind],
-            tile=TILE[config.device.kind],
+        SchedulerConfig.of_node(
+            config,
+            ranks.kv_layout,
+            ranks.state_layout,
             drafts=_draft_options(config),
-            max_waiting=config.options.max_waiting,
-            itl_target=config.itl_target,
             idle_step=measure_idle_step(ranks) if measures else 0.0,
-            stages=config.parallel.pp,
-            vocab_size=config.model.vocab_size,
-            eos_token_ids=config.model.eos_token_ids,
         ),
         connector=_connector_factory(config, ranks, agent),
         grammars=grammars,
