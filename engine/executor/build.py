@@ -21,6 +21,7 @@ from engine.executor.rank_messages import Assign, RankReady
 from engine.executor.rank_processes import Failure, LaunchedRank, RankChannel, RankProcesses
 from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
 from pdserve.checkpoint.file_states import check_same_files
+from pdserve.config.flashinfer_hosts import without_flashinfer
 from pdserve.config.host_kv import host_room
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.triton_hosts import without_triton
@@ -173,11 +174,16 @@ def _assign_ranks(
         with listen(placement.listen, placement.rendezvous_timeout) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
             joined = Rendezvous(listener, config, missing).gather(max(0.0, end - time.monotonic()))
-        hellos = (joined[rank][0] for rank in missing)
+        hellos = [joined[rank][0] for rank in missing]
         problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
         config = without_triton(config, problems)
         if config.decision != configure.config.decision:
             _log.warning("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+        uncompiled = {each.host: each.flashinfer_problem for each in hellos if each.flashinfer_problem}
+        config = without_flashinfer(config, uncompiled)
+        if uncompiled and config.attention_backend != configure.config.attention_backend:
+            for host, problem in uncompiled.items():
+                _log.info("attention_backend=%s: on %s, %s", config.attention_backend, host, problem)
     configs = [
         msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // num_local))
         for rank, device in enumerate(placement.devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.config.attention_backends import FlashInferKernel
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
@@ -55,6 +56,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
     gpu_memory_utilization: float  # share of each GPU's memory for weights, activations and KV cache together
     attention_backend: str
+    backend_is_named: bool = False  # the user has chosen the attention backend
     decision: Decision
     cuda_graphs: bool
     max_num_seqs: int
@@ -76,6 +78,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
     pooling: PoolingConfig | None = None  # None: the node generates
     triton_problem: str = ""  # why this host runs no Triton kernels
+    flashinfer_problem: str = ""  # why this host cannot use FlashInfer before its next start, or at all
+    uncompiled_kernels: tuple[FlashInferKernel, ...] = ()  # FlashInfer's, which this host compiles while it serves
 
     @property
     def position(self) -> RankPosition:

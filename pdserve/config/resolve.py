@@ -21,7 +21,9 @@ from pdserve.config.attention_backends import (
     choose_backend,
     choose_page_size,
     find_platform,
+    flashinfer_kernels,
 )
+from pdserve.config.flashinfer_hosts import compiler_problem, missing_kernels, with_compiled_kernels
 from pdserve.config.host_kv import check_disk_kv, check_host_kv
 from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
 from pdserve.config.library_plans import check_split
@@ -56,7 +58,7 @@ from pdserve.config.state_slots import TYPICAL_TOKENS, bytes_per_sequence, choos
 from pdserve.config.triton_hosts import try_triton
 from pdserve.cpus import usable_cpus
 from pdserve.errors import CapacityError, ConfigError, shown
-from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
+from pdserve.kv import DTYPE_BYTES, FP8_E4M3, MAX_BLOCKS, KVLayout, KVScales
 from pdserve.model.eagle3 import load_eagle3
 from pdserve.model.families import FAMILIES
 from pdserve.model.model_config import LATER_FIELDS, NATIVE, TRANSFORMERS, ModelConfig, load_model_config
@@ -81,13 +83,15 @@ def resolve(
 ) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
-    ``platform`` defaults to this process's. Raises ConfigError or CapacityError: value, limit and remedy.
+    ``platform`` defaults to this process's, whose kernels are tried or looked up; all kernels of another run.
+    Raises ConfigError or CapacityError: value, limit and remedy.
     """
     check_options(options)
     model_dir = resolve_model(options.model, weights=options.reads_weights)
     pooling = _choose_pooling(options, model_dir)
     model = load_model_config(model_dir, options.model_impl, embeds=pooling is not None and pooling.task == EMBED)
     model = quantized_at_load(model, options.quantization)
+    tries_compilers = platform is None
     platform = platform or _try_platform(options, device, environ, model)
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     if model.multimodal:
@@ -143,6 +147,7 @@ def resolve(
         measure_kv_memory=_measures(options, device),
         gpu_memory_utilization=options.memory_share,
         attention_backend=backend,
+        backend_is_named=options.attention_backend != AUTO,
         decision=decision,
         cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
         max_num_seqs=options.max_num_seqs,
@@ -164,6 +169,8 @@ def resolve(
         pooling=pooling,
         triton_problem=platform.triton_problem or "",
     )
+    if tries_compilers:
+        config = _with_compiled_kernels(config, environ)
     if not config.host_kv_memory:
         return config
     kept = [f"host_kv_memory={config.host_kv_memory}: {check_host_kv(config)}"]
@@ -235,6 +242,16 @@ def _choose_backend(
     backend, reason = choose_backend(platform, dtype, model.head_dim, model.attention, v1_forced, model.latent)
     choices.append(f"attention_backend={backend}: {reason}")
     return backend
+
+
+def _with_compiled_kernels(config: NodeConfig, environ: Mapping[str, str]) -> NodeConfig:
+    """Return the configuration for a start that waits for no compiler, unless the user has named the backend."""
+    if config.backend_is_named or config.attention_backend != "flashinfer":
+        return config
+    assert config.device.capability is not None
+    kernels = flashinfer_kernels(config.model, config.dtype, config.kv_layout.dtype == FP8_E4M3)
+    missing = missing_kernels(kernels, config.device.capability, environ)
+    return with_compiled_kernels(config, missing, compiler_problem(environ) if missing else "")
 
 
 def _choose_runner(
