@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -32,7 +32,7 @@ from pdserve.process import describe_exit
 _log = logging.getLogger(__name__)
 
 _END_SECONDS = 5.0  # until ninja has ended its compilers
-_MAX_ERROR = 300  # characters
+_PART_OF_ERROR = 200  # characters
 _NICENESS = 19
 _LOCK = "compile.lock"
 
@@ -65,8 +65,9 @@ def compiling_beside(config: NodeConfig, command: Sequence[str] = ()) -> Iterato
         "attention by Triton at this start: FlashInfer's kernels are compiled meanwhile at low priority, for 1 to 3 "
         "minutes, and the next start uses them"
     )
-    with tempfile.TemporaryFile() as output:
+    with ExitStack() as stack:
         try:
+            output = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
                 command or compile_command(config),
                 stdin=subprocess.PIPE,
@@ -76,16 +77,13 @@ def compiling_beside(config: NodeConfig, command: Sequence[str] = ()) -> Iterato
             )
         except OSError as exc:
             _warn(exc.strerror or str(exc))
-            yield
-            return
-        ended = threading.Event()
-        watch = threading.Thread(target=_report, args=(process, output, ended), name="compile", daemon=True)
-        watch.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            _end(process, watch)
+        else:
+            ended = threading.Event()
+            watch = threading.Thread(target=_report, args=(process, output, ended), name="compile", daemon=True)
+            watch.start()
+            stack.callback(_end, process, watch)
+            stack.callback(ended.set)
+        yield
 
 
 def _report(process: subprocess.Popen[bytes], output: IO[bytes], ended: threading.Event) -> None:
@@ -102,11 +100,15 @@ def _report(process: subprocess.Popen[bytes], output: IO[bytes], ended: threadin
         return
     output.seek(0)
     lines = output.read().decode(errors="replace").strip().splitlines()
-    _warn(lines[-1] if lines and status > 0 else f"its process {describe_exit(status)}")
+    _warn(
+        lines[-1].removeprefix("pdserve: error: ") if lines and status > 0 else f"its process {describe_exit(status)}"
+    )
 
 
 def _warn(reason: str) -> None:
-    _log.warning("FlashInfer's kernels could not be compiled, so attention stays Triton's: %s", reason[:_MAX_ERROR])
+    if len(reason) > 2 * _PART_OF_ERROR:  # a compiler's last words say most
+        reason = f"{reason[:_PART_OF_ERROR]} … {reason[-_PART_OF_ERROR:]}"
+    _log.warning("FlashInfer's kernels could not be compiled, so attention stays Triton's: %s", reason)
 
 
 def _end(process: subprocess.Popen[bytes], watch: threading.Thread) -> None:

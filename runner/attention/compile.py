@@ -12,6 +12,7 @@ import torch
 
 from pdserve.config.attention_backends import FlashInferKernel
 from pdserve.config.background_compile import CompileOrder, compile_missing, end_with_stdin, give_way
+from pdserve.errors import NodeError
 from pdserve.process import run_command
 
 
@@ -24,7 +25,10 @@ def main(order: CompileOrder) -> int:
     def compile_one(kernel: FlashInferKernel) -> None:
         from runner.attention.flashinfer import load_kernel
 
-        load_kernel(kernel, device)
+        try:
+            load_kernel(kernel, device)
+        except (RuntimeError, OSError) as exc:  # ninja's output is part of the message
+            raise NodeError(str(exc)) from exc
 
     compile_missing(order.kernels, capability, compile_one)
     return 0

@@ -175,6 +175,7 @@ def test_a_killed_compiler_is_one_warning_and_leaves_no_process(
     ("command", "reason"),
     [
         (["sh", "-c", "echo building; echo nvcc fatal: no space left >&2; exit 1"], "nvcc fatal: no space left"),
+        (["sh", "-c", f"echo 'pdserve: error: {'x' * 500} nvcc fatal'; exit 1"], "nvcc fatal"),
         (["sh", "-c", "exit 7"], "ended with status 7"),
         (["/nowhere/python"], "No such file or directory"),
     ],
@@ -186,6 +187,7 @@ def test_a_failure_is_one_warning(
         wait_until(lambda: bool(logged("WARNING")))
     (warning,) = logged("WARNING")
     assert warning.endswith(reason)
+    assert len(warning) < 500
 
 
 def test_one_process_of_a_machine_compiles_and_the_others_wait_for_it(
