@@ -24,7 +24,8 @@ def common_protocol(newest: int, other_newest: int = PROTOCOL_VERSION) -> int | 
 
     It is the older of the two versions. None: the two are more than one version apart.
     """
-    one, other = newest or UNDESCRIBED_PROTOCOL, other_newest or UNDESCRIBED_PROTOCOL
+    one = newest or UNDESCRIBED_PROTOCOL
+    other = other_newest or UNDESCRIBED_PROTOCOL
     older = min(one, other)
     return older if max(one, other) - older <= 1 and older >= UNDESCRIBED_PROTOCOL else None
 
@@ -61,8 +62,8 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str], here: str = 
     Names the first ten; a layer has several fields of weights.
     """
     names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-    found = [
+    fields = [
         f"{cut(name)}: {cut(mine.get(name, 'nothing'))} {here}, {cut(theirs.get(name, 'nothing'))} {there}"
         for name in names[:_MAX_NAMED]
     ]
-    return "; ".join(found + [f"and {len(names) - _MAX_NAMED} more"] * (len(names) > _MAX_NAMED))
+    return "; ".join(fields + [f"and {len(names) - _MAX_NAMED} more"] * (len(names) > _MAX_NAMED))
