@@ -138,6 +138,8 @@ def _findings(
         yield run_check("bytecode", checks.check_bytecode)
     if config is not None:
         yield run_check("runner", checks.check_runner, lambda: resolve(known, devices[0]))
+        if on_gpu:
+            yield run_check("attention", checks.check_attention, config)
         yield run_check("tokenizer", _check_tokenizer, config)
         if not options.simulated:
             yield run_check("tensors", lambda: ok(str(checked_tensors(config))))

@@ -17,10 +17,11 @@ from engine.channel import Channel, ChannelClosed
 from engine.executor.aggregator import OutputAggregator
 from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
-from engine.executor.rank_messages import Assign, RankReady
+from engine.executor.rank_messages import Assign, Hello, RankReady
 from engine.executor.rank_processes import Failure, LaunchedRank, RankChannel, RankProcesses
 from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
 from pdserve.checkpoint.file_states import check_same_files
+from pdserve.config.flashinfer_hosts import without_flashinfer
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.host_kv import host_room
 from pdserve.config.triton_hosts import without_triton
@@ -158,6 +159,20 @@ def _offers(*ranks: RankWeights | None) -> tuple[RankWeights, ...]:
     return tuple(rank for rank in ranks if rank is not None)
 
 
+def config_for_hosts(config: NodeConfig, hellos: Sequence[Hello]) -> NodeConfig:
+    """Return the configuration that ranks on all hosts can run, and log how it differs. Raises ConfigError."""
+    problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
+    common = without_triton(config, problems)
+    if common.decision != config.decision:
+        _log.warning("runner %s: %s", common.decision.runner, "; ".join(common.decision.reasons))
+    uncompiled = {each.host: each.flashinfer_problem for each in hellos if each.flashinfer_problem}
+    with_kernels = without_flashinfer(common, uncompiled)
+    if with_kernels != common:
+        reasons = "; ".join(f"{host}: {problem}" for host, problem in uncompiled.items())
+        _log.info("attention_backend=%s: %s", with_kernels.attention_backend, reasons)
+    return with_kernels
+
+
 def _assign_ranks(
     configure: Configure, launched: Sequence[LaunchedRank], progress: Callable[[str, float], None]
 ) -> tuple[list[RankChannel], list[NodeConfig]]:
@@ -173,11 +188,7 @@ def _assign_ranks(
         with listen(placement.listen, placement.rendezvous_timeout) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
             joined = Rendezvous(listener, config, missing).gather(max(0.0, end - time.monotonic()))
-        hellos = (joined[rank][0] for rank in missing)
-        problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
-        config = without_triton(config, problems)
-        if config.decision != configure.config.decision:
-            _log.warning("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+        config = config_for_hosts(config, [joined[rank][0] for rank in missing])
     configs = [
         msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // num_local))
         for rank, device in enumerate(placement.devices)

@@ -220,6 +220,7 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
         threads=threads,
         host=socket.gethostname(),
         triton_problem=config.triton_problem,
+        flashinfer_problem=config.flashinfer_problem,
         forced_runner=config.decision.forced_runner,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.config.attention_backends import FlashInferKernel
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import ParallelConfig, RankPosition
@@ -65,6 +66,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
+    flashinfer_problem: str = ""  # why this host cannot use FlashInfer before its next start, or at all
+    uncompiled_kernels: tuple[FlashInferKernel, ...] = ()  # FlashInfer's, which this host compiles while it serves
 
     @property
     def position(self) -> RankPosition:

@@ -15,7 +15,8 @@ import msgspec
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.attention_backends import Platform
+from pdserve.config.attention_backends import Platform, flashinfer_kernels
+from pdserve.config.flashinfer_hosts import compiler_problem, missing_kernels, with_compiled_kernels
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import AUTO, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options, model_name
@@ -55,6 +56,7 @@ from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.simulated_costs import SimulatedCosts, choose_costs
 from pdserve.cpus import usable_cpus
 from pdserve.errors import ConfigError, shown
+from pdserve.kv import FP8_E4M3
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers
@@ -68,7 +70,8 @@ def resolve(
 ) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
-    ``platform`` defaults to this process's. Raises ConfigError or CapacityError: value, limit and remedy.
+    ``platform`` defaults to this process's, whose kernels are tried or looked up; all kernels of another run.
+    Raises ConfigError or CapacityError: value, limit and remedy.
     """
     check_options(options)
     reasons = Reasons()
@@ -76,6 +79,7 @@ def resolve(
     pooling = _choose_pooling(options, model_dir)
     model = load_model_config(model_dir, options.model_impl, embeds=pooling is not None and pooling.task == EMBED)
     model = quantized_at_load(model, options.quantization)
+    tries_compilers = platform is None
     platform = platform or try_platform(options, device, environ, model)
     _note_model(options, model, reasons)
 
@@ -153,6 +157,8 @@ def resolve(
         compat_fields=compat_fields_of(options, compat_model, pooling, kv.layout, dtype, kv_scales),
         choices=tuple(reasons.lines),
     )
+    if tries_compilers:
+        config = _with_compiled_kernels(config, environ)
     return _with_tiers_checked(config)
 
 
@@ -165,6 +171,16 @@ def _choose_pooling(options: NodeOptions, model_dir: Path) -> PoolingConfig | No
     if pooling is not None and pooling.method == SCORE and options.tp > 1:
         raise ConfigError(f"tp {options.tp}: a sequence classifier runs on one rank")
     return pooling
+
+
+def _with_compiled_kernels(config: NodeConfig, environ: Mapping[str, str]) -> NodeConfig:
+    """Return the configuration for a start that waits for no compiler, unless the user has named the backend."""
+    if config.options.attention_backend != AUTO or config.attention_backend != "flashinfer":
+        return config
+    assert config.device.capability is not None
+    kernels = flashinfer_kernels(config.model, config.dtype, config.kv_layout.dtype == FP8_E4M3)
+    missing = missing_kernels(kernels, config.device.capability, environ)
+    return with_compiled_kernels(config, missing, compiler_problem(environ) if missing else "")
 
 
 def _note_model(options: NodeOptions, model: ModelConfig, reasons: Reasons) -> None:
