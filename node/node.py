@@ -181,7 +181,7 @@ class Node:
         """
         self._begin_engine()
         stop = threading.Event()
-        peer = None if config.load_from == "disk" else await find_weights(self._context, config)
+        peer = None if config.options.load_from == "disk" else await find_weights(self._context, config)
         digests = asyncio.to_thread(host_digests, config, self._engine.local_ranks, stop)
         try:
             ready, here = await asyncio.gather(self._engine.start(config, peer), digests)

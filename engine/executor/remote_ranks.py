@@ -67,7 +67,7 @@ def _join(
     for rank, device in zip(local.ranks, devices, strict=True):
         status.loading(f"connecting to the leader at {local.leader}", -1.0)
         with connect_leader(local.leader, local.timeout) as sock:
-            join(sock, make_hello(config, rank, device, threads), config.peer_timing)
+            join(sock, make_hello(config, rank, device, threads), config.options.peer_timing)
             processes.append(spawn_rank(sock, local.ranks if rank == local.ranks.start else range(0)))
         _log.info("%s has joined the node at %s", config.parallel.position(rank), local.leader)
     return config

@@ -167,7 +167,7 @@ class Rendezvous:
             self._disconnect(sock)
             return
         del self._pending[sock]
-        set_timeouts(sock, self._config.peer_timing)
+        set_timeouts(sock, self._config.options.peer_timing)
         self._joined[hello.rank] = hello, sock
         _log.info("rank %d has joined", hello.rank)
 

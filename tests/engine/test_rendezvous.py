@@ -32,7 +32,7 @@ from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.ipc.frames import framed
 
 CPU = detect_devices("cpu", 1)[0]
-TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), CPU, {}).peer_timing
+TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), CPU, {}).options.peer_timing
 
 
 def config_of(tp: int = 4, block_size: int = 16, runner: str | None = None) -> NodeConfig:
