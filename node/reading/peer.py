@@ -51,6 +51,7 @@ _BACKOFF_MAX = 5.0  # seconds between attempts, at most
 _RELEASE_SECONDS = 0.5  # time for P to receive releases of leases before this node closes its connection
 _LOADING_SECONDS = 0.2  # pause between attempts at a peer that is not ready yet
 _START_SECONDS = 60.0  # time for a peer that starts with this node to listen; then it is missed
+_NOTHING_LOGGED = (logging.NOTSET, "")  # level and text of the latest failure in the log
 _SELF_FAILURES = 10  # counted at this node's own address: long pauses, as another node may get the address
 
 
@@ -171,12 +172,14 @@ class KVPeer:
 
     async def run(self) -> None:
         """Connect and stay connected until the peer is unlisted and no handoff needs it."""
-        failures, logged = 0, (logging.NOTSET, "")
+        failures = 0
+        logged = _NOTHING_LOGGED
         self._expected_at = time.monotonic() + _START_SECONDS
         while not self._unlisted:
             try:
                 await self._connect()
-                failures, logged = 0, (logging.NOTSET, "")
+                failures = 0
+                logged = _NOTHING_LOGGED
                 self.tried.set()
                 await self._watch()
             except OwnAddress:
@@ -185,9 +188,10 @@ class KVPeer:
                 if self._unlisted:
                     return
                 failures += not isinstance(exc, PeerLoading)
-                if (found := (self._level(exc), str(exc))) != logged:
-                    logged = found
-                    _log.log(found[0], "%s: %s; trying again", self.name, exc)
+                level = self._level(exc)
+                if (level, str(exc)) != logged:
+                    logged = (level, str(exc))
+                    _log.log(level, "%s: %s; trying again", self.name, exc)
             finally:
                 self._disconnect()
                 self.tried.set()
