@@ -1,4 +1,4 @@
-"""The JSON of ``/dashboard/state``, for the dashboard's page and ``pdserve top``. Rates are per second.
+"""The JSON of ``/dashboard/state``, for the dashboard's page. Rates are per second.
 
 None means unknown, or no event of that kind.
 """
