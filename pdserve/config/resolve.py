@@ -59,7 +59,7 @@ from pdserve.errors import CapacityError, ConfigError, shown
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
 from pdserve.model.eagle3 import load_eagle3
 from pdserve.model.families import FAMILIES
-from pdserve.model.model_config import LATER_FIELDS, NATIVE, TRANSFORMERS, ModelConfig, load_model_config
+from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers
 from pdserve.model.weight_formats import FP8_AT_LOAD, storage_rules
@@ -555,13 +555,8 @@ def model_name(model: str) -> str:
 
 
 def _config_hash(model: ModelConfig) -> str:
-    """Return a hash of the model's configuration. Fields in ``LATER_FIELDS`` are part of it unless they are empty.
-
-    So nodes of releases that lack these fields compute the same hash for the models that they know.
-    """
-    values = msgspec.to_builtins(model)
-    values = {name: value for name, value in values.items() if value or name not in LATER_FIELDS}
-    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
+    """Return a hash of the model's configuration."""
+    return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]
 
 
 def _compat_fields(
