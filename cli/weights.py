@@ -49,7 +49,7 @@ def make_parser() -> CommandParser:
     _add_pause(reload)
     patch = actions.add_parser("patch", help="change some values of the weights, one node after the other")
     _add_nodes(patch)
-    patch.add_argument("--file", required=True, metavar="FILE", help="patch in safetensors format (docs/operate.md)")
+    patch.add_argument("--file", required=True, metavar="FILE", help="patch in safetensors format (docs/weights.md)")
     _add_when(patch)
     _add_pause(patch)
     sleep = actions.add_parser(
