@@ -179,7 +179,7 @@ class HandoffDriver(HandoffExecutor):
             number,
             generation.num_handoff_tokens,
             peer=stream.peer,
-            timing=self._handoffs.node.config.peer_timing,
+            timing=self._handoffs.node.config.options.peer_timing,
             sent_at=now,
             pull=generation.message.pull,
             due=now + self._patience,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from pdserve.config.resolve import model_name
+from pdserve.config.node_options import model_name
 from pdserve.discovery.sources import ADDRESS_FORMS, check_source
 from pdserve.errors import ConfigError
 from pdserve.flags.declaration import Flag, add_flags, options_from

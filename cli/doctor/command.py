@@ -32,7 +32,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
-from pdserve.config.resolve import kv_connector_of, resolve
+from pdserve.config.resolve import resolve
 from pdserve.config.room import check_memory
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.tensor_check import checked_tensors
@@ -138,6 +138,8 @@ def _findings(
         yield run_check("bytecode", checks.check_bytecode)
     if config is not None:
         yield run_check("runner", checks.check_runner, lambda: resolve(known, devices[0]))
+        if on_gpu:
+            yield run_check("attention", checks.check_attention, config)
         yield run_check("tokenizer", _check_tokenizer, config)
         if not options.simulated:
             yield run_check("tensors", lambda: ok(str(checked_tensors(config))))
@@ -146,7 +148,7 @@ def _findings(
     yield run_check("shm", checks.check_shared_memory, ranks, on_gpu)
     if not options.simulated:
         yield run_check("memlock", checks.check_locked_memory, options, required, on_gpu)
-    back_end = kv_connector_of(options)
+    back_end = options.connector
     if back_end == "nixl":
         yield run_check("ucx ports", checks.check_ucx_ports, ranks, frontend.host)
         yield from _check_nixl(required, on_gpu)

@@ -99,7 +99,7 @@ class KVPeer:
         self.computes = True  # the peer computes prompts, as far as known; False: it only leases cached blocks
         self.stream: PeerStream | None = None  # while connected
         self.tried = asyncio.Event()
-        self._timing = node.config.peer_timing
+        self._timing = node.config.options.peer_timing
         self._dialer = Dialer(address, self._timing, node.tls)
         self._node = node
         self._metrics = metrics

@@ -129,7 +129,7 @@ class PrefixPull(HandoffExecutor):
             number,
             most,
             peer=stream.peer,
-            timing=self._node.config.peer_timing,
+            timing=self._node.config.options.peer_timing,
             sent_at=now,
             pull=True,
             due=now + self._peers.pull_deadline(missing),

@@ -12,6 +12,7 @@ from pdserve.errors import ConfigError
 from pdserve.kv import divisors
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
+from pdserve.model.model_config import ModelConfig
 
 #: The backends with the page sizes, in tokens, that they can index; None is any size.
 ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {
@@ -25,10 +26,29 @@ NO_BACKEND = "none"  # a simulated node: it computes no attention, so pages may 
 #: Pages that every backend can index. Nodes exchange KV only with equal pages, so each backend prefers these.
 COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKENDS.values() if sizes is not None))
 
-_FLASHINFER_DTYPES = ("bfloat16", "float16")
+_FLASHINFER_DTYPES = {"bfloat16": "bf16", "float16": "f16"}  # with FlashInfer's names
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _FLASHINFER_EXPANDED = ((192, 128), (256, 256), (128, 128), (64, 64))  # keys and values expanded from latents
+_FA3_CAPABILITY = 9  # major compute capability of GPUs with FlashInfer's FA3 kernels; others have FA2
 _TRITON_MIN_HEAD_DIM = 16
+
+
+class FlashInferKernel(msgspec.Struct, frozen=True):
+    """A library of FlashInfer, which attends chunks of prompts. FlashInfer compiles it once per machine."""
+
+    dtype: str  # queries, keys, values and results
+    head_dim: int  # queries and keys
+    value_dim: int
+    windowed: bool
+
+    def library(self, capability: tuple[int, int]) -> str:
+        """Return FlashInfer's name of the library on a GPU: ``get_batch_prefill_uri`` of 0.6.13."""
+        dtype = _FLASHINFER_DTYPES[self.dtype]
+        return (
+            f"batch_prefill_with_kv_cache_dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_"
+            f"head_dim_qk_{self.head_dim}_head_dim_vo_{self.value_dim}_posenc_0_use_swa_{self.windowed}_"
+            f"use_logits_cap_False_f16qk_False{'_sm90' if capability[0] == _FA3_CAPABILITY else ''}"
+        )
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +179,26 @@ def choose_backend(
             return name, ", ".join(refused) or reason
         refused.append(f"{name} cannot run ({'; '.join(found)})")
     return "torch", ", ".join(refused) or "the one for CPUs"
+
+
+def flashinfer_specs(specs: Collection[AttentionSpec], kv_is_fp8: bool) -> set[AttentionSpec]:
+    """Return the layers' specs for which FlashInfer has a kernel; Triton attends the others.
+
+    Layers with a window never gather keys, so with an FP8 cache FlashInfer has no kernel for them.
+    """
+    return {spec for spec in specs if not (spec.has_sinks or (kv_is_fp8 and spec.window))}
+
+
+def flashinfer_kernels(model: ModelConfig, dtype: str, kv_is_fp8: bool) -> tuple[FlashInferKernel, ...]:
+    """Return the kernels that a node of this model loads if its backend is FlashInfer."""
+    sizes = (model.head_dim, model.head_dim)
+    specs = flashinfer_specs(model.attention, kv_is_fp8)
+    if model.latent is not None:
+        sizes = (model.latent.qk_head_dim, model.latent.v_head_dim)
+        specs = set(model.attention)
+    return tuple(
+        FlashInferKernel(dtype, *sizes, windowed) for windowed in sorted({bool(spec.window) for spec in specs})
+    )
 
 
 def choose_page_size(block_size: int, requested: int | None, backend: str) -> int:

@@ -74,7 +74,7 @@ def _draft_digest(config: NodeConfig, stop: threading.Event | None = None) -> st
     if head is None:
         return ""
     digest = hashlib.sha256(msgspec.json.encode(head, order="sorted"))
-    if config.load_format != "dummy":
+    if not config.random_weights:
         digest.update(msgspec.json.encode(checkpoint_digests(Path(config.draft_dir), stop).tensors, order="sorted"))
     return digest.hexdigest()[:16]
 
@@ -97,7 +97,7 @@ def with_checkpoint(config: NodeConfig, model_dir: str) -> NodeConfig:
     config = without_digests(config)
     if config.compat_fields["weights"] == "dummy":
         fields = config.compat_fields | {"weights": "checkpoint"}
-        config = msgspec.structs.replace(config, load_format="auto", compat_fields=fields)
+        config = msgspec.structs.replace(config, random_weights=False, compat_fields=fields)
     return msgspec.structs.replace(config, model_dir=model_dir)
 
 

@@ -26,7 +26,7 @@ class CheckedTensors(msgspec.Struct, frozen=True):
 
 def checked_tensors(config: NodeConfig) -> CheckedTensors:
     """Return what a node finds before it reads weights. Raises CheckpointError as the node would."""
-    if config.costs is not None or (config.load_format == "dummy" and config.model.impl == NATIVE):
+    if config.costs is not None or (config.random_weights and config.model.impl == NATIVE):
         return CheckedTensors()  # ``resolve`` has read all there is
     command = [sys.executable, "-P", "-m", _PROGRAM]
     try:

@@ -99,7 +99,7 @@ class InputBuffers:
         self, config: NodeConfig, layout: KVLayout, max_pages: int, device: torch.device, makes_drafts: bool
     ) -> None:
         """Rows of tables have ``max_pages``. If the model ``makes_drafts``, including pages of drafts behind a step."""
-        max_seqs, max_tokens = config.max_num_seqs, config.max_batch_tokens
+        max_seqs, max_tokens = config.options.max_num_seqs, config.max_batch_tokens
         self._layout, self._has_drafts = layout, config.max_drafts > 0
         self._ahead = config.max_drafts if makes_drafts else 0
         has_states = config.state_layout is not None
