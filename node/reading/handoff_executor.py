@@ -117,7 +117,7 @@ class HandoffExecutor(ABC):
             number,
             num_tokens,
             peer=stream.peer,
-            timing=self._node.config.peer_timing,
+            timing=self._node.config.options.peer_timing,
             sent_at=now,
             pull=request.cached_only,
             due=now + patience,

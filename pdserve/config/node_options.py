@@ -509,8 +509,8 @@ def _check_disk_kv(options: NodeOptions) -> None:
 
 def _check_simulated(options: NodeOptions) -> None:
     """Refuse options of devices and ranks, which a simulated node does not have."""
-    if options.kv_connector in ("nixl", "local"):
-        raise ConfigError(f"kv_connector {options.kv_connector} is not possible for a simulated node; use auto")
+    if options.kv_connector == "nixl":
+        raise ConfigError("kv_connector nixl is not possible for a simulated node; use auto")
     for name, allowed in (
         ("device", ("auto", "cpu")),
         ("attention_backend", ("auto",)),
