@@ -38,7 +38,7 @@ class Constraint:
 
 @dataclass(slots=True, eq=False)
 class SplitLoad:
-    """A load, or a read from disk, of what follows ``meeting``, while steps compute the tokens before it."""
+    """A load of what follows ``meeting``, while steps compute the tokens before it."""
 
     meeting: int  # tokens with KV once those before ``meeting`` are computed; 0: it is being read
     confirmed: int = 0  # tokens whose KV is here once those before ``meeting`` are computed; 0: it is being read
@@ -128,8 +128,7 @@ class Sequence:
     constraint: Constraint | None = None
     next_full: int = 0  # num_computed at which its next block is full and enters the prefix cache
     state: SequenceState | None = None  # None: no recurrent layers, or no blocks yet
-    split: SplitLoad | None = None  # while it loads, or a disk is read for it, and is computed at once
-    left_with: int = 0  # tokens with KV when it left the steps for a split read, until it is admitted; 0: it did not
+    split: SplitLoad | None = None  # while it loads and is computed at once
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
     num_drafts: int = 0  # drafts that its next decode should have
     drafts: tuple[int, ...] = ()  # tokens of these drafts, if they come with the plan
@@ -272,12 +271,9 @@ class Sequence:
         self.length += len(token_ids)
 
     def charge(self) -> int:
-        """Return the tokens that its client has not been charged for, and count them as charged.
-
-        Tokens behind the meeting point of a split read may still come from the cache.
-        """
-        end = len(self.token_ids) if self.split is None else max(self.charged, self.split.meeting)
-        num_tokens, self.charged = end - self.charged, end
+        """Return the tokens that its client has not been charged for, and count them as charged."""
+        num_tokens = len(self.token_ids) - self.charged
+        self.charged += num_tokens
         return num_tokens
 
     def end(self) -> None:
@@ -387,8 +383,6 @@ class Sequence:
         """Take blocks; the first ones have the KV of ``num_cached`` tokens."""
         self.blocks = []
         self.hold_more(blocks, block_size, num_groups)
-        if self.split is not None and num_cached >= self.split.meeting:  # other sequences have computed the first part
-            self.split = None
         self.num_computed = num_cached
         self.num_launched = num_cached
         self.next_full = num_cached + block_size
@@ -439,31 +433,15 @@ class Sequence:
         self.num_launched = num_tokens
 
     def begin_split(self, meeting: int) -> None:
-        """Compute the tokens before ``meeting`` while a load brings the rest. No step is told the blocks of the rest.
-
-        A sequence for which a disk is read has no blocks yet, and will have them for itself.
-        """
+        """Compute the tokens before ``meeting`` while a load brings the rest. No step has the blocks of the rest."""
         self.split = SplitLoad(meeting)
-        self.ready_blocks = min(meeting // self.hashes.block_size, len(self.blocks))
+        self.ready_blocks = meeting // self.hashes.block_size
 
     def end_split(self) -> None:
         """End the split: steps may use all blocks."""
         if self.split is not None:
             self.split = None
             self.ready_blocks = len(self.blocks)
-
-    def leave(self) -> None:
-        """Leave the steps until the rest of its split read is fetched: the first part is computed."""
-        self.left_with = self.num_computed
-        self.looked_up(self.num_computed)
-
-    def come_back(self) -> int:
-        """Note its new admission. Return the prompt tokens whose KV the split read brought.
-
-        They count as cached; tokens that it computed itself, and finds in the prefix cache, do not.
-        """
-        former, self.left_with = self.left_with, 0
-        return max(0, min(self.num_computed, self.prompt_len) - former) if former else 0
 
     def cached(self, next_full: int) -> None:
         """Note that its full blocks are in the prefix cache; the next one is full with ``next_full`` tokens."""

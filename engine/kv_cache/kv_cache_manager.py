@@ -201,8 +201,7 @@ class KVCacheManager:
         self.cache_full_blocks(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """A waiting sequence is paused: keep no fetched blocks for it, and split no read."""
-        sequence.end_split()
+        """A waiting sequence is paused: keep no fetched blocks for it."""
         self._connector.tiers.end_fetch(sequence)
 
     def free(self, sequence: Sequence) -> None:

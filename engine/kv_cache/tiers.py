@@ -28,8 +28,7 @@ class Tiers:
     def fetch(self, sequence: Sequence) -> bool:
         """Begin to bring back cached blocks of a waiting sequence, if that is faster than to compute them.
 
-        The first call decides. Return whether the sequence waits for a fetch now. If not, it may have been given a
-        meeting point (``Sequence.split``): what follows this is being read meanwhile.
+        The first call decides. Return whether the sequence waits for a fetch now.
         """
         return False
 

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import takewhile
 
 from engine.request import Sequence
-from engine.scheduler.live_sequences import LiveSequences
 from engine.step_cost_meter import ChunkCost, StepCostMeter
-from pdserve.request_cost import LinearCost, Pace, RequestLoad, auto_itl_target, prompt_pace
+from pdserve.request_cost import LinearCost, auto_itl_target
 
 OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 _MANY = 10**9  # tokens
@@ -94,16 +92,6 @@ class ItlTarget:
         if arrival_in is not None:
             seconds = min(seconds, max(arrival_in + longest / 2 - decode, 0.0))
         return ChunkBudget(seconds, cost, self._block_size)
-
-    def pace(self, sequence: Sequence, live: LiveSequences) -> Pace:
-        """Predict how a waiting sequence would be computed: behind running prompts, and those before it."""
-        costs, running = self._meter.costs(LinearCost()), live.running.values()
-        tokens = sum(max(0, each.end_here - each.num_launched) for each in running)
-        tokens += sum(each.missing for each in live.loading.values() if each.split is not None)
-        before = takewhile(lambda each: each is not sequence, live.waiting)
-        tokens += sum(max(0, each.prompt_len - max(0, each.cached_at_lookup)) for each in before)
-        load, decoding = RequestLoad(itl_target=self.seconds), sum(each.decodes_here for each in running)
-        return prompt_pace(load, costs, tokens, decoding)
 
 
 class ChunkBudget:

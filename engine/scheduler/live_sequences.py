@@ -62,7 +62,6 @@ class LiveSequences:
             if self.running.pop(sequence.seq, None) is not None:
                 self.drop_in_runner(sequence)
                 self.waiting.charge_output(sequence)
-                self._kv.set_aside(sequence)
                 self.run(sequence)
             elif request.rid not in self.loading:
                 self.waiting.remove(sequence)
@@ -139,14 +138,6 @@ class LiveSequences:
         self.drop_in_runner(sequence)
         if self.running.pop(sequence.seq, None) is not None:
             self.waiting.charge_output(sequence)
-        sequence.request.waits_since = now
-        self.wait(sequence, first=True)
-
-    def requeue(self, sequence: Sequence, now: float) -> None:
-        """Free the blocks of a running sequence that waits for a fetch now, before the others of its client."""
-        self._free(sequence)
-        self.drop_in_runner(sequence)
-        del self.running[sequence.seq]
         sequence.request.waits_since = now
         self.wait(sequence, first=True)
 

@@ -12,15 +12,11 @@ attends to no byte that is not. The sequence has all of its blocks, and is one o
 
 If nothing comes, the sequence runs on in its blocks. If it gives up what a transfer may still write to, it loses its
 blocks instead, as after any other load: the tokens that it has computed are in the prefix cache then.
-
-A read from disk is split in the same way (engine/tiers/disk_tier.py), but its blocks are the tier's. The sequence is
-one of the running ones. At the meeting point it leaves: its full blocks are in the prefix cache. It waits at the head
-of the queue, like any other prompt, for what is fetched, and is admitted with all hits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.peer_kv import PeerKV
@@ -109,15 +105,10 @@ class Loads:
         """Yield the loading sequences that the next step may include."""
         return (each for each in self._live.loading.values() if each.split is not None and each.missing)
 
-    def settle(self, prompts: Collection[Sequence]) -> None:
-        """A step with these prompts has been applied: end the splits for whose first part that was the last step."""
+    def join_splits(self) -> None:
+        """A step has been applied: end the splits for whose first part that was the last step."""
         for sequence in [each for each in self._live.loading.values() if each.split is not None]:
             self._join(sequence)
-        for sequence in prompts:
-            split = sequence.split
-            if split is not None and sequence.seq in self._live.running and sequence.num_computed >= split.meeting:
-                sequence.leave()
-                self._live.requeue(sequence, self._clock())
 
     def _first_part_is_missing(self, sequence: Sequence, num_tokens: int) -> None:
         """A pull has brought the KV up to ``num_tokens`` tokens; steps compute the first part. 0: it has none."""

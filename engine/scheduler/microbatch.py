@@ -119,11 +119,6 @@ class StepsInFlight:
         return {each for step in steps for each in (*step.decodes, *step.prompts) if not each.ended}
 
     @property
-    def applied_prompts(self) -> Collection[Sequence]:
-        """The prompts of the step that was applied last."""
-        return self._applied.prompts
-
-    @property
     def newest_prompts(self) -> Collection[Sequence]:
         return self._steps[-1][1].prompts if self._steps else ()
 

@@ -106,9 +106,6 @@ class Room:
             request.cached_tokens = sequence.num_computed
             self._totals.prefix_cached_tokens += sequence.num_computed
             self._totals.admitted_prompt_tokens += sequence.prompt_len
-        elif num_fetched := sequence.come_back():
-            request.cached_tokens += num_fetched
-            self._totals.prefix_cached_tokens += num_fetched
 
     def admit_loads(self) -> None:
         """Admit waiting requests that load, and begin fetches.

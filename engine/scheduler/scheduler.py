@@ -80,7 +80,6 @@ class Scheduler:
         self.meter = StepCostMeter()
         self.states = StateSlots(config.num_state_slots, config.block_size) if config.num_state_slots else States()
         parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
-        parts.pace = lambda each: self._itl_target.pace(each, self._live)
         self.connector = connector(parts)
         self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
         self._constraints = GrammarConstraints(grammars, config.vocab_size, config.eos_token_ids)
@@ -242,7 +241,7 @@ class Scheduler:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
         self._results.apply(plan, output, seconds, emit)
-        self.loads.settle(self._in_flight.applied_prompts)
+        self.loads.join_splits()
         self._constraints.request_masks()
 
     def take_events(self, *, cache: bool = True) -> Batch | None:

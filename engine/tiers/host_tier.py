@@ -267,13 +267,9 @@ class HostTier(Tiers):
 
     def seconds_to_fetch(self, num_blocks: float) -> float:
         """Return the predicted time to copy blocks to the device, behind fetches in flight; 0: unknown."""
-        return self.fetch_cost.at(num_blocks)
-
-    @property
-    def fetch_cost(self) -> LinearCost:
-        """``seconds_to_fetch``, by blocks."""
         line = self._cost.line.aged(self._clock() - self._measured_at)
-        return LinearCost(line.at(sum(each.size for each in self._loads.values())), line.slope)
+        blocks_ahead = sum(load.size for load in self._loads.values())
+        return line.at(blocks_ahead + num_blocks)
 
     def _take_blocks(self, fetch: Fetch) -> bool:
         """Keep the cached blocks of a prefix, and take blocks for the others. Return False if too few are free."""
