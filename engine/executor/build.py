@@ -84,7 +84,9 @@ def build_rank(
 
 
 def _rank_states(config: NodeConfig, model_runner: ModelRunner) -> RankStates | None:
-    region, layout, share = model_runner.state_region, model_runner.state_layout, config.state_share
+    region = model_runner.state_region
+    layout = model_runner.state_layout
+    share = config.state_share
     return None if region is None or layout is None or share is None else RankStates(region, layout, share)
 
 
@@ -162,8 +164,10 @@ def _assign_ranks(
     configure: Configure, launched: Sequence[LaunchedRank], progress: Callable[[str, float], None]
 ) -> tuple[list[RankChannel], list[NodeConfig]]:
     """Return connections to all ranks but the first, which is this process, and the configuration of each rank."""
-    config, placement = configure.config, configure.placement
-    num_local, parallel = len(placement.devices), config.parallel
+    config = configure.config
+    placement = configure.placement
+    num_local = len(placement.devices)
+    parallel = config.parallel
     timeout = config.peer_timing.answer_timeout
     joined: dict[int, JoinedRank] = {}
     if placement.listen:
@@ -174,7 +178,9 @@ def _assign_ranks(
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
             joined = Rendezvous(listener, config, missing).gather(max(0.0, end - time.monotonic()))
         hellos = (joined[rank][0] for rank in missing)
-        problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
+        problems = {
+            f"rank {hello.rank} on {hello.host}": hello.triton_problem for hello in hellos if hello.triton_problem
+        }
         config = without_triton(config, problems)
         if config.decision != configure.config.decision:
             _log.warning("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))

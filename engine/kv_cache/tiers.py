@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.ipc.messages import LeaseCached
 from pdserve.records import NO_ORDERS, KVConnectorOrders, ModelRunnerOutput
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from engine.request import Sequence
+from engine.sequence import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
 from pdserve.request_cost import LinearCost, auto_itl_target
 
@@ -81,7 +81,8 @@ class ItlTarget:
         if not decoding or self._seconds == 0.0:
             return None
         self._decodes = -(-decoding // self._stages)
-        decode, cost = self._meter.decode.at(self._decodes), self._meter.chunk
+        decode = self._meter.decode.at(self._decodes)
+        cost = self._meter.chunk
         seconds = max(self.seconds / self._stages - decode, decode)
         if self._meter.measures_decodes and not seconds:
             return None
@@ -140,10 +141,11 @@ def in_order(prompts: Iterable[Sequence], budget: ChunkBudget | None) -> list[Se
     Prompts that continue an output come first. With a limit, up to half of it is reserved for the oldest other prompt,
     which comes last; the rest goes to the others, fewest missing tokens first.
     """
-    outputs, others = list[Sequence](), list[Sequence]()
-    for each in prompts:
-        (outputs if each.continues_output else others).append(each)
+    outputs = list[Sequence]()
+    others = list[Sequence]()
+    for sequence in prompts:
+        (outputs if sequence.continues_output else others).append(sequence)
     if budget is not None and others:
         budget.reserve(others[0])
-        others = [*sorted(others[1:], key=lambda each: each.missing), others[0]]
+        others = [*sorted(others[1:], key=lambda sequence: sequence.missing), others[0]]
     return outputs + others

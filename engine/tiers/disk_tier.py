@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from engine.kv_cache.cache_parts import CacheParts
-from engine.request import Sequence
+from engine.sequence import Sequence
 from engine.step_cost_meter import LineFit
 from engine.tiers.areas import Area
 from engine.tiers.disk_index import DiskIndex
@@ -190,7 +190,8 @@ class DiskTier(Source):
 
     def _find(self, sequence: Sequence, most: int | None = None) -> _Read | None:
         """Return a read of up to ``most`` blocks of a prefix; None if it would bring nothing."""
-        areas, with_state = self._host.areas, not sequence.request.mode.loads
+        areas = self._host.areas
+        with_state = not sequence.request.mode.loads
 
         def hashes(end: int | None) -> islice[bytes]:
             return islice(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable), end)
@@ -329,7 +330,8 @@ class DiskTier(Source):
     def take_orders(self) -> tuple[AnyDiskOrder, ...]:
         if self._version:
             self._orders += self._writes.order()
-        orders, self._orders = tuple(self._orders), []
+        orders = tuple(self._orders)
+        self._orders = []
         return orders
 
     def update(self, output: ModelRunnerOutput) -> None:
