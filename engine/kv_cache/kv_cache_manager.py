@@ -209,11 +209,11 @@ class KVCacheManager:
         sequence.set_computed(self._states.received(sequence, num_tokens))
         self.cache_full_blocks(sequence)
 
-    def hold_back(self, sequence: Sequence, num_tokens: int) -> None:
+    def limit_ready_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Let steps use the blocks of the first ``num_tokens`` tokens only: a load fills those behind them."""
         sequence.table.ready = num_tokens // self._block_size * self._num_groups
 
-    def release_all(self, sequence: Sequence) -> None:
+    def make_all_blocks_ready(self, sequence: Sequence) -> None:
         """Let steps use all blocks of a sequence again."""
         sequence.table.ready = len(sequence.table.blocks)
 

@@ -65,7 +65,7 @@ class Loads:
             assert sequence.num_computed < num_tokens < sequence.load_len
             self._peers.load_behind(sequence, num_tokens)
             sequence.split = SplitLoad(num_tokens)
-            self._kv.hold_back(sequence, num_tokens)
+            self._kv.limit_ready_blocks(sequence, num_tokens)
 
     def confirmed(self, rid: int, num_tokens: int, outputs: Outputs, waited: float) -> None:
         """Continue with the KV that was read, after the tokens that P has sampled, the last ``waited`` seconds ago."""
@@ -162,7 +162,7 @@ class Loads:
         """Let steps compute all that is missing, in all blocks."""
         if sequence.split is not None:
             sequence.split = None
-            self._kv.release_all(sequence)
+            self._kv.make_all_blocks_ready(sequence)
 
     def _take_kv(self, sequence: Sequence, num_tokens: int) -> None:
         """Go on behind the first ``num_tokens`` tokens, whose KV is here.
