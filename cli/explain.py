@@ -1,4 +1,4 @@
-"""``pdserve explain``: the configuration that a node would run with these flags, without loading weights."""
+"""``pdserve explain``: the configuration of a node with these flags. Of weights it reads the headers only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub_headers import resolve_headers
 from pdserve.config.device import node_devices
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
@@ -43,7 +44,7 @@ def explain(args: argparse.Namespace) -> int:
     """
     options = node_options_from(args)
     devices = node_devices(options, options.num_ranks)
-    config = resolve(options, devices[0])
+    config = resolve(options, devices[0], locate=resolve_headers)
     flags = flag_sources.describe(args)
     warnings = [] if options.simulated else _warnings(config, devices)
     tensors = checked_tensors(config)

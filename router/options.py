@@ -171,7 +171,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
             repeatable=True,
         ),
     ] = ()
-    dashboard: Annotated[bool, Flag("no /dashboard, no `pdserve top`, and no response headers that name nodes")] = True
+    dashboard: Annotated[bool, Flag("no /dashboard, and no response headers that name nodes")] = True
     chat_page: Annotated[bool, Flag("no chat page at /")] = True
     log_requests: Annotated[bool, Flag("log each request with the name of its API key")] = False
     log_format: Annotated[str, LOG_FORMAT] = "text"

@@ -26,7 +26,7 @@ from cli.doctor import checks
 from cli.doctor.findings import Finding, Level, fail, ok, run_check, warn
 from node.frontend_flags import FrontendOptions
 from pdserve import __version__
-from pdserve.config.compatibility import common_protocol, compat_hash, describe_window
+from pdserve.config.compatibility import PROTOCOL_VERSION, compat_hash, describe_protocol
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
@@ -245,8 +245,8 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
         return fail(f"{address} does not answer: {rpc_reason(exc)}", remedy)
     if peer.role != "prefill":
         return fail(f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
-    if common_protocol(peer.protocol) is None:
-        return fail(f"{address} runs pdserve {peer.version}, this is {__version__}", describe_window(peer.protocol))
+    if peer.protocol != PROTOCOL_VERSION:
+        return fail(f"{address} runs pdserve {peer.version}, this is {__version__}", describe_protocol(peer.protocol))
     if config is not None and peer.compat_hash not in ("", compat_hash(config.compat_fields)):
         return fail(
             f"{address} cannot exchange KV with this configuration", "give both nodes the same checkpoint and flags"

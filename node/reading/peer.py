@@ -30,7 +30,7 @@ from node.context import NodeContext
 from node.health import State
 from node.reading.peer_stream import PeerStream
 from node.reading.reading_metrics import PeerMetrics
-from pdserve.config.compatibility import common_protocol, describe_window
+from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import ConfigError, PdserveError, PeerError, shown
 from pdserve.ipc.messages import Connect, Disconnect
 from pdserve.pb import pdserve_pb2 as pb
@@ -211,11 +211,10 @@ class KVPeer:
         self._check_identity(description)
         if (state := _state(description)) != "ready":
             raise PeerLoading(f"is {state}")
-        protocol = common_protocol(description.protocol)
-        if protocol is None:
-            raise PeerError(describe_window(description.protocol))
+        if description.protocol != PROTOCOL_VERSION:
+            raise PeerError(describe_protocol(description.protocol))
         request = pb.HandshakeRequest(
-            protocol=protocol,
+            protocol=PROTOCOL_VERSION,
             compat_hash=self._node.compat_hash,
             compat_fields=self._node.config.compat_fields,
             node_id=self._node.node_id,

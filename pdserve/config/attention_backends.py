@@ -99,24 +99,24 @@ def problems(
     """
     if backend == "torch":
         return []
-    found = [None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores"]
+    reasons = [None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores"]
     if backend == "triton":
-        found += [
+        reasons += [
             platform.triton_problem,
             *_triton_sizes(head_dim, latent),
         ]
     elif backend == "flashinfer":
-        found += [
+        reasons += [
             None if platform.device == "cuda" else "it needs a CUDA GPU",
             None if platform.has_flashinfer else "the package flashinfer is not installed",
             platform.triton_problem and f"it needs Triton between its kernels: {platform.triton_problem}",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
         ]
         if latent is None and head_dim not in _FLASHINFER_HEAD_DIMS:
-            found.append(f"head_dim {head_dim} is not one of 64, 128, 256")
+            reasons.append(f"head_dim {head_dim} is not one of 64, 128, 256")
         elif latent is not None:
-            found += [*_triton_sizes(head_dim, latent), _expanded_problem(latent)]
-    return [problem for problem in found if problem]
+            reasons += [*_triton_sizes(head_dim, latent), _expanded_problem(latent)]
+    return [reason for reason in reasons if reason]
 
 
 def _triton_sizes(head_dim: int, latent: LatentConfig | None) -> list[str]:
@@ -145,11 +145,13 @@ def check_backend(
     """Raise ConfigError for a backend that is unknown or cannot run."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
-    found = problems(name, platform, dtype, head_dim, specs, latent)
-    if found:
-        able = [each for each in ATTENTION_BACKENDS if not problems(each, platform, dtype, head_dim, specs, latent)]
+    obstacles = problems(name, platform, dtype, head_dim, specs, latent)
+    if obstacles:
+        able = [
+            backend for backend in ATTENTION_BACKENDS if not problems(backend, platform, dtype, head_dim, specs, latent)
+        ]
         raise ConfigError(
-            f"attention_backend {name!r} cannot run this: {'; '.join(found)}. Choose auto or {', '.join(able)}"
+            f"attention_backend {name!r} cannot run this: {'; '.join(obstacles)}. Choose auto or {', '.join(able)}"
         )
 
 
@@ -167,18 +169,21 @@ def choose_backend(
     and needs a backend that stays on the device.
     """
     if platform.device == "cuda":
-        preferred, reason = ["flashinfer", "triton"], "the fastest on a GPU"
+        preferred = ["flashinfer", "triton"]
+        reason = "the fastest on a GPU"
     elif platform.interpreted and not v1_forced:
-        preferred, reason = ["triton"], "for V2 in Triton's interpreter"
+        preferred = ["triton"]
+        reason = "for V2 in Triton's interpreter"
     else:
-        preferred, reason = [], ""
+        preferred = []
+        reason = "the one for CPUs"
     refused: list[str] = []
     for name in preferred:
-        found = problems(name, platform, dtype, head_dim, specs, latent)
-        if not found:
+        obstacles = problems(name, platform, dtype, head_dim, specs, latent)
+        if not obstacles:
             return name, ", ".join(refused) or reason
-        refused.append(f"{name} cannot run ({'; '.join(found)})")
-    return "torch", ", ".join(refused) or "the one for CPUs"
+        refused.append(f"{name} cannot run ({'; '.join(obstacles)})")
+    return "torch", ", ".join(refused) or reason
 
 
 def flashinfer_specs(specs: Collection[AttentionSpec], kv_is_fp8: bool) -> set[AttentionSpec]:

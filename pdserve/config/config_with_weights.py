@@ -81,10 +81,11 @@ def _draft_digest(config: NodeConfig, stop: threading.Event | None = None) -> st
 
 def with_known_digests(config: NodeConfig) -> NodeConfig | None:
     """Return the result of ``with_weight_digests`` if it would read no weights, else None. Raises CheckpointError."""
-    known = known_digests(Path(config.model_dir))
-    if known is None:
+    cached = known_digests(Path(config.model_dir))
+    if cached is None:
         return None
-    return with_host_digests(config, [HostDigests(0, fold_digests(known.tensors), known.files, _draft_digest(config))])
+    digests = HostDigests(0, fold_digests(cached.tensors), cached.files, _draft_digest(config))
+    return with_host_digests(config, [digests])
 
 
 def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:

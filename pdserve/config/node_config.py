@@ -126,7 +126,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """Return the configuration of the same node for rank ``rank`` on ``device``."""
         config = msgspec.structs.replace(self, rank=rank, device=device)
-        layout, states = self.kv_layout.resized(config.share.layers, config.share.num_heads), self.state_layout
+        layout = self.kv_layout.resized(config.share.layers, config.share.num_heads)
+        states = self.state_layout
         if states is not None and config.state_share is not None:
             states = msgspec.structs.replace(states, num_layers=config.state_share.num_layers)
         return msgspec.structs.replace(config, kv_layout=layout, state_layout=states)

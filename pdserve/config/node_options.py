@@ -32,7 +32,11 @@ KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are th
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
-OFF, AUTO, LOOKUP, MTP, EAGLE3 = "off", "auto", "lookup", "mtp", "eagle3"
+OFF = "off"
+AUTO = "auto"
+LOOKUP = "lookup"
+MTP = "mtp"
+EAGLE3 = "eagle3"
 ALWAYS = "always"
 SPECULATE = (OFF, AUTO, LOOKUP, MTP, f"{EAGLE3}:DIR")
 SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # suffix of the model name in the API: the answers mean nothing
@@ -47,7 +51,7 @@ def _device(text: str) -> str:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    return tuple(positive_int(each) for each in text.split(","))
+    return tuple(positive_int(count) for count in text.split(","))
 
 
 def _speculate(text: str) -> str:
@@ -505,8 +509,8 @@ def _check_disk_kv(options: NodeOptions) -> None:
 
 def _check_simulated(options: NodeOptions) -> None:
     """Refuse options of devices and ranks, which a simulated node does not have."""
-    if options.kv_connector in ("nixl", "local"):
-        raise ConfigError(f"kv_connector {options.kv_connector} is not possible for a simulated node; use auto")
+    if options.kv_connector == "nixl":
+        raise ConfigError("kv_connector nixl is not possible for a simulated node; use auto")
     for name, allowed in (
         ("device", ("auto", "cpu")),
         ("attention_backend", ("auto",)),

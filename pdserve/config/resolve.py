@@ -7,7 +7,7 @@ with its reason.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -66,16 +66,21 @@ _IMPL_REASONS = {NATIVE: "its architecture has native layers", TRANSFORMERS: "it
 
 
 def resolve(
-    options: NodeOptions, device: DeviceInfo, environ: Mapping[str, str] = os.environ, platform: Platform | None = None
+    options: NodeOptions,
+    device: DeviceInfo,
+    environ: Mapping[str, str] = os.environ,
+    platform: Platform | None = None,
+    locate: Callable[[str, bool], Path] = resolve_model,
 ) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
     ``platform`` defaults to this process's, whose kernels are tried or looked up; all kernels of another run.
+    ``locate`` returns the directory of a model, with its weights or without; ``resolve_headers`` spares their download.
     Raises ConfigError or CapacityError: value, limit and remedy.
     """
     check_options(options)
     reasons = Reasons()
-    model_dir = resolve_model(options.model, weights=options.reads_weights)
+    model_dir = locate(options.model, options.reads_weights)
     pooling = _choose_pooling(options, model_dir)
     model = load_model_config(model_dir, options.model_impl, embeds=pooling is not None and pooling.task == EMBED)
     model = quantized_at_load(model, options.quantization)
@@ -102,7 +107,7 @@ def resolve(
         model = model.with_draft_layers(1)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         reasons.note(check_split(model_dir, model.architecture, parallel))
-    draft_dir = resolve_model(options.draft_head, weights=options.reads_weights) if options.draft_head else None
+    draft_dir = locate(options.draft_head, options.reads_weights) if options.draft_head else None
     if draft_dir is not None:
         model = with_draft_head(options, model, draft_dir, pooling)
 

@@ -27,6 +27,7 @@ from pdserve.config.flashinfer_hosts import (
 )
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
+from pdserve.config.resolution import kernels as choices
 from pdserve.kv import FP8_E4M3
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
@@ -235,8 +236,8 @@ def test_a_first_start_has_the_runner_and_the_kv_of_later_ones() -> None:
 @pytest.fixture
 def here(environ: Environ, monkeypatch: pytest.MonkeyPatch) -> Environ:
     """The environment of a host whose Triton kernels run and whose packages are all installed."""
-    monkeypatch.setattr(resolve, "find_platform", lambda device, environ: WITH_ALL)
-    monkeypatch.setattr(resolve, "try_triton", lambda device, interpreted: "")
+    monkeypatch.setattr(choices, "find_platform", lambda device, environ: WITH_ALL)
+    monkeypatch.setattr(choices, "try_triton", lambda device, interpreted: "")
     return environ
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import transformers
+from eagle3_training import random_weights as random_head
+from eagle3_training import write_head
 from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
@@ -27,8 +29,6 @@ from pdserve.kv import FP8_E4M3, KVLayout, KVScales
 from pdserve.model.eagle3 import load_eagle3
 from pdserve.model.model_config import load_model_config
 from pdserve.state import StateLayout
-from training.eagle3 import random_weights as random_head
-from training.eagle3 import write_head
 
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()

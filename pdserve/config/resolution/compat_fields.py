@@ -9,7 +9,7 @@ import msgspec
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution.kv_dtype import describe_scales
 from pdserve.kv import KVLayout, KVScales
-from pdserve.model.model_config import LATER_FIELDS, ModelConfig
+from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import GENERATE, PoolingConfig
 
 
@@ -44,10 +44,5 @@ def compat_fields_of(
 
 
 def _config_hash(model: ModelConfig) -> str:
-    """Return a hash of the model's configuration. Fields in ``LATER_FIELDS`` are part of it unless they are empty.
-
-    So nodes of releases that lack these fields compute the same hash for the models that they know.
-    """
-    values = msgspec.to_builtins(model)
-    values = {name: value for name, value in values.items() if value or name not in LATER_FIELDS}
-    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
+    """Return a hash of the model's configuration."""
+    return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]

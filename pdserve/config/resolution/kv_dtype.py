@@ -64,7 +64,7 @@ def describe_scales(scales: tuple[KVScales, ...]) -> str:
         return "none"
     if set(scales) == {UNSCALED}:
         return "1.0"
-    k = [each.k for each in scales]
-    v = [each.v for each in scales]
+    k = [layer.k for layer in scales]
+    v = [layer.v for layer in scales]
     digest = hashlib.sha256(msgspec.json.encode(scales)).hexdigest()[:8]
     return f"k {min(k):.4g} … {max(k):.4g}, v {min(v):.4g} … {max(v):.4g} in {len(scales)} layers ({digest})"
