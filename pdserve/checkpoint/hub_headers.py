@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from pdserve.checkpoint.hub import hub_errors, is_hub_id, resolve_model
 from pdserve.checkpoint.kv_scales import is_kv_scale
@@ -19,7 +20,7 @@ from pdserve.checkpoint.safetensors_header import LENGTH, MAX_HEADER, read_heade
 from pdserve.checkpoint.weight_files import MAX_FILES, weight_files
 from pdserve.errors import CheckpointError, shown
 
-_FIRST_BYTES = 256 << 10  # of a file; most headers are shorter
+_FIRST_BYTES = 256 << 10  # requested first; most headers are shorter
 _AT_ONCE = 8  # requests
 _SCALE_BYTES = 8  # at most, of a scale
 
@@ -53,7 +54,8 @@ def _copy_headers(model: str, plain: Path) -> Path:
             (directory / file.name).symlink_to(file.resolve())
     with hub_errors(model):
         files = HfFileSystem()
-        sizes = {file["name"]: file["size"] for file in files.ls(model) if file["name"].endswith(".safetensors")}
+        listed: list[dict[str, Any]] = files.ls(model)
+        sizes: dict[str, int] = {file["name"]: file["size"] for file in listed if file["name"].endswith(".safetensors")}
         if len(sizes) > MAX_FILES:
             raise CheckpointError(f"model {shown(model)} has {len(sizes)} weight files, the limit is {MAX_FILES}")
 
