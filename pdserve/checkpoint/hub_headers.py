@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from pdserve.checkpoint.hub import hub_errors, is_hub_id, resolve_model
 from pdserve.checkpoint.kv_scales import is_kv_scale
@@ -54,8 +53,8 @@ def _copy_headers(model: str, plain: Path) -> Path:
             (directory / file.name).symlink_to(file.resolve())
     with hub_errors(model):
         files = HfFileSystem()
-        listed: list[dict[str, Any]] = files.ls(model)
-        sizes: dict[str, int] = {file["name"]: file["size"] for file in listed if file["name"].endswith(".safetensors")}
+        listed = [file for file in files.ls(model) if isinstance(file, dict)]
+        sizes = {str(file["name"]): int(file["size"]) for file in listed if file["name"].endswith(".safetensors")}
         if len(sizes) > MAX_FILES:
             raise CheckpointError(f"model {shown(model)} has {len(sizes)} weight files, the limit is {MAX_FILES}")
 
