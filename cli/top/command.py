@@ -102,7 +102,8 @@ async def _print_once(router: _RouterState) -> None:
 
 async def _show_live(router: _RouterState) -> None:
     """Refresh the screen until q, Ctrl-C or SIGTERM."""
-    changed, ended = asyncio.Event(), False
+    changed = asyncio.Event()
+    ended = False
 
     def end() -> None:
         nonlocal ended
@@ -138,7 +139,8 @@ async def _refresh(router: _RouterState, changed: Callable[[], None]) -> None:
 def _full_screen(router: _RouterState, console: Console) -> Group:
     assert router.report is not None
     footer = Text(router.error, "bold red") if router.error else Text("q quits", "dim")
-    footer.no_wrap, footer.overflow = True, "ellipsis"
+    footer.no_wrap = True
+    footer.overflow = "ellipsis"
     return Group(screen(router.report, router.url, console.width, console.height - 2), Text(), footer)
 
 

@@ -55,11 +55,11 @@ def screen(report: LiveReport, url: str, width: int, height: int | None = None) 
 
 def _roles(nodes: Sequence[LiveNode]) -> dict[str, list[LiveNode]]:
     """Nodes by role; with nodes of both roles, without the roles that have none."""
-    found = {role: [node for node in nodes if node.role == role] for role in ("prefill", "decode", "both")}
-    if not found["both"]:
-        del found["both"]
-        return found
-    return {role: listed for role, listed in found.items() if listed}
+    by_role = {role: [node for node in nodes if node.role == role] for role in ("prefill", "decode", "both")}
+    if not by_role["both"]:
+        del by_role["both"]
+        return by_role
+    return {role: listed for role, listed in by_role.items() if listed}
 
 
 def fit(wanted: Sequence[int], room: int) -> list[int]:
@@ -76,7 +76,8 @@ def clean(text: str) -> str:
 
 
 def _header(now: LiveNow, url: str, width: int) -> list[Text]:
-    traffic, handoffs = now.traffic, now.handoffs
+    traffic = now.traffic
+    handoffs = now.handoffs
     ready = sum(node.state == "ready" for node in now.nodes)
     style = "green" if ready == len(now.nodes) > 0 else "bold yellow"
     title = Text.assemble(("pdserve", "bold"), f"  {url}  ", (f"{ready} of {len(now.nodes)} nodes ready", style))
@@ -102,7 +103,7 @@ def _header(now: LiveNow, url: str, width: int) -> list[Text]:
 def _model(model: LiveModel) -> Text:
     counts = [(model.prefill_ready, model.prefill, "prefill"), (model.decode_ready, model.decode, "decode")]
     if model.both:
-        counts = [*(each for each in counts if each[1]), (model.both_ready, model.both, "both")]
+        counts = [*(entry for entry in counts if entry[1]), (model.both_ready, model.both, "both")]
     nodes = "  " + ", ".join(f"{ready} of {total} {role}" for ready, total, role in counts)
     if model.served:
         return Text.assemble((clean(model.name), "bold"), _part(nodes))
@@ -120,7 +121,8 @@ def _lines(parts: Sequence[str], width: int) -> list[Text]:
 
 
 def _line(text: Text) -> Text:
-    text.no_wrap, text.overflow = True, "ellipsis"
+    text.no_wrap = True
+    text.overflow = "ellipsis"
     return text
 
 
@@ -133,12 +135,12 @@ def _sparklines(history: LiveHistory, width: int) -> list[Text]:
         return []
     columns = width - 34
     rows = ("output tokens/s", history.output_tokens, rate), ("first token p99", history.ttft_p99, seconds)
-    found = []
+    lines = []
     for title, values, text in rows:
         line, most = sparkline(values, columns)
         label = f"  up to {text(most)}" if most else ""
-        found.append(_line(Text.assemble(f"{title:16}", (line, "cyan"), _part(label))))
-    return found
+        lines.append(_line(Text.assemble(f"{title:16}", (line, "cyan"), _part(label))))
+    return lines
 
 
 def sparkline(values: Sequence[float | None], columns: int) -> tuple[str, float]:
@@ -193,12 +195,12 @@ def _figures(node: LiveNode, width: int) -> list[str]:
 def _connections(connections: Sequence[LiveConnection], length: int, width: int) -> Table:
     columns = ("traffic", "while reading") if width >= _MIN_FULL_WIDTH else ("traffic",)
     table = _table("handoffs", "transport", *columns)
-    for each in _visible(connections, length):
-        connected = each.transport != "none"
+    for connection in _visible(connections, length):
+        connected = connection.transport != "none"
         mark, style = _MARKS["ready" if connected else "lost"]
-        text = {"none": "not connected", "unknown": "connected"}.get(each.transport, clean(each.transport))
-        ends = Text(f"{clean(each.prefill)} → {clean(each.decode)}")
-        figures = [bytes_per_second(each.byte_rate), bytes_per_second(each.throughput)][: len(columns)]
+        text = {"none": "not connected", "unknown": "connected"}.get(connection.transport, clean(connection.transport))
+        ends = Text(f"{clean(connection.prefill)} → {clean(connection.decode)}")
+        figures = [bytes_per_second(connection.byte_rate), bytes_per_second(connection.throughput)][: len(columns)]
         table.add_row(ends, Text(f"{mark} {text}", style), *figures)
     _add_footer(table, connections, length)
     return table

@@ -66,7 +66,8 @@ def test_any_report_fits_the_terminal(
 
 @pytest.mark.parametrize("width", [60, 70, 79, 80])
 def test_no_figure_is_cut_on_a_narrow_terminal(width: int) -> None:
-    times, address = Quantiles(0.165, 0.198), "127.0.0.1:42775"
+    times = Quantiles(0.165, 0.198)
+    address = "127.0.0.1:42775"
     traffic = LiveTraffic(4321, 123, 45.6, 0.0, 12345.0, 98765.0, 0.5, {"ok": 9}, times, times)
     handoffs = LiveHandoffs(123456, 45.6, 0.0, 0.0, 0.0, 7.7e8, times)
     stats = LiveNodeStats(0, 12345.0, 12345.0, 0.94, None, None, None, None)
