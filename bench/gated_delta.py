@@ -26,7 +26,9 @@ from runner.kernels import gated_delta
 from runner.kernels.gated_delta import ConvolutionTiles, convolve, delta_rule
 from runner.kernels.gated_delta_chunks import DeltaChunks, DeltaTiles, chunk_delta_rule
 
-LAYERS, REPEATS, DIM = 4, 10, 128
+LAYERS = 4
+REPEATS = 10
+DIM = 128
 DTYPE = torch.bfloat16
 RULE_TILES = [(32, 4), (16, 4), (16, 2), (8, 2), (8, 1), (64, 8), (64, 4)]  # rows of a state, warps
 USUAL = DeltaTiles()
@@ -67,7 +69,9 @@ class Inputs:
     """Random inputs of a layer with ``lengths`` tokens, and states of all layers."""
 
     def __init__(self, spec: GatedDeltaSpec, lengths: list[int]) -> None:
-        rows, tokens, heads = len(lengths), sum(lengths), spec.value_heads
+        rows = len(lengths)
+        tokens = sum(lengths)
+        heads = spec.value_heads
         self.spec = spec
         starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         none = np.full((rows, 2), (0, NO_SLOT), dtype=np.int32)
@@ -91,14 +95,20 @@ class Inputs:
         return convolve(self.mixed, self.weights.conv, self.history, *self.rows, self.spec)
 
     def rule(self, layer: int) -> None:
-        q, k, v, states = self.q, self.k, self.v, self.states[layer]
+        q = self.q
+        k = self.k
+        v = self.v
+        states = self.states[layer]
         delta_rule(q, k, v, self.ba, self.weights, states, *self.rows, self.out, most=1 << 20)
 
     def chunk_rule(self, layer: int, tiles: DeltaTiles) -> None:
         slots, query_starts, snapshots = self.rows
         assert self.chunks is not None
         assert snapshots is not None
-        q, k, v, states = self.q, self.k, self.v, self.states[layer]
+        q = self.q
+        k = self.k
+        v = self.v
+        states = self.states[layer]
         rows = slots, query_starts, snapshots
         chunk_delta_rule(q, k, v, self.ba, self.weights, states, *rows, self.out, self.chunks, tiles)
 
@@ -112,7 +122,8 @@ def microseconds(run: Callable[[int], object]) -> float:
         for layer in range(LAYERS):
             run(layer)
     graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(REPEATS):
         graph.replay()
@@ -127,7 +138,7 @@ def kernels_of(run: Callable[[], object]) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    return {each.key: each.device_time for each in profile.key_averages() if each.device_time}
+    return {event.key: event.device_time for event in profile.key_averages() if event.device_time}
 
 
 def prompts(spec: GatedDeltaSpec, lengths: list[int], every_tile: bool) -> None:
@@ -138,19 +149,20 @@ def prompts(spec: GatedDeltaSpec, lengths: list[int], every_tile: bool) -> None:
         time = microseconds(lambda layer: inputs.chunk_rule(layer, tiles))  # noqa: B023
         parts = kernels_of(lambda: inputs.chunk_rule(0, tiles))  # noqa: B023
         times = " + ".join(f"{parts.get(f'_{part}_kernel', 0):.0f}" for part in ("invert", "advance"))
-        shown = "-".join(str(each or "all") for each in tiles)
+        shown = "-".join(str(size or "all") for size in tiles)
         print(f"| {name} | {shown} | {convolution:.1f} | {time:.1f} ({times}) | |", flush=True)
 
 
 def convolutions(spec: GatedDeltaSpec, lengths: list[int]) -> None:
-    inputs, usual = Inputs(spec, lengths), gated_delta.CONVOLUTION_TILES
+    inputs = Inputs(spec, lengths)
+    usual = gated_delta.CONVOLUTION_TILES
     name = f"{spec.value_heads} heads, {len(lengths)} x {lengths[0]}"
     for tiles in CONVOLUTION_TILES:
         gated_delta.CONVOLUTION_TILES = tiles
         time = microseconds(lambda layer: inputs.convolve())
         rate = 2 * inputs.mixed.nbytes / time / 1e6
         print(
-            f"| {name} | convolution {'-'.join(str(each or 'all') for each in tiles)} | {time:.1f} | | {rate:.2f} |",
+            f"| {name} | convolution {'-'.join(str(size or 'all') for size in tiles)} | {time:.1f} | | {rate:.2f} |",
             flush=True,
         )
     gated_delta.CONVOLUTION_TILES = usual
@@ -158,7 +170,8 @@ def convolutions(spec: GatedDeltaSpec, lengths: list[int]) -> None:
 
 def decodes(spec: GatedDeltaSpec, rows: int, tokens: int = 1, *, every_tile: bool) -> None:
     inputs = Inputs(spec, [tokens] * rows)
-    convolution, usual = microseconds(lambda layer: inputs.convolve()), gated_delta.RULE_TILES
+    convolution = microseconds(lambda layer: inputs.convolve())
+    usual = gated_delta.RULE_TILES
     for tiles in RULE_TILES if every_tile else [usual]:
         gated_delta.RULE_TILES = tiles
         time = microseconds(inputs.rule)
