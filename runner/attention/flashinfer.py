@@ -69,7 +69,9 @@ class FlashInferPrefill:
 
     def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec) -> None:
         """Compile the kernel unless FlashInfer has cached it; this takes up to a minute."""
-        device, dtype, window = workspace.device, sizes.dtype, spec.window
+        device = workspace.device
+        dtype = sizes.dtype
+        window = spec.window
         no_encoding = PosEncodingMode.NONE.value
         self._name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
         self._module: Any = get_batch_prefill_module(
@@ -85,7 +87,8 @@ class FlashInferPrefill:
             False,  # soft cap of scores
             False,  # float16 products of queries and keys
         )
-        self._sizes, self._scale = sizes, spec.scale
+        self._sizes = sizes
+        self._scale = spec.scale
         self._window_left = -1 if window is None else window - 1  # keys before a query's own that it sees
         self._workspace = workspace
         self._has_pdl = device_support_pdl(device)

@@ -99,8 +99,10 @@ class InputBuffers:
         self, config: NodeConfig, layout: KVLayout, max_pages: int, device: torch.device, makes_drafts: bool
     ) -> None:
         """Rows of tables have ``max_pages``. If the model ``makes_drafts``, including pages of drafts behind a step."""
-        max_seqs, max_tokens = config.max_num_seqs, config.max_batch_tokens
-        self._layout, self._has_drafts = layout, config.max_drafts > 0
+        max_seqs = config.max_num_seqs
+        max_tokens = config.max_batch_tokens
+        self._layout = layout
+        self._has_drafts = config.max_drafts > 0
         self._ahead = config.max_drafts if makes_drafts else 0
         has_states = config.state_layout is not None
         self._state_slots = torch.zeros(max_seqs, dtype=torch.int32, device=device) if has_states else None
@@ -118,8 +120,10 @@ class InputBuffers:
         """Fill the buffers on the device's stream, padded to ``descriptor`` as a captured graph of that size needs."""
         tokens = descriptor.tokens
         assert tokens <= len(self.input_ids), f"a step of {tokens} tokens in buffers of {len(self.input_ids)}"
-        words, arrays_at = batch.sent.words, batch.sent.arrays_at
-        layout, num_seqs = self._layout, batch.indices.num_seqs
+        words = batch.sent.words
+        arrays_at = batch.sent.arrays_at
+        layout = self._layout
+        num_seqs = batch.indices.num_seqs
         build_inputs_kernel[(descriptor.rows + 1,)](
             words,
             arrays_at[SLOTS],
@@ -177,7 +181,8 @@ class InputBuffers:
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
         """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequences."""
-        rows, tokens = descriptor.rows, descriptor.tokens
+        rows = descriptor.rows
+        tokens = descriptor.tokens
         spare = tokens - rows
         most = descriptor.row_tokens - 1 if descriptor.is_decode else spare
         lengths = (1 + np.clip(spare - most * np.arange(rows), 0, most)).astype(np.int32)

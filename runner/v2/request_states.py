@@ -42,8 +42,11 @@ class RequestStates(SequenceRows):
     def add(self, new: NewSequence) -> int:
         slot = super().add(new)
         self._recent.clear()
-        state, write = self._state, self._writes.write
-        self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, new.num_tokens, 0
+        state = self._state
+        write = self._writes.write
+        self.num_computed[slot] = new.num_computed
+        self.num_tokens[slot] = new.num_tokens
+        self._num_blocks[slot] = 0
         self._state_slots[slot] = new.state_slot
         write(state.token_offset(slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
         write(state.num_computed_offset(slot), self.num_computed[slot : slot + 1].copy())
@@ -69,16 +72,16 @@ class RequestStates(SequenceRows):
             self._write_drafts(plan.drafts)
         indices = self._indices_of(plan)
         seq_lens = self.num_computed[indices.rows] + indices.lengths
-        known = self.num_tokens[indices.rows]
+        num_tokens = self.num_tokens[indices.rows]
         if plan.drafts:
-            known[indices.drafted] += indices.lengths[indices.drafted] - 1
+            num_tokens[indices.drafted] += indices.lengths[indices.drafted] - 1
             counted = indices.undrafted
             self.num_computed[indices.rows[counted]] = seq_lens[counted]
             self.num_tokens[indices.rows[indices.continued]] += 1
         else:
             self.num_computed[indices.rows] = seq_lens
             self.num_tokens[indices.sampling_rows] += 1
-        assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
+        assert (seq_lens <= num_tokens).all(), "a plan schedules tokens that do not exist yet"
         num_blocks = self._num_blocks[indices.rows]
         sent = self._writes.send(
             indices.rows,
@@ -89,7 +92,7 @@ class RequestStates(SequenceRows):
             num_blocks,
         )
         self._writes.apply(sent, self._state)
-        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent, num_blocks, row_snapshots(plan))
+        return InputBatch(indices, seq_lens, int(num_tokens.max()) + 1, sent, num_blocks, row_snapshots(plan))
 
     def sampling_rows(self, indices: BatchIndices) -> list[DeviceSamplingRow]:
         """Return each token that a batch samples."""
@@ -103,7 +106,8 @@ class RequestStates(SequenceRows):
 
     def _write_drafts(self, every: Sequence[Drafts]) -> None:
         """Append the tokens that the last decodes yielded, count them, and write drafts behind them."""
-        state, writes = self._state, self._writes
+        state = self._state
+        writes = self._writes
         slots = np.array([self._row_of[drafts.seq] for drafts in every])
         tokens = [(*drafts.yielded, *drafts.token_ids) for drafts in every]
         destinations = state.token_offset(slots, self.num_tokens[slots])
@@ -111,7 +115,8 @@ class RequestStates(SequenceRows):
             destinations.tolist(), map(len, tokens), np.fromiter(chain.from_iterable(tokens), dtype=np.int32)
         )
         num_yielded = np.array([len(drafts.yielded) for drafts in every], dtype=np.int32)
-        slots, num_yielded = slots[num_yielded > 0], num_yielded[num_yielded > 0]
+        slots = slots[num_yielded > 0]
+        num_yielded = num_yielded[num_yielded > 0]
         if len(slots):
             self.num_computed[slots] += num_yielded
             self.num_tokens[slots] += num_yielded
