@@ -41,7 +41,7 @@ from cli.bench.http_load import Endpoint, ServerError, Trace, complete, first_mo
 from cli.bench.requests import Request, completion_body, random_prompt
 from pdserve.errors import shown
 from pdserve.flags.value_types import positive_int
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 
 class Turn(NamedTuple):

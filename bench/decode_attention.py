@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from engine_steps import numbers
 
-from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv.layout import FullAttentionSpec, KVLayout
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.rope import RopeConfig

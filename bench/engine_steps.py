@@ -45,7 +45,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
-from pdserve.ipc.messages import Batch, Mode, RankPlacement, Refused, Submit, Totals
+from pdserve.ipc.messages import EventBatch, Mode, RankPlacement, Refused, Submit, Totals
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.request_cost import HANDOFF_SECONDS
 from pdserve.sampling_params import SamplingParams
@@ -226,7 +226,7 @@ async def run(args: argparse.Namespace) -> None:
             print(json.dumps({"kv_event_batches": publisher.num_batches}), flush=True)
 
 
-def publish(publisher: KVEventPublisher, batch: Batch) -> None:
+def publish(publisher: KVEventPublisher, batch: EventBatch) -> None:
     for changes in batch.cache_changes:
         publisher.publish(changes)
 

@@ -37,7 +37,7 @@ from cli.bench.http_load import PERCENTILES, ServerError, Trace, first_model, pe
 from cli.bench.requests import completion_body
 from pdserve.errors import ConfigError, shown
 from pdserve.flags.value_types import positive_int
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 LATE = 0.010  # seconds; a client whose p99 is later distorts the figures
 BUSY = 0.9  # CPU seconds per second of a client that cannot keep up

@@ -37,7 +37,7 @@ from systems import System
 
 from cli.bench.http_load import ServerError
 from pdserve.errors import ConfigError, shown
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 LOCAL = "127.0.0.1"
 STOP_SECONDS = 10.0  # from the stop signal to a process until its group is killed

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.records import KVRead, Peer
 
 

@@ -13,17 +13,17 @@ import msgspec
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.checkpoint.hub_headers import resolve_headers
 from pdserve.config.device import node_devices
+from pdserve.config.memory_fit import check_memory, dtype_in_memory
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
 from pdserve.config.resolve import resolve
-from pdserve.config.room import check_memory, dtype_in_memory
 from pdserve.config.tensor_check import checked_tensors
 from pdserve.errors import CapacityError
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.host.process import run_command
 from pdserve.model.generation_defaults import load_generation_defaults
-from pdserve.process import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from pdserve.errors import ConfigError, NodeError
 from pdserve.flags.declaration import add_flag
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.shared import GRPC_TLS
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.address import split_address
 from pdserve.rpc.errors import rpc_reason

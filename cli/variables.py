@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from cli.commands import COMMANDS, parser_of
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.flags.sources import VARIABLE_PREFIX, variables_of
+from pdserve.host.process import say
 from pdserve.logs import warn_early
-from pdserve.process import say
 
 #: Variables that belong to no flag.
 WITHOUT_FLAG = frozenset({"PDSERVE_CONFIG", "PDSERVE_TRACEBACK", VARIABLE})

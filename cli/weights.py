@@ -16,9 +16,9 @@ from pdserve.errors import ConfigError, NodeError
 from pdserve.flags.declaration import add_flag
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.shared import GRPC_TLS
+from pdserve.host.process import run_command
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.process import run_command
 from pdserve.rpc.address import split_address
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import error_from_rpc

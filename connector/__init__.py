@@ -19,8 +19,8 @@ import msgspec
 
 from connector.setup import BackEnd, ConnectorSetup
 from pdserve.errors import ConfigError
-from pdserve.host_copies import HostRoom
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.host_copies import HostRoom
+from pdserve.kv.layout import KVLayout, KVRegion
 from pdserve.protocols import DiskKV, HostMemory, KVConnector, WeightReader, WeightSource
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.weights.sharing import OfferedMemory, WeightPeer

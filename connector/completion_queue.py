@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from pdserve.kv.transports import Connected
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVConnectorOutput, KVRead, ReadResult
-from pdserve.transports import Connected
 
 
 class CompletionQueue:

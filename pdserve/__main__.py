@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pdserve.errors import ConfigError
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 #: Packages that are imported beside this one.
 PACKAGES = ("cli", "elastic_node", "prefill_node", "decode_node", "router", "node", "engine", "runner", "connector")

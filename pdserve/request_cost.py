@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdserve.kv_groups import Windows, blocks_for
+from pdserve.kv.groups import Windows, blocks_for
 
 TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
 ITL_OBJECTIVE = 0.02  # seconds: T_itl

@@ -19,10 +19,10 @@ import uvicorn
 from pdserve.checkpoint.files import read_text
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import CheckpointError, ConfigError
+from pdserve.host.process import StatusWriter
 from pdserve.http.connections import BoundedConnection, ConnectionLimit, listen, raise_file_limit
 from pdserve.http.metrics_server import MetricsServer
 from pdserve.logs import set_process_fields
-from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
 from pdserve.rpc.tls import load_chain
 from pdserve.tracing.trace_flags import make_tracer

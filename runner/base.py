@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import NodeError
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.states import StateLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import DigestOrder, StepOutput, StepPlan
-from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend, import_early
@@ -23,7 +23,7 @@ from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
-from runner.loading.memory import layouts_that_fit
+from runner.loading.kv_memory import layouts_that_fit
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
 from runner.pending_step import FinishedStep, step_without_samples

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import FP8_E4M3
+from pdserve.kv.layout import FP8_E4M3
 from pdserve.records import StepPlan
 
 # Sequences and tokens of small steps with prompts. Products of 448 tokens take longer than of 512.

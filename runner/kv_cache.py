@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kv import FP8_E4M3, UNSCALED, KVLayout, KVRegion, KVScales, KVShare
-from runner.memory import registrable_zeros
+from pdserve.kv.layout import FP8_E4M3, UNSCALED, KVLayout, KVRegion, KVScales, KVShare
+from runner.registered_memory import registrable_zeros
 
 
 class KVCache:

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
+from pdserve.kv.layout import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.records import DigestOrder, StepOutput, StepPlan
 from runner.kernels.reference import mix64
 from runner.kv_cache import KVCache

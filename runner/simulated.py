@@ -26,7 +26,7 @@ from pdserve.checkpoint.weight_patch import read_patch
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_same_model
 from pdserve.config.simulated_costs import SimulatedSteps
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.pausing import Pausing, completed
 from pdserve.protocols import PendingDigests
 from pdserve.records import (

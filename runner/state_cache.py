@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
+from pdserve.kv.states import NO_SLOT, StateLayout, StateShare
 from pdserve.records import NewSequence, StepOutput, StepPlan
-from pdserve.state import NO_SLOT, StateLayout, StateShare
-from runner.memory import registrable_zeros
+from runner.registered_memory import registrable_zeros
 from runner.step_parts import StepFeature, StepPart
 
 

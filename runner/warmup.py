@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
+from pdserve.kv.states import NO_SLOT, StateSnapshot
 from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
 from pdserve.records import (
@@ -17,7 +18,6 @@ from pdserve.records import (
     TokenMask,
 )
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT, StateSnapshot
 from runner.graph_sizes import GraphSizes
 
 #: Prompt tokens of steps; sizes too large for a graph are run. Each is at most twice the one before: the tiles of

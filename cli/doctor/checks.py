@@ -17,7 +17,6 @@ from pathlib import Path
 
 from cli.doctor.findings import Finding, fail, note, ok, warn
 from cli.variables import describe_unread, unread_variables
-from pdserve.bytecode import torch_bytecode
 from pdserve.checkpoint.hub import is_hub_id, resolve_model
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
@@ -26,9 +25,10 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.errors import CheckpointError
 from pdserve.flags.sources import VARIABLE_PREFIX
+from pdserve.host.bytecode import torch_bytecode
+from pdserve.kv.transports import Connected
 from pdserve.rpc.address import is_loopback, probe_port
 from pdserve.rpc.tls import PeerTls
-from pdserve.transports import Connected
 
 _MIB = 1 << 20
 _SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that suffice for NCCL and UCX; tests of ranks need far less

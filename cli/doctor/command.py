@@ -29,26 +29,26 @@ from pdserve import __version__
 from pdserve.config.compatibility import PROTOCOL_VERSION, compat_hash, describe_protocol
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
+from pdserve.config.memory_fit import check_memory
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
-from pdserve.config.room import check_memory
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.tensor_check import checked_tensors
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import PdserveError
 from pdserve.flags.declaration import add_flags, options_from
 from pdserve.flags.parser import command_parser
+from pdserve.host.process import run_command
+from pdserve.kv.transports import REQUIRABLE
 from pdserve.model.eos_tokens import unnamed_end_token
 from pdserve.model.generation_defaults import load_generation_defaults
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.process import run_command
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.errors import rpc_reason
 from pdserve.rpc.tls import PeerTls
-from pdserve.transports import REQUIRABLE
 
 _ANSWER_SECONDS = 5.0
 _LIST_SECONDS = 10.0

@@ -9,7 +9,7 @@ from typing import ParamSpec
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.process import one_line
+from pdserve.host.process import one_line
 
 P = ParamSpec("P")
 

@@ -15,8 +15,8 @@ from cli.plan.sizing import plan_for_gpus, plan_for_rate
 from cli.plan.workload import Workload, read_trace, workload_of, workload_of_trace
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import ConfigError
+from pdserve.host.process import run_command
 from pdserve.model.model_config import load_model_config
-from pdserve.process import run_command
 
 _GPU = "h200"
 

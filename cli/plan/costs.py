@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv import FP8_E4M3, FullAttentionSpec, LatentSpec
+from pdserve.kv.layout import FP8_E4M3, FullAttentionSpec, LatentSpec
 from pdserve.model.model_config import ModelConfig
 
 MEASURED = Path(__file__).parent / "measured"

@@ -20,7 +20,7 @@ from pdserve.config.device import find_gpus, node_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions, node_options_from, node_words
 from pdserve.config.resolve import resolve
-from pdserve.cpus import usable_cpus
+from pdserve.host.cpus import usable_cpus
 
 LOCAL = "127.0.0.1"  # nodes listen here
 

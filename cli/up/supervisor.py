@@ -3,7 +3,7 @@
 Each child leads a session of its own. So Ctrl-C reaches only the parent, which stops the children in order, and the
 parent can kill a child's whole process group (a node's engine too). A child gets
 
-    status fd     to write one JSON object per line: listening, loading, ready, failed (pdserve/process.py)
+    status fd     to write one JSON object per line: listening, loading, ready, failed (pdserve/host/process.py)
     lifeline fd   the child ends when this pipe closes, so it never outlives its parent
     stdout+stderr one pipe; the parent relays each line under the child's name
 """

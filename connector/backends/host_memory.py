@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from connector.backends.lane import Lane
 from connector.setup import ConnectorSetup
-from pdserve import memory
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.errors import PdserveError
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.kv import KVLayout, KVRegion
-from pdserve.process import log_failure
-from pdserve.state import RankStates
+from pdserve.host import memory_limits
+from pdserve.host.process import log_failure
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.states import RankStates
 
 _log = logging.getLogger(__name__)
 
@@ -229,8 +229,8 @@ class CopyingHostMemory(ABC):
 
     def _add_piece(self, area: _Area) -> str:
         size = area.next_bytes
-        free = memory.free_memory()
-        usable = memory.usable_memory()
+        free = memory_limits.free_memory()
+        usable = memory_limits.usable_memory()
         reserve = min(_RESERVE, (usable or 0) // 32)
         if free is not None and size + reserve > free:
             return f"{free / 2**30:.2f} GiB of memory are free on this host; lower --host-kv-memory"

@@ -21,9 +21,9 @@ from connector.planning.block_slicing import BlockSlices, slice_blocks
 from connector.planning.regions import check_region
 from connector.planning.state_mapping import slice_states
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import KVLayout, KVRegion, KVShare
+from pdserve.kv.states import NO_SLOT, RankStates
 from pdserve.records import KVRead, Peer, RankKV
-from pdserve.state import NO_SLOT, RankStates
 
 MAX_DESCRIPTORS = 2**31 - 1  # block and descriptor numbers are int32
 

@@ -11,8 +11,8 @@ import numpy as np
 from connector.planning.block_slicing import BlockRanges, BlockSlices
 from connector.planning.regions import check_region
 from pdserve.errors import PeerError
+from pdserve.kv.states import RankStates
 from pdserve.records import Peer
-from pdserve.state import RankStates
 
 MAX_SLOTS = 2**31 - 1  # slot numbers are int32
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.errors import CheckpointError, shown
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 
 _NAME = re.compile(
     r"(?:.*\.)?layers\.(\d{1,6})\.self_attn\."

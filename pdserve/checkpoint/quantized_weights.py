@@ -28,7 +28,7 @@ import msgspec
 from pdserve.checkpoint.kv_scales import is_kv_scale
 from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.errors import CheckpointError, shown
-from pdserve.kv import DTYPE_BYTES
+from pdserve.kv.layout import DTYPE_BYTES
 
 PLAIN = "plain"
 PACKED = "packed"

@@ -30,8 +30,8 @@ from pdserve.checkpoint.file_states import check_unchanged, open_settled, state_
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.safetensors_header import Tensor, header_of
 from pdserve.checkpoint.weight_files import weight_files
-from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError
+from pdserve.host.cpus import usable_cpus
 from pdserve.weights.change import FileStates
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.stored_head import has_other_head
 from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
 from pdserve.errors import shown
-from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
-from pdserve.kv_groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
+from pdserve.kv.states import GatedDeltaSpec
 from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, read_windows, rename_fields
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
@@ -36,7 +37,6 @@ from pdserve.model.weight_formats import (
     WeightFormat,
     storage_rules,
 )
-from pdserve.state import GatedDeltaSpec
 
 NATIVE = "native"
 TRANSFORMERS = "transformers"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pdserve.errors import shown
+from pdserve.kv.states import GatedDeltaSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
-from pdserve.state import GatedDeltaSpec
 
 _LINEAR = "linear_attention"
 _FULL = "full_attention"

@@ -13,7 +13,7 @@ import msgspec
 
 from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, StorageRule
 from pdserve.errors import ConfigError, shown
-from pdserve.kv import DTYPE_BYTES
+from pdserve.kv.layout import DTYPE_BYTES
 
 UNQUANTIZED = "unquantized"
 FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory

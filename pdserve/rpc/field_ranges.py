@@ -20,7 +20,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from pdserve.errors import PeerError, RequestError
-from pdserve.kv import MAX_BLOCK_SIZE, MAX_BLOCKS
+from pdserve.kv.layout import MAX_BLOCK_SIZE, MAX_BLOCKS
 from pdserve.ranges import Range, outside, ranges_of
 from pdserve.request_cost import MOST_SECONDS
 from pdserve.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams

@@ -41,14 +41,14 @@ class Entry(Protocol):
     request: int
 
 
-class Batch(Protocol):
+class NodeMessage(Protocol):
     """A message of the node, with the events of many requests."""
 
     draining: bool  # the node refuses requests from now on
 
 
 M = TypeVar("M", bound=Message)  # sent to the node
-B = TypeVar("B", bound=Batch)
+B = TypeVar("B", bound=NodeMessage)
 E = TypeVar("E", bound=Entry)
 H = TypeVar("H")  # handles the entries of a request
 

@@ -9,13 +9,13 @@ from typing import Any
 from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
+from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, PromptLogprobs, RankKV, TokenLogprobs
 from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
-from pdserve.state import GatedDeltaSpec, RankStates, StateLayout, StateShare
 
 _SEQUENCES = ("bad_words", "thinking_call_ids")  # lists of token sequences
 _SAMPLING_SCALARS = tuple(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import PeerError, shown
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 
 _MAX_AGENT_NAME = 128
 _MAX_DEVICE = 1023

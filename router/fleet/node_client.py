@@ -14,7 +14,7 @@ import msgspec
 from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import PeerError
 from pdserve.hashing import unpack_block_hashes
-from pdserve.kv_groups import blocks_for
+from pdserve.kv.groups import blocks_for
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub, PoolingNodeStub
 from pdserve.request_cost import RequestLoad

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.state import NO_SLOT
+from pdserve.kv.states import NO_SLOT
 from runner.attention.gated_delta import GatedDelta
 from runner.batch import AttentionBatch, GatedDeltaWeights
 from runner.kernels.gated_delta import convolve, delta_rule, store_history

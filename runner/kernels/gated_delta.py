@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.state import GatedDeltaSpec
+from pdserve.kv.states import GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from runner.batch import AttentionBatch
 from runner.kernels.products.fp8 import from_cache
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pdserve.checkpoint.file_states import check_unchanged, open_settled
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
-from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError
+from pdserve.host.cpus import usable_cpus
 from pdserve.weights.change import FileState
 from runner.loading.stored_dtypes import TORCH_DTYPES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.weights import OpenWeights
 from runner.models.from_transformers.decoder import TransformersDecoder

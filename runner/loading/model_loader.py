@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.weight_digests import known_digests
+from pdserve.config.memory_fit import check_room
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
-from pdserve.config.room import check_room
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.protocols import WeightReader
 from pdserve.weights.change import FileStates
@@ -22,7 +22,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.draft_head import load_draft_head
-from runner.loading.memory import free_memory
+from runner.loading.kv_memory import free_memory
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.weights.sharing import OfferedMemory, TensorPart
 from runner.loading.stored_dtypes import STORED_DTYPES
 from runner.models.layers.weight_shard import WeightShard

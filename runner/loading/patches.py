@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.checkpoint.weight_patch import PatchEntry, WeightPatch, read_patch
-from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError, shown
+from pdserve.host.cpus import usable_cpus
 from runner.loading.file_slices import opened
 from runner.loading.stored_dtypes import TORCH_DTYPES
 from runner.loading.stored_weights import StoredWeight, StoredWeights

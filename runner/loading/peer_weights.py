@@ -26,10 +26,10 @@ from torch import Tensor
 
 from pdserve.checkpoint.weight_digests import tensor_digest
 from pdserve.errors import CapacityError, PdserveError
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.protocols import WeightReader
 from pdserve.weights.sharing import PartRead, cover, find_tensors
-from runner.loading.memory import free_memory
+from runner.loading.kv_memory import free_memory
 from runner.loading.stored_dtypes import STORED_DTYPES
 
 _log = logging.getLogger(__name__)

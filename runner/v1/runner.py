@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from pdserve.pausing import Pausing
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepOutput, StepPlan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from pdserve.records import NewSequence
 from runner.batch import RowSnapshot
 from runner.sequence_rows import SequenceRows, StepBatch

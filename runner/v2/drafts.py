@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from runner.batch import AttentionBatch
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens

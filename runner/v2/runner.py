@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from pdserve.pausing import Pausing
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepPlan

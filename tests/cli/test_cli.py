@@ -16,7 +16,7 @@ from pooling_checkpoints import make_embedder
 
 from cli.main import main
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 
 def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:

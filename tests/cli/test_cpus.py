@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cpus import usable_cpus
+from pdserve.host.cpus import usable_cpus
 
 CORES = len(os.sched_getaffinity(0))
 

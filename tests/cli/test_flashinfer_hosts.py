@@ -28,7 +28,7 @@ from pdserve.config.flashinfer_hosts import (
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution import kernels as choices
-from pdserve.kv import FP8_E4M3
+from pdserve.kv.layout import FP8_E4M3
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig, load_model_config

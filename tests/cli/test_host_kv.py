@@ -12,7 +12,7 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution.host_kv import host_room
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
-from pdserve.memory import free_memory, usable_memory
+from pdserve.host.memory_limits import free_memory, usable_memory
 
 CPU = DeviceInfo("cpu", 0, "CPU", 8 << 30)
 

@@ -14,7 +14,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
 from pdserve.model.model_config import load_model_config
 from pdserve.rpc.protobuf import layout_from_pb, layout_to_pb
 

@@ -10,7 +10,7 @@ import pytest
 
 from cli.commands import COMMANDS, parser_of
 from cli.variables import WITHOUT_FLAG, unread_variables
-from node.command import role_parser
+from node.node_command import role_parser
 from pdserve.flags.sources import variables_of
 
 ROOT = Path(__file__).parents[2]

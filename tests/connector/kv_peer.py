@@ -12,7 +12,7 @@ from kv_ranks import packed, random_cells
 
 from connector import build
 from connector.setup import ConnectorSetup
-from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import KVLayout, KVRegion, KVShare
 from pdserve.records import Peer
 
 

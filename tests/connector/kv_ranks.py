@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.records import RankKV
 
 

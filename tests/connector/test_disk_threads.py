@@ -20,7 +20,7 @@ from connector.backends.disk import disk_threads
 from connector.backends.disk.file_transfer import NoTransfer, open_transfer
 from connector.backends.nixl.file_agent import NixlFiles
 from connector.setup import ConnectorSetup
-from pdserve.disk_kv import (
+from pdserve.kv.disk_transfers import (
     BlockName,
     DiskEvent,
     DiskListing,
@@ -31,8 +31,8 @@ from pdserve.disk_kv import (
     Outcome,
     parse_name,
 )
-from pdserve.host_copies import HostCopy, HostRoom
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.host_copies import HostCopy, HostRoom
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 
 NUM = 8  # blocks on the device, and twice as many in host memory
 DONE = Outcome.DONE

@@ -16,9 +16,8 @@ import connector
 from connector.backends import host_memory
 from connector.backends.host_memory import runs
 from connector.setup import ConnectorSetup
-from pdserve import memory
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.protocols import HostMemory
 
 LAYOUT = KVLayout(50, 4, 4, 1, FullAttentionSpec(1, 2, "float32"))  # blocks of 64 bytes
@@ -99,7 +98,7 @@ def test_blocks_come_back_to_other_places(rank: Rank) -> None:
 def test_memory_stops_growing_before_the_host_has_none(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pieces that were allocated before are used."""
     left = iter([1 << 30] * 3)
-    monkeypatch.setattr(memory, "free_memory", lambda: next(left, 0))
+    monkeypatch.setattr(memory_limits, "free_memory", lambda: next(left, 0))
     assert rank.grow(21) == 21
     rank.host.close()
     assert not rank.host.poll()[1]

@@ -24,7 +24,7 @@ from connector.backends.nixl import ucx
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.backends.nixl.ucx_sockets import PeerSockets
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv.layout import FullAttentionSpec, KVLayout
 from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
 from pdserve.rpc.timeouts import PeerTiming

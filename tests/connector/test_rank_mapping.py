@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
-from pdserve.kv_groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.records import KVRead, Peer, RankKV
 
 EMPTY = -1

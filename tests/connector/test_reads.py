@@ -13,7 +13,7 @@ from kv_nodes import Reader, Source, pattern
 
 from connector import build
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, Peer
 
 LOCAL = "local_connector:LocalConnector"

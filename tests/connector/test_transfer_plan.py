@@ -15,7 +15,7 @@ from connector.planning.block_slicing import BlockSlices, slice_blocks
 from connector.planning.regions import check_region
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare
 from pdserve.records import KVRead
 
 LAYOUT = KVLayout(

@@ -12,8 +12,8 @@ from connector.backends.nixl.agent import NixlAgent
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.backends.nixl.transport import transport_of
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout
-from pdserve.transports import TRANSPORTS, UNKNOWN, Connected, combine
+from pdserve.kv.layout import FullAttentionSpec, KVLayout
+from pdserve.kv.transports import TRANSPORTS, UNKNOWN, Connected, combine
 
 LAYOUT = KVLayout(
     num_blocks=16, block_size=16, kernel_block_size=16, num_layers=1, spec=FullAttentionSpec(1, 16, "float32")

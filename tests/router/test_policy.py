@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
-from pdserve.kv_groups import Windows
+from pdserve.kv.groups import Windows
 from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
 from router.fleet.moves import moves
 from router.fleet.policy import (

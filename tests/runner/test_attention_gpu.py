@@ -16,7 +16,7 @@ import torch
 from attention_steps import Inputs, Shape, Side, assert_matches_reference, make_inputs
 from torch import Tensor
 
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 
 pytestmark = [
     pytest.mark.gpu,

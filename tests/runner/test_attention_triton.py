@@ -10,7 +10,7 @@ from attention_steps import Shape, Side, assert_matches_reference, make_inputs
 from fast_set import sampled
 from torch import Tensor
 
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

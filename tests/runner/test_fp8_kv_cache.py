@@ -20,7 +20,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, ConfigError
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from pdserve.weights.change import WeightChange
 from runner.base import BaseModelRunner
 

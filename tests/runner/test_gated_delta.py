@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
+from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
 from runner.attention.gated_delta import GatedDelta, TorchGatedDelta
 from runner.attention.triton_gated_delta import TritonGatedDelta
 from runner.batch import AttentionBatch, GatedDeltaWeights, RowSnapshot

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import make_checkpoint, node_config
 
 from pdserve.config.node_config import DeviceInfo
-from pdserve.kv import FP8_E4M3
+from pdserve.kv.layout import FP8_E4M3
 from pdserve.records import NO_STEP, ScheduledSequence, StepPlan
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 

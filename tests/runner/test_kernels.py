@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from runner.batch import HeadNorms, Quantized, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.attention.pages import PageLists

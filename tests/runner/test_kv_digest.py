@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVShare, LatentSpec
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVShare, LatentSpec
+from pdserve.kv.states import GatedDeltaSpec, StateLayout, StateShare
 from pdserve.records import DigestOrder
-from pdserve.state import GatedDeltaSpec, StateLayout, StateShare
 from runner.kernels.block_digest import block_digests
 from runner.kv_digest import KVDigester, StateDigester
 from runner.state_cache import StateCache
@@ -56,7 +56,7 @@ def digests(
         share.first_head : share.first_head + share.num_heads,
     ]
     pages = held.reshape(*held.shape[:4], layout.pages_per_block, layout.kernel_block_size, -1)
-    memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()  # the order of pdserve/kv.py
+    memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()  # the order of pdserve/kv/layout.py
     layout = layout.resized(share.layers, share.num_heads)
     cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
     blocks = tuple(range(len(kv)))

@@ -11,11 +11,11 @@ from checkpoints import make_checkpoint, node_config
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
-from pdserve.state import StateLayout
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading import process_memory
-from runner.loading.memory import MemoryUse, layouts_that_fit
+from runner.loading.kv_memory import MemoryUse, layouts_that_fit
 
 GIB = 1 << 30
 RESERVE = 1 * GIB  # at most

@@ -20,11 +20,11 @@ import runner
 from connector.backends.null import NullConnector
 from connector.setup import ConnectorSetup
 from engine.executor.rank import Rank
+from pdserve.kv.states import NO_SLOT
 from pdserve.protocols import ModelRunner
 from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
 from runner.warmup import run_largest_steps, run_mixed_steps, run_small_steps
 
 Build = Callable[..., ModelRunner]

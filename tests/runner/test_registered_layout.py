@@ -20,7 +20,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import DTYPE_BYTES, KVLayout, KVRegion, KVShare
 from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from runner.kv_digest import KVDigester

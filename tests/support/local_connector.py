@@ -13,9 +13,9 @@ from connector.planning.transfer_plan import ReadChunk, plan_read
 from connector.serial_connector import SerialConnector
 from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.transports import Connected
 from pdserve.records import KVRead, Peer, RankKV, ReadResult
-from pdserve.transports import Connected
 
 _registry: dict[str, LocalConnector] = {}  # by agent
 _registry_lock = threading.Lock()

@@ -25,7 +25,9 @@ from connector.backends.disk.kv_directory import Full, InTheWay, KVDirectory, Ne
 from connector.backends.file_spans import FileTransfer, Span
 from connector.backends.host_memory import CopyingHostMemory, HostPlace
 from connector.backends.lane import Lane
-from pdserve.disk_kv import (
+from pdserve.errors import PdserveError
+from pdserve.host.process import log_failure
+from pdserve.kv.disk_transfers import (
     AnyDiskOrder,
     BlockName,
     DiskEvent,
@@ -38,8 +40,6 @@ from pdserve.disk_kv import (
     Outcome,
     parse_name,
 )
-from pdserve.errors import PdserveError
-from pdserve.process import log_failure
 
 _log = logging.getLogger(__name__)
 

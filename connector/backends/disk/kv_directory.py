@@ -5,7 +5,7 @@
     PATH/<folder>/3f/<name>       a block of a rank; its folder stands for all that its meaning depends on
     PATH/<folder>/3f/<name>.….new   a block that is being written, locked by its writer
 
-A name has the hash of the block and the digest of its bytes (pdserve/disk_kv.py). A file is written under another name
+A name has the hash of the block and the digest of its bytes (``BlockName``). A file is written under another name
 and renamed, so a name has a whole block. After a crash of the host its bytes may be wrong: the digest tells. No file is
 ever changed. Bytes are counted before they are written, and until their file is gone: a process that dies in between
 leaves the count too high, until the next scan corrects it.
@@ -43,7 +43,7 @@ _NEW = ".new"
 _NEW_SECONDS = 60.0  # time for the writer of a new file to lock it
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _PART_FOLDER = re.compile(r"[0-9a-f]{2}")
-_BLOCK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[bs][0-9]+(\.[0-9a-f]+-[0-9]+\.new)?")  # pdserve.disk_kv.BlockName
+_BLOCK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[bs][0-9]+(\.[0-9a-f]+-[0-9]+\.new)?")  # BlockName
 #: Errors of a path with something else in place of a block or its folder: a directory, a file, a link, a socket.
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP)
 _NO_BLOCK = (*_IN_THE_WAY, errno.ENOENT, errno.ENXIO, errno.EACCES)

@@ -31,7 +31,7 @@ from connector.planning.rank_mapping import LocalRank
 from connector.planning.regions import check_region
 from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
 from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from connector.backends.nixl.transport import transport_of
 from connector.completion_queue import CompletionQueue
 from connector.planning.rank_mapping import SourceRank, error_prefix, naming_rank
 from pdserve.errors import PeerError
+from pdserve.kv.transports import Connected, combine
 from pdserve.records import KVRead, Peer, ReadResult
-from pdserve.transports import Connected, combine
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from connector.planning.block_slicing import BlockRanges
 from connector.planning.rank_mapping import SourcePart, SourceRank
 from connector.planning.transfer_plan import ReadChunk, plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.records import KVRead, RankKV
 
 # By target device. Copies between processes of a host happen inside the post, so a chunk bounds how long a post blocks

@@ -19,7 +19,7 @@ from connector.backends.nixl.agent import NixlAgent
 from connector.backends.nixl.transfers import Transfers
 from connector.planning.block_slicing import BlockRanges
 from pdserve.errors import PeerError, shown
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.rpc.timeouts import PeerTiming
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 

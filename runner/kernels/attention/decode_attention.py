@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 from pdserve.model.model_config import ModelConfig
 from runner.batch import AttentionBatch
 from runner.kernels.attention.sinks import sinks_of_rows

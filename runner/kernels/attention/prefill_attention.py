@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from pdserve.model.attention_spec import AttentionSpec
 from runner.batch import AttentionBatch
 from runner.kernels.attention.sinks import sinks_of_rows

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.errors import ConfigError
-from pdserve.kv import KVShare
+from pdserve.kv.layout import KVShare
 from pdserve.model.attention_spec import AttentionSpec
 from runner.attention import AttentionBackend
 from runner.distributed.parallel_state import ParallelState

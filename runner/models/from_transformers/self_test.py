@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, shown
-from pdserve.kv import KVLayout
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import KVLayout
 from runner.attention.paged_torch import PagedTorchAttention
 from runner.batch import AttentionBatch
 from runner.kv_cache import KVCache

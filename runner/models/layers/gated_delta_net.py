@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pdserve.state import GatedDeltaSpec
+from pdserve.kv.states import GatedDeltaSpec
 from runner.attention import AttentionBackend
 from runner.batch import Activations, GatedDeltaWeights, RotaryCosSin
 from runner.models.layers.context import ModelContext

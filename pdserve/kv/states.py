@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv import DTYPE_BYTES, KVRegion
+from pdserve.kv.layout import DTYPE_BYTES, KVRegion
 
 _ALIGNMENT = 256  # bytes; tensors of each layer begin at a multiple
 NO_SLOT = -1

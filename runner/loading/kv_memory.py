@@ -10,12 +10,12 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from pdserve import memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.state_slots import choose_slots
 from pdserve.errors import CapacityError
-from pdserve.kv import MAX_BLOCKS, KVLayout
-from pdserve.state import LEAST_SLOTS, StateLayout
+from pdserve.host import memory_limits
+from pdserve.kv.layout import MAX_BLOCKS, KVLayout
+from pdserve.kv.states import LEAST_SLOTS, StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.process_memory import process_memory
 
@@ -124,7 +124,7 @@ def free_memory(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a device, None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return memory.free_memory()
+    return memory_limits.free_memory()
 
 
 def gib(num_bytes: int) -> str:
