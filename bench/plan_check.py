@@ -88,7 +88,8 @@ def running(args: argparse.Namespace, model: Path, prefill: int, decode: int) ->
 
 async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
     """Send the requests of a workload at their arrival times and return their traces."""
-    endpoint, rng = Endpoint.of(url), random.Random(2)
+    endpoint = Endpoint.of(url)
+    rng = random.Random(2)
     prompts = [random_prompt(rng, length, VOCABULARY) for length in workload.prompts]
     load = make_load(workload, rate, prompts)
 
@@ -106,7 +107,8 @@ async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
 def compare(args: argparse.Namespace, model: Path, text: str) -> str:
     """Run a workload; return a table row with predicted / measured figures."""
     prompts, outputs, prefill, decode, rate_text = text.split(":")
-    workload, slower = workload_of(prompts, outputs, 0.0, args.requests), 1.0 if args.model else args.slower
+    workload = workload_of(prompts, outputs, 0.0, args.requests)
+    slower = 1.0 if args.model else args.slower
     rate = float(rate_text) / slower
     with running(args, model, int(prefill), int(decode)) as fleet:
         traces = asyncio.run(replay(fleet.url, workload, rate))
@@ -114,7 +116,8 @@ def compare(args: argparse.Namespace, model: Path, text: str) -> str:
     costs = load_costs(args.costs) if args.costs else simulated_costs(model, slower)
     load = NodeLoad(costs, workload, Slo(dict.fromkeys(SHARES, 1e9)), LoadLimits(headroom=0.0))
     if int(prefill):
-        first, later = load.on_prefill(rate, int(prefill)), load.on_decode(rate, int(decode))
+        first = load.on_prefill(rate, int(prefill))
+        later = load.on_decode(rate, int(decode))
     else:
         first = later = load.aggregated(rate, int(decode))
     gaps = [gap for trace in traces for gap in trace.gaps]

@@ -102,14 +102,15 @@ def main() -> None:
         started = time.perf_counter()
         groups = fold_digests(checkpoint_digests(Path(flags[0])).tensors)
         alone = time.perf_counter() - started
-    computed, cached = list[float](), list[float]()
+    computed = list[float]()
+    cached = list[float]()
     for _ in range(RUNS):
         cache.unlink(missing_ok=True)
         computed.append(ready_seconds(flags))
         cached.append(ready_seconds(flags))
     for name, seconds in (("computed", computed), ("cached", cached)):
-        found = ", ".join(f"{each:.2f}" for each in sorted(seconds))
-        print(f"digests {name}: ready after {statistics.median(seconds):.2f} s ({found})")
+        sorted_seconds = ", ".join(f"{value:.2f}" for value in sorted(seconds))
+        print(f"digests {name}: ready after {statistics.median(seconds):.2f} s ({sorted_seconds})")
     print(f"{len(groups)} tensor groups; digests alone: {alone:.2f} s")
 
 

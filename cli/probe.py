@@ -80,7 +80,8 @@ def _router_health(address: str, service: str, timeout: float, tls: bool = False
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     if tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
         connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     try:
         connection.request("GET", _ROUTER_PATHS[service])

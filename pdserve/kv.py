@@ -147,8 +147,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        pages, page, spec = self.num_blocks * self.pages_per_block, self.kernel_block_size, self.spec
-        return (pages, spec.num_kv_heads, self.num_layers, spec.planes, page, spec.head_dim)
+        pages = self.num_blocks * self.pages_per_block
+        spec = self.spec
+        return (pages, spec.num_kv_heads, self.num_layers, spec.planes, self.kernel_block_size, spec.head_dim)
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -252,7 +252,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.scheduled)
+        return sum(item.num_tokens for item in self.scheduled)
 
     @property
     def prompts(self) -> tuple[ScheduledSequence, ...]:

@@ -68,7 +68,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
         self._closed = False
         self._kept = frozenset(self.__dict__) | {"_kept"}
-        layout, states = config.kv_layout, config.state_layout
+        layout = config.kv_layout
+        states = config.state_layout
         if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)
             importing = import_early(config.attention_backend)

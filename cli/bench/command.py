@@ -96,7 +96,9 @@ def _requests(args: argparse.Namespace, rng: random.Random, number: int) -> list
         rng.shuffle(examples)
         chosen = islice(cycle(examples), number)
         return [Request(0.0, [], rng.randint(*outputs) if outputs else num, text) for text, num in chosen]
-    inputs, outputs, prefix = args.random_input_len, outputs or _OUTPUTS, args.random_prefix_len
+    inputs = args.random_input_len
+    outputs = outputs or _OUTPUTS
+    prefix = args.random_prefix_len
     if args.endpoint == CHATS:
         shared = random_text(rng, prefix)
         texts = [f"{shared} {random_text(rng, rng.randint(*inputs))}".strip() for _ in range(number)]

@@ -45,7 +45,8 @@ class _Lines:
         data = os.read(self.fd, 65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if not data and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
+            lines = [*lines, self._rest]
+            self._rest = b""
         return [line.decode(errors="replace") for line in lines], not data
 
 
@@ -76,13 +77,20 @@ class Child:
             case "listening":
                 self.address = status["address"]
             case "loading":
-                self.state, self.stage, self.fraction = "loading", status["stage"], status["fraction"]
+                self.state = "loading"
+                self.stage = status["stage"]
+                self.fraction = status["fraction"]
             case "ready":
-                self.state, self.stage, self.fraction = "ready", "", -1.0
-                self.kv_tokens, self.ready_at = status["kv_tokens"], time.monotonic()
+                self.state = "ready"
+                self.stage = ""
+                self.fraction = -1.0
+                self.kv_tokens = status["kv_tokens"]
+                self.ready_at = time.monotonic()
             case "failed":
-                self.state, self.error = "failed", status["error"]
-                self.failed_with, self.failed_at = status["status"], time.monotonic()
+                self.state = "failed"
+                self.error = status["error"]
+                self.failed_with = status["status"]
+                self.failed_at = time.monotonic()
 
     @property
     def running(self) -> bool:

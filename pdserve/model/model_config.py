@@ -38,7 +38,8 @@ from pdserve.model.weight_formats import (
 )
 from pdserve.state import GatedDeltaSpec
 
-NATIVE, TRANSFORMERS = "native", "transformers"
+NATIVE = "native"
+TRANSFORMERS = "transformers"
 MODEL_IMPLS = ("auto", NATIVE, TRANSFORMERS)
 
 
@@ -193,7 +194,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         head_dim = fields.integer("head_dim", hidden_size // num_heads)
     else:
-        num_kv_heads, head_dim = 1, latent.row_size
+        num_kv_heads = 1
+        head_dim = latent.row_size
     if num_heads % num_kv_heads:
         raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
     if head_dim % 2:

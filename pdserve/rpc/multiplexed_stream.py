@@ -133,7 +133,8 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
             return
         self.end_reason = reason
         asyncio.get_running_loop().call_later(self._linger, self._call.cancel)
-        handlers, self._handlers = self._handlers, {}
+        handlers = self._handlers
+        self._handlers = {}
         for handler in handlers.values():
             self._fail(handler, self._end_error(reason))
         self._unsent.put_nowait(None)

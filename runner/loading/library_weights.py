@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 class LibraryWeights(ModelWeights):
     def __init__(self, decoder: TransformersDecoder, layout: KVLayout, placement: TensorPlacement) -> None:
         """``layout`` describes the KV cache of the self-test."""
-        self._decoder, self._layout, self._placement = decoder, layout, placement
+        self._decoder = decoder
+        self._layout = layout
+        self._placement = placement
 
     def check(self, model_dir: Path, weights: OpenWeights) -> None:
         self._check(model_dir, weights)

@@ -85,8 +85,10 @@ def layouts_that_fit(
     use = measured_use(parallel.device, peak, graphs)
     room = use.room_for_kv(config.options.memory_share)
     if states is not None:
-        found = config.options.state_slots or choose_slots(room, config.kv_layout, states, config.options.max_num_seqs)
-        states = msgspec.structs.replace(states, num_slots=parallel.all_reduce_min(found))
+        num_slots = config.options.state_slots or choose_slots(
+            room, config.kv_layout, states, config.options.max_num_seqs
+        )
+        states = msgspec.structs.replace(states, num_slots=parallel.all_reduce_min(num_slots))
         room = max(room - states.total_bytes, 0)
     num_blocks = parallel.all_reduce_min(min(room // config.kv_layout.block_bytes, MAX_BLOCKS))
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)

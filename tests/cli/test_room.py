@@ -26,7 +26,8 @@ def config_of(dtype: str) -> NodeConfig:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_in_memory_is_that_of_loaded_weights(dtype: str) -> None:
-    served, cpu = getattr(torch, dtype), torch.device("cpu")
+    served = getattr(torch, dtype)
+    cpu = torch.device("cpu")
     held = held_dtype(TensorPlacement(cpu, served, compute_dtype(cpu, served)))
     assert dtype_in_memory(config_of(dtype)) == str(held).removeprefix("torch.")
 

@@ -52,6 +52,6 @@ def test_variables_of_other_commands_and_of_kubernetes_are_none(node: argparse.A
 def test_all_variables_of_the_documentation_are_known() -> None:
     page = (ROOT / "docs" / "environment.md").read_text()
     listed = set(re.findall(r"`(PDSERVE_[A-Z0-9_]+)`", page))
-    known = WITHOUT_FLAG.union(*(variables_of(parser_of(name)) for name in COMMANDS))
-    assert listed <= known
+    names = WITHOUT_FLAG.union(*(variables_of(parser_of(name)) for name in COMMANDS))
+    assert listed <= names
     assert listed >= WITHOUT_FLAG

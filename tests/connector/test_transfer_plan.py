@@ -39,7 +39,8 @@ def reads(draw: st.DrawFn) -> tuple[KVRead, KVLayout, KVLayout]:
     free = set(range(ours.num_blocks))
     pairs: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(0, 8))):
-        local, remote = draw(st.integers(0, ours.num_blocks - 1)), draw(st.integers(0, theirs.num_blocks - 1))
+        local = draw(st.integers(0, ours.num_blocks - 1))
+        remote = draw(st.integers(0, theirs.num_blocks - 1))
         for step in range(draw(st.integers(1, 8))):
             if local + step in free and remote + step < theirs.num_blocks:
                 free.discard(local + step)

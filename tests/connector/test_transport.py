@@ -49,7 +49,7 @@ def test_a_requirement_is_met_by_its_transport_and_faster_ones() -> None:
     [(["tcp"], "tcp"), (["nvlink", "shm", "rdma"], "shm"), (["nvlink", UNKNOWN], UNKNOWN), (["shm", "shm"], "shm")],
 )
 def test_the_slowest_rank_is_the_transport_of_a_peer(kinds: list[str], kind: str) -> None:
-    assert combine([Connected("e", each, f"lane/{each}") for each in kinds]).transport == kind
+    assert combine([Connected("e", transport, f"lane/{transport}") for transport in kinds]).transport == kind
 
 
 def test_equal_lanes_are_named_once() -> None:

@@ -76,8 +76,8 @@ class Card:
             "reset_peak_memory_stats": lambda *args: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        known = (lambda device: self.reserved + self.libraries) if told else (lambda device: None)
-        monkeypatch.setattr(process_memory, "_known_to_driver", known)
+        driver = (lambda device: self.reserved + self.libraries) if told else (lambda device: None)
+        monkeypatch.setattr(process_memory, "_known_to_driver", driver)
 
     def start_node(self, share: float, meanwhile: int, model_dir: Path = EMBEDDED_MODEL) -> Layouts:
         """Return the layouts of a node, beside which other processes take ``meanwhile`` bytes, or free them."""

@@ -68,7 +68,8 @@ class LocalConnector(SerialConnector):
         return ReadResult(read.read_id, "", num_bytes, num_ranges, time.monotonic() - start)
 
     def _move(self, source: SourceRank, part: SourcePart, chunk: ReadChunk) -> None:
-        target_base, source_base = part.local.address, part.remote.address
+        target_base = part.local.address
+        source_base = part.remote.address
         ranges = part.slices[chunk.number].byte_ranges(chunk.local, chunk.remote)
         with _find(source.rank.agent)._memory:
             _find(source.rank.agent)  # it may have been closed while this thread waited for the lock
