@@ -16,6 +16,7 @@ import connector
 from connector.backends import host_memory
 from connector.backends.host_memory import runs
 from connector.setup import ConnectorSetup
+from pdserve.host import memory_limits
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.protocols import HostMemory
