@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from pdserve.request_cost import LinearCost, StepCosts, in_range
 
-_KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
+_KEEP = 0.98  # weight of earlier points after each new one: about 50 points count
+_KEEP_DECODES = 0.998  # weight of earlier decode steps: about 500 count
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _LEAST_SPREAD = 2.0  # sequences: a slope between steps that differ by less says nothing of steps with a hundred of them
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order

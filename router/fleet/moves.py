@@ -19,7 +19,8 @@ _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
 # Longest pause of a stream, and of the last streams of a node, in ITL targets. On a node that computes prompts in bulk,
 # half a step takes 1/2 and a decode at least 1/9; the read is added. Simulated fleets differ little with 0.7 to 0.85;
 # with 0.6 a burst of decodes stays on the nodes where it began.
-_PAUSE, _LAST_PAUSE = 0.75, 1.0
+_PAUSE = 0.75
+_LAST_PAUSE = 1.0
 
 
 class Move(NamedTuple):

@@ -18,7 +18,8 @@ from pdserve.request_cost import LinearCost, OutOfRange, PromptTimes, RequestLoa
 
 _MOST_SOURCES = 4  # peers that are considered for a pull
 _MOST_OPTIONS = 6  # options listed in a trace
-_SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
+_SLACK = 1e-3  # seconds within which two costs count as equal …
+_SLACK_SHARE = 0.01  # … beside this share of the lower cost
 
 
 GENERATE, EMBED, CLASSIFY = TASKS = ("generate", "embed", "classify")  # tasks of nodes
