@@ -190,7 +190,7 @@ def predict(load: PlannedLoad, layout: Layout, rate: float, sample: Workload | N
     missed = load.missed(ttft, itl)
     if simulation.given_up and not missed.startswith("TTFT"):
         missed = f"TTFT p{min(load.ttft_limits)}"
-    begin = min(int(measured[0].at) + 1, len(simulation.usage) - 1)
+    begin = int(measured[0].at) + 1
     return Prediction(
         layout=layout,
         rate=rate,
@@ -198,7 +198,7 @@ def predict(load: PlannedLoad, layout: Layout, rate: float, sample: Workload | N
         ttft=ttft,
         itl=itl,
         handoffs=simulation.handoffs / count,
-        **_usage(load, layout, simulation.usage[begin:]),
+        **_usage(load, layout, simulation.usage[begin : int(jobs[-1].at) + 1]),
     )
 
 
@@ -217,13 +217,13 @@ def _percentiles(values: Iterable[float], percents: Iterable[int]) -> dict[int, 
 
 
 def _usage(load: PlannedLoad, layout: Layout, seconds: Sequence[Sequence[Usage]]) -> dict[str, float]:
-    """Return the usage of nodes from the first of these seconds to the last one."""
+    """Return the usage of nodes from the first of these seconds to the last one; nothing for less than a second."""
     time = len(seconds) - 1
-    if not time:
+    if time < 1:
         return {}
     spent = [
-        Usage(*(after - before for before, after in zip(*usage, strict=True)))
-        for usage in zip(seconds[0], seconds[-1], strict=True)
+        Usage(after.steps - before.steps, after.decodes - before.decodes, after.read_tokens - before.read_tokens)
+        for before, after in zip(seconds[0], seconds[-1], strict=True)
     ]
     prefill = spent[: layout.prefill]
     others = spent[layout.prefill :]
